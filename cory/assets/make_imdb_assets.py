@@ -1,0 +1,251 @@
+"""Train what the `tiny` IMDB preset ships: a language model, a sentiment classifier, and review openings.
+
+    python -m cory.assets.make_imdb_assets lm         --dataset ../shared/data/imdb --out build/imdb
+    python -m cory.assets.make_imdb_assets classifier --dataset ../shared/data/imdb --out build/imdb
+    python -m cory.assets.make_imdb_assets openings   --out build/imdb
+
+`--dataset` is a local folder or a Hub name (stanfordnlp/imdb) with the columns `text` and `label`. Models are fitted on the
+train split alone; the test split only measures. The openings are sampled from the language model, so that no row of the
+data set is shipped. Each stage writes the figures it reached into `training.json` beside its weights.
+"""
+import argparse
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from datasets import load_dataset
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import (AutoModelForCausalLM, AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification,
+                          GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast)
+
+EOS = "<|endoftext|>"
+CONTEXT = 256                                   # tokens the language model sees
+
+
+def reviews(dataset: str, split: str) -> tuple[list[str], list[int]]:
+    rows = load_dataset(dataset, split=split)
+    return [" ".join(text.replace("<br />", " ").split()) for text in rows["text"]], list(rows["label"])
+
+
+def optimizers(model: torch.nn.Module, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices of the blocks, AdamW on embeddings, norms, biases and heads."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and (".h." in n or ".layer." in n)]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
+
+
+def fit(model, batches, loss_of, steps: int, lr: float, weight_decay: float, minutes: float) -> dict:
+    """Warm up, hold, then decay linearly to zero over the last 40%; `minutes` shortens the schedule if the machine is slow."""
+    opts, start, log = optimizers(model, lr, weight_decay), time.time(), []
+    for step in range(steps):
+        progress = max(step / steps, (time.time() - start) / (60 * minutes))
+        if progress >= 1:
+            break
+        scale = min(1.0, (step + 1) / 100, (1 - progress) / 0.4)
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = lr * scale
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, next(batches))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        log.append(loss.item())
+        if step % 50 == 0:
+            mean = sum(log[-50:]) / len(log[-50:])
+            print(f"step {step:5d}  loss {mean:.4f}  progress {progress:.3f}  {time.time() - start:.0f} s", flush=True)
+    return {"steps": len(log), "minutes": round((time.time() - start) / 60, 1)}
+
+
+# --- language model ---------------------------------------------------------------------------------------------------
+def train_lm_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.post_processor = processors.ByteLevel(trim_offsets=False)
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOS],
+                                                       initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=EOS, eos_token=EOS, unk_token=EOS,
+                                   model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
+
+
+def lm_batches(documents: list[list[int]], rows: int, rng: random.Random):
+    """Rows of CONTEXT tokens: half begin where a review begins (queries do), half anywhere in the stream."""
+    stream, starts = [], []
+    for document in rng.sample(documents, len(documents)):
+        starts.append(len(stream))
+        stream += document                      # each ends in EOS
+    stream = torch.tensor(stream)
+    starts = [s for s in starts if s + CONTEXT + 1 <= len(stream)]
+    while True:
+        at = rng.sample(starts, rows // 2) + [rng.randrange(len(stream) - CONTEXT - 1) for _ in range(rows - rows // 2)]
+        yield torch.stack([stream[i:i + CONTEXT + 1] for i in at])
+
+
+def lm_loss(model, tokens):
+    logits = model(tokens[:, :-1]).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_lm(args):
+    texts, _ = reviews(args.dataset, "train")
+    tokenizer = train_lm_tokenizer(texts, args.vocab)
+    eos = tokenizer.eos_token_id
+    documents = [ids + [eos] for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
+    print(f"{sum(map(len, documents)):,} tokens in {len(documents):,} reviews", flush=True)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=CONTEXT, n_embd=args.width, n_layer=args.layers,
+                        n_head=args.width // 64, activation_function="gelu_pytorch_tanh", resid_pdrop=0.0, embd_pdrop=0.0,
+                        attn_pdrop=0.0, bos_token_id=eos, eos_token_id=eos, use_cache=False)
+    model = GPT2LMHeadModel(config)
+    print(f"{model.num_parameters():,} parameters", flush=True)
+    info = fit(model, lm_batches(documents, args.rows, random.Random(args.seed)), lm_loss, args.steps, args.lr, 0.1,
+               args.minutes)
+
+    held_out = [ids + [eos] for ids in tokenizer(reviews(args.dataset, "test")[0], add_special_tokens=False,
+                                                 verbose=False)["input_ids"]]
+    model.eval()
+    losses = []
+    with torch.no_grad():
+        for i, tokens in zip(range(40), lm_batches(held_out, 32, random.Random(0))):
+            losses.append(lm_loss(model, tokens).item())
+    info.update(held_out_loss_nats=round(sum(losses) / len(losses), 4), parameters=model.num_parameters(),
+                train_tokens_seen=info["steps"] * args.rows * CONTEXT)
+    info["held_out_perplexity"] = round(math.exp(info["held_out_loss_nats"]), 2)
+    model.config.use_cache = True
+    save(model, tokenizer, Path(args.out) / "lm", info)
+
+
+# --- sentiment classifier ---------------------------------------------------------------------------------------------
+def train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    piece = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    piece.normalizer = normalizers.BertNormalizer(lowercase=True)
+    piece.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    piece.decoder = decoders.WordPiece()
+    piece.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special))
+    piece.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    return PreTrainedTokenizerFast(tokenizer_object=piece, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+                                   sep_token="[SEP]", model_max_length=512)
+
+
+def snippet_batches(documents, labels, rng: random.Random, cls: int, sep: int):
+    """Three batches in four: snippets of 8 to 32 tokens, half of them a review's opening. One in four: up to 384 tokens."""
+    for count in iter(int, 1):
+        long = rng.random() < 0.25
+        picked = rng.choices(range(len(documents)), k=48 if long else 512)
+        length = rng.randint(128, 384) if long else rng.randint(8, 32)
+        yield crops(documents, picked, length, rng, cls, sep), torch.tensor([labels[i] for i in picked])
+
+
+def crops(documents, picked, length, rng, cls, sep):
+    """(B, length + 2) token ids padded with 0; a crop starts at the review's start half of the time."""
+    rows = []
+    for i in picked:
+        start = 0 if rng.random() < 0.5 else rng.randrange(max(1, len(documents[i]) - length))
+        rows.append([cls, *documents[i][start:start + length], sep])
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+
+
+def make_classifier(args):
+    texts, labels = reviews(args.dataset, "train")
+    tokenizer = train_wordpiece(texts, args.vocab)
+    encode = lambda batch: tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+    documents = encode(texts)
+    config = DistilBertConfig(vocab_size=len(tokenizer), dim=args.width, n_layers=args.layers, n_heads=args.width // 64,
+                              hidden_dim=4 * args.width, max_position_embeddings=512, dropout=0.1, attention_dropout=0.1,
+                              seq_classif_dropout=0.3, activation="gelu", id2label={0: "NEGATIVE", 1: "POSITIVE"},
+                              label2id={"NEGATIVE": 0, "POSITIVE": 1})
+    model = DistilBertForSequenceClassification(config)
+    print(f"{model.num_parameters():,} parameters", flush=True)
+
+    def loss_of(model, batch):
+        tokens, target = batch
+        keep = torch.rand(tokens.shape) > 0.1   # drop words, so that no single one decides
+        tokens = torch.where(keep | (tokens < 4), tokens, 1)
+        return F.cross_entropy(model(tokens, attention_mask=tokens != 0).logits.float(), target)
+
+    rng = random.Random(args.seed)
+    model.train()
+    info = fit(model, snippet_batches(documents, labels, rng, 2, 3), loss_of, args.steps, args.lr, 0.1, args.minutes)
+
+    test_texts, test_labels = reviews(args.dataset, "test")
+    pick = random.Random(0).sample(range(len(test_texts)), 5000)
+    documents, labels = encode([test_texts[i] for i in pick]), [test_labels[i] for i in pick]
+    model.eval()
+    accuracy = {}
+    with torch.no_grad():
+        for name, length in (("8", 8), ("16", 16), ("32", 32), ("510", 510)):
+            right = 0
+            for i in range(0, len(pick), 100):
+                tokens = crops(documents, range(i, i + 100), length, random.Random(i), 2, 3)
+                predicted = model(tokens, attention_mask=tokens != 0).logits.argmax(1)
+                right += (predicted == torch.tensor(labels[i:i + 100])).sum().item()
+            accuracy[name] = right / len(pick)
+    info.update(held_out_accuracy_by_tokens=accuracy, parameters=model.num_parameters())
+    save(model, tokenizer, Path(args.out) / "classifier", info)
+
+
+# --- openings ---------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def make_openings(args):
+    """Sample review openings from the language model (temperature 0.9); train and held-out share no first 8 tokens."""
+    model = AutoModelForCausalLM.from_pretrained(Path(args.out) / "lm", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(Path(args.out) / "lm")
+    torch.manual_seed(args.seed)
+    seen, openings = set(), []
+    while len(openings) < args.count:
+        start = torch.full((512, 1), tokenizer.eos_token_id)
+        out = model.generate(start, max_new_tokens=24, do_sample=True, top_k=0, temperature=0.9,
+                             pad_token_id=tokenizer.eos_token_id)[:, 1:]
+        for ids in out.tolist():
+            text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+            key = tuple(tokenizer.encode(text)[:8])
+            if tokenizer.eos_token_id in ids or len(key) < 8 or key in seen or "\ufffd" in text:
+                continue
+            seen.add(key)
+            openings.append(text)
+        print(f"{len(openings)} openings", flush=True)
+    folder = Path(args.out) / "openings"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in (("train", openings[args.held_out:args.count]), ("test", openings[:args.held_out])):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in rows))
+
+
+def save(model, tokenizer, folder: Path, info: dict) -> None:
+    model.half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "training.json").write_text(json.dumps(info, indent=1) + "\n")
+    print(json.dumps(info))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["lm", "classifier", "openings"])
+    parser.add_argument("--dataset", default="stanfordnlp/imdb", help="local folder or Hub name with columns text and label")
+    parser.add_argument("--out", default="build/imdb", help="folder the trained assets are written to")
+    parser.add_argument("--minutes", type=float, default=60, help="longest training time; the schedule shrinks to it")
+    parser.add_argument("--steps", type=int, default=100_000, help="most optimizer steps")
+    parser.add_argument("--width", type=int, default=256, help="hidden size")
+    parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
+    parser.add_argument("--vocab", type=int, default=8192, help="vocabulary size")
+    parser.add_argument("--rows", type=int, default=48, help="rows of 256 tokens in a language-model batch")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--count", type=int, default=12_000, help="openings in all")
+    parser.add_argument("--held_out", type=int, default=2_000, help="openings of the test split")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    {"lm": make_lm, "classifier": make_classifier, "openings": make_openings}[args.stage](args)
+
+
+if __name__ == "__main__":
+    main()

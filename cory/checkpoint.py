@@ -1,0 +1,109 @@
+"""State on disk, so that a killed run continues bit for bit; and the final models, for plain transformers.
+
+Weights are safetensors; optimizer moments and random generators are tensors read with `weights_only=True`; the rest is JSON.
+Nothing is ever unpickled. A checkpoint is written to a temporary folder beside its place, flushed, renamed; `latest` moves
+last, and only then is the previous checkpoint removed.
+"""
+import json
+import os
+import platform
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_model, save_file, save_model
+
+from cory.agent import Agent
+from cory.errors import UserError
+
+
+def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> None:
+    """`agents` are (llm1, llm2) and `roles` the same ones as (pioneer, observer) of the next iteration."""
+    folder = run_dir / "checkpoints"
+    final, temporary = folder / f"iteration_{iteration:06d}", folder / "writing"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for agent in agents:
+        save_model(agent.policy, str(temporary / f"{agent.name}.safetensors"))
+        torch.save({"optimizer": agent.optimizer.state_dict(), "generator": agent.generator.get_state()},
+                   temporary / f"{agent.name}.training.pt")
+    torch.save({"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
+               temporary / "random.pt")
+    kind, keys, *rest = np.random.get_state()
+    state = {"iteration": iteration, "roles": [a.name for a in roles], "kl_coef": {a.name: a.kl_coef for a in agents},
+             "python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *rest], "wandb_id": wandb_id,
+             "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+    (temporary / "state.json").write_text(json.dumps(state))
+    flush(temporary)
+    shutil.rmtree(final, ignore_errors=True)        # left by a run killed between the renames below
+    temporary.rename(final)
+    replace_text(folder / "latest", final.name)
+    for old in folder.glob("iteration_*"):
+        if old != final:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict:
+    """Puts every piece of state back where `save_checkpoint` found it. Returns the JSON part. Raises `UserError`."""
+    latest = run_dir / "checkpoints" / "latest"
+    if not latest.exists():
+        raise UserError("run_dir", str(run_dir), "holds no checkpoint to resume from; start a new run, with --save_every above 0")
+    folder = latest.parent / latest.read_text().strip()
+    state = json.loads((folder / "state.json").read_text())
+    for agent in agents:
+        load_model(agent.policy, str(folder / f"{agent.name}.safetensors"))
+        training = torch.load(folder / f"{agent.name}.training.pt", weights_only=True)
+        agent.optimizer.load_state_dict(training["optimizer"])
+        agent.generator.set_state(training["generator"])
+        agent.kl_coef = state["kl_coef"][agent.name]
+    version, inner, gauss = state["python_random"]
+    random.setstate((version, tuple(inner), gauss))
+    kind, keys, *rest = state["numpy_random"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    generators = torch.load(folder / "random.pt", weights_only=True)
+    torch.set_rng_state(generators["cpu"])
+    if generators["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(generators["cuda"])
+    return state
+
+
+def save_final(run_dir: Path, agents: list[Agent]) -> None:
+    """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy; its critic lies beside it."""
+    for agent in agents:
+        final, temporary = run_dir / "final" / agent.name, run_dir / "final" / f"{agent.name}.writing"
+        shutil.rmtree(temporary, ignore_errors=True)
+        agent.policy.lm.save_pretrained(temporary)
+        agent.policy.tokenizer.save_pretrained(temporary)
+        save_file({k: v.detach().cpu() for k, v in agent.policy.value_head.state_dict().items()}, temporary / "value_head.safetensors")
+        flush(temporary)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+
+
+def require_disk(run_dir: Path, agents: list[Agent]) -> None:
+    """Weights and two moments per agent, twice (the previous checkpoint stays until the next one is whole), and the finals."""
+    weights = sum(p.numel() * p.element_size() for agent in agents for p in agent.policy.parameters())
+    need, free = 7 * weights, shutil.disk_usage(run_dir).free
+    if free < need:
+        raise UserError("run_dir", str(run_dir), f"its disk has {free / 1e9:.2f} GB free and this run's checkpoints need "
+                        f"{need / 1e9:.2f} GB; choose another folder, or --save_every 0 for final models only")
+
+
+def flush(folder: Path) -> None:
+    """Forces a folder's files, then its own entries, onto the disk."""
+    for path in [*(p for p in folder.rglob("*") if p.is_file()), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small file so that a reader finds the old text or the new one, never a part."""
+    temporary = path.with_name(path.name + ".writing")
+    temporary.write_text(text)
+    handle = os.open(temporary, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+    temporary.replace(path)

@@ -1,0 +1,121 @@
+"""The formulas of PPO as pure functions: tensors and floats in, tensors and floats out.
+
+Shapes: B batch rows, T response tokens, N response tokens gathered from many rows, V vocabulary.
+Masks: 1 = real response token, 0 = padding. Log-probabilities, entropies and KL are in nats, in float32.
+"""
+import torch
+from torch import Tensor
+
+
+# --- masked statistics ------------------------------------------------------------------------------------------------
+def masked_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Mean over real tokens, `sum(x m) / sum(m)`. Returns a scalar; padding may hold anything finite."""
+    return (x_BT * mask_BT).sum() / mask_BT.sum()
+
+
+def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
+    """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding. A single token gives 0.
+
+    It is taken over the whole rollout batch, before mini-batches are cut, so that their size does not change the result.
+    """
+    mean = masked_mean(x_BT, mask_BT)
+    variance = masked_mean((x_BT - mean) ** 2, mask_BT)
+    return (x_BT - mean) * torch.rsqrt(variance + eps) * mask_BT
+
+
+# --- log-probabilities, entropy, KL -----------------------------------------------------------------------------------
+def token_logprobs(logits_NV: Tensor, token_N: Tensor) -> Tensor:
+    """`log softmax(logits)[token]`, as `logit[token] - logsumexp(logits)`: the (N, V) log-softmax is never stored."""
+    return logits_NV.gather(-1, token_N[:, None]).squeeze(-1) - logits_NV.logsumexp(-1)
+
+
+def entropy(logits_NV: Tensor) -> Tensor:
+    """`H = -sum_v p_v log p_v` of each row's softmax, in nats. Returns (N,), between 0 and log V."""
+    logp_NV = logits_NV.log_softmax(-1)
+    return -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
+    """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` at each state: the paper's eq. 2. Returns (N,), never negative.
+
+    Exact, so without sampling noise. But charged as a *reward* on the token drawn at that state it carries no direct gradient
+    for it: the same amount is subtracted whichever token was drawn, so it acts as a baseline there, and the policy feels it
+    only through the states that earlier tokens lead to (`kl_k1` says what the sampled form does instead).
+    """
+    return (logp_NV.exp() * (logp_NV - ref_logp_NV)).sum(-1)
+
+
+def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
+    """`k1 = log pi(a) - log pi0(a)` at the sampled token (Schulman 2020). Returns (N,), any sign; its mean under pi is `kl_full`.
+
+    Charged as a reward it does depend on the token drawn, so that the policy gradient of its sum over a response,
+    `E[sum_t k1_t grad log pi(a_t)]`, is exactly the gradient of the response's KL.
+    """
+    return logp_N - ref_logp_N
+
+
+def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
+    """`k3 = r - 1 - log r` with `r = pi0(a) / pi(a)` (Schulman 2020). Returns (N,), never negative; same mean as `kl_k1`."""
+    log_r = ref_logp_N - logp_N
+    return log_r.exp() - 1 - log_r
+
+
+# --- rewards and advantages -------------------------------------------------------------------------------------------
+def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float) -> Tensor:
+    """`r_t = -kl_coef * kl_t`, plus the task score on each row's last real token (paper eq. 2).
+
+    score_B (B,) task reward; kl_BT (B, T) nats; rows have at least one real token, real tokens come first.
+    Returns (B, T), 0 on padding.
+    """
+    reward_BT = -kl_coef * kl_BT * mask_BT
+    last_B1 = mask_BT.sum(1, keepdim=True).long() - 1
+    return reward_BT.scatter_add(1, last_B1, score_B[:, None].to(reward_BT))
+
+
+def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16; the paper's eq. 12).
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        return_t = A_t + V_t
+
+    V and A are 0 after the last real token. A response cut by the length limit is treated like one ended by EOS: the task
+    scores the text as it stands, so the episode is over. Returns (advantage_BT, return_BT), both 0 on padding.
+    """
+    B, T = reward_BT.shape
+    advantage_BT = torch.zeros_like(reward_BT)
+    next_value_B = next_advantage_B = reward_BT.new_zeros(B)
+    for t in reversed(range(T)):
+        delta_B = reward_BT[:, t] + gamma * next_value_B - value_BT[:, t]
+        advantage_BT[:, t] = (delta_B + gamma * lam * next_advantage_B) * mask_BT[:, t]
+        next_value_B, next_advantage_B = value_BT[:, t] * mask_BT[:, t], advantage_BT[:, t]
+    return advantage_BT, (advantage_BT + value_BT) * mask_BT
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+def policy_loss(logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, cliprange: float) -> Tensor:
+    """Clipped surrogate (Schulman et al. 2017, eq. 7; the paper's eq. 11), one loss per token.
+
+        ratio = pi(a) / pi_old(a)        loss = -min(ratio A, clip(ratio, 1 - eps, 1 + eps) A)
+    """
+    ratio_N = (logp_N - old_logp_N).exp()
+    return -torch.min(ratio_N * advantage_N, ratio_N.clamp(1 - cliprange, 1 + cliprange) * advantage_N)
+
+
+def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange_value: float) -> Tensor:
+    """Clipped value loss (the paper's eq. 10 and 13), one loss per token; `old_value` is the rollout's and stays constant.
+
+        V_clip = V_old + clip(V - V_old, -eps, eps)        loss = 1/2 max((V - R)^2, (V_clip - R)^2)
+    """
+    clipped_N = old_value_N + (value_N - old_value_N).clamp(-cliprange_value, cliprange_value)
+    return 0.5 * torch.max((value_N - return_N) ** 2, (clipped_N - return_N) ** 2)
+
+
+# --- KL controller ----------------------------------------------------------------------------------------------------
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n: int) -> float:
+    """The adaptive controller of Ziegler et al. 2019, sec. 2.2: one step per iteration.
+
+        error = clip(kl / target - 1, -0.2, 0.2)        kl_coef <- kl_coef (1 + error n / horizon)
+
+    kl: the iteration's mean sentence-level KL in nats; n: responses in it. Positive for any kl if 0.2 n < horizon.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * n / horizon)

@@ -1,0 +1,160 @@
+"""A causal language model seen as a policy, with a linear value head for the agents.
+
+Shapes: B rows, P prompt tokens (padded on the left), T response tokens (padded on the right), H hidden size, V vocabulary,
+N response tokens gathered from many rows.
+"""
+import copy
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from cory.errors import UserError
+
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers.utils import logging as transformers_logging  # noqa: E402
+
+transformers_logging.disable_progress_bar()
+
+
+class LanguageModel(nn.Module):
+    """Any Hugging Face causal LM, its tokenizer, and the softmax temperature its distribution is meant at.
+
+    Body and head are called separately, so that the (tokens, V) logits exist only where a response token is predicted.
+    Dropout is off for good: what sampling, scoring and the update call pi is then one function of the weights.
+    """
+
+    def __init__(self, lm: nn.Module, tokenizer, temperature: float = 1.0, dtype: str = "float32"):
+        super().__init__()
+        self.lm, self.tokenizer, self.temperature, self.dtype = lm.eval(), tokenizer, temperature, dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.device
+
+    @property
+    def context_length(self) -> int:
+        return getattr(self.lm.config, "max_position_embeddings", 10**9)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm.get_output_embeddings().weight.shape[0]
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
+
+    def response_hidden(self, prompt_BP: Tensor, prompt_mask_BP: Tensor, response_BT: Tensor) -> Tensor:
+        """The (B, T, H) last hidden states from which each response token is predicted.
+
+        Position ids count real tokens from 0, so that a row does not depend on its padding. The last response token is never
+        an input: nothing is predicted from it. Padding behind a response is causally invisible to it.
+        """
+        response_in = response_BT[:, :-1]
+        mask = torch.cat([prompt_mask_BP, torch.ones_like(response_in)], dim=1)
+        hidden = self.body(torch.cat([prompt_BP, response_in], dim=1), mask, positions(mask))[0]
+        return hidden[:, prompt_BP.shape[1] - 1:]
+
+    def body(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache=None) -> tuple[Tensor, object]:
+        """Runs the transformer without its head: (last hidden states, key/value cache or None)."""
+        with self.autocast():
+            out = self.lm.base_model(input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
+                                     use_cache=cache is not None)
+        return out.last_hidden_state, out.past_key_values
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """(N, V) float32 logits of the distribution that is sampled from: the model's over the temperature."""
+        with self.autocast():
+            logits = self.lm.get_output_embeddings()(hidden_NH)
+        logits = logits.float()
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+
+class PolicyWithValue(LanguageModel):
+    """The policy and its critic: a linear layer on the last hidden state (paper, sec. 3), in float32.
+
+    It starts at zero, so that V = 0 before the first update, whatever the model and the seed.
+    """
+
+    def __init__(self, base: LanguageModel):
+        super().__init__(copy.deepcopy(base.lm), base.tokenizer, base.temperature, base.dtype)
+        self.value_head = nn.Linear(self.lm.get_output_embeddings().in_features, 1, device=base.device, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """V(s) in units of reward for each hidden state (..., H) -> (...)."""
+        return self.value_head(hidden.float()).squeeze(-1)
+
+
+def positions(mask: Tensor) -> Tensor:
+    """Position ids (B, L) of a left-padded batch: real tokens count 0, 1, 2, ...; padding gets 0."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def load_language_model(name: str, temperature: float = 1.0, dtype: str = "float32", device: str = "cpu") -> LanguageModel:
+    """Loads a local folder or a Hub name by the same calls: safetensors only, remote code never. Raises `UserError`."""
+    with model_errors("model", name):
+        config = AutoConfig.from_pretrained(name)
+        if getattr(config, "activation_function", None) == "gelu_new":
+            config.activation_function = "gelu_pytorch_tanh"     # the same function, as one operation instead of eight
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        lm, info = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, use_safetensors=True,
+                                                        output_loading_info=True)
+    if any("lm_head" in key or "embed_out" in key for key in info["missing_keys"]):
+        raise UserError("model", name, f"its weights hold no language-model head ({', '.join(sorted(info['missing_keys'])[:3])} "
+                        "missing); pass a causal language model")
+    if tokenizer.eos_token_id is None:
+        raise UserError("model", name, "its tokenizer has no EOS token, so a response could not end; set eos_token in "
+                        "tokenizer_config.json")
+    rows = lm.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UserError("model", name, f"its tokenizer has {len(tokenizer)} tokens and its embedding {rows} rows; use the "
+                        "tokenizer that the model was trained with")
+    model = LanguageModel(lm.to(device), tokenizer, temperature, dtype)
+    model.requires_grad_(False)
+    check_head(model, name)
+    return model
+
+
+@torch.no_grad()
+def check_head(model: LanguageModel, name: str) -> None:
+    """Refuses architectures that do more to their logits than the head (soft-capping, scaling): we would train another policy."""
+    ids = torch.arange(4, device=model.device)[None] % model.lm.get_input_embeddings().weight.shape[0]
+    mask = torch.ones_like(ids)
+    ours = model.lm.get_output_embeddings()(model.lm.base_model(input_ids=ids, attention_mask=mask).last_hidden_state)
+    if not torch.allclose(ours, model.lm(input_ids=ids, attention_mask=mask).logits, atol=1e-4, rtol=1e-4):
+        raise UserError("model", name, f"{type(model.lm).__name__} changes its logits behind the head, which LanguageModel.logits "
+                        "does not; add that step there")
+
+
+class model_errors:
+    """Turns what `from_pretrained` raises into a `UserError` with the way out."""
+
+    def __init__(self, field: str, name: str):
+        self.field, self.name = field, name
+
+    def __enter__(self):
+        if Path(self.name).is_dir() and not (Path(self.name) / "config.json").exists():
+            raise UserError(self.field, self.name, "this folder has no config.json; pass a folder written by save_pretrained")
+
+    def __exit__(self, kind, error, traceback):
+        if error is None or not isinstance(error, (OSError, ValueError, ImportError)):
+            return
+        text, cause = str(error), repr(error) + repr(error.__cause__) + repr(error.__context__)
+        if "trust_remote_code" in text or "custom code" in text:
+            why = "needs code from its repository, which is never run here; pass a model whose architecture transformers has"
+        elif "gated" in text or "GatedRepo" in cause:
+            why = "is gated: accept its licence on the Hub and log in with `hf auth login`"
+        elif "safetensors" in text:
+            why = "has no safetensors weights, and pickled ones are never loaded; convert it with save_pretrained"
+        elif "Unrecognized configuration class" in text or "Unrecognized model" in text:
+            why = "is not of the kind asked for here (a causal language model for --model, a sequence classifier for --reward_model)"
+        elif Path(self.name).is_dir():
+            why = f"could not be loaded: {text}"
+        else:
+            why = ("is neither a local folder nor to be had from the Hub now; with a network run "
+                   f"`hf download {self.name} --local-dir DIR`, then pass DIR")
+        raise UserError(self.field, self.name, why) from error

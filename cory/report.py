@@ -1,0 +1,205 @@
+"""What a run shows: JSON lines, Weights & Biases, the progress bar, curves; and the comparison of finished runs.
+
+    python -m cory.report RUN_DIR [RUN_DIR ...] --out comparison.png      # mean and std over seeds, by method
+"""
+import argparse
+import json
+import netrc
+import os
+from dataclasses import asdict
+from pathlib import Path
+from urllib.parse import urlparse
+
+import numpy as np
+from tqdm import tqdm
+
+from cory.config import Config
+from cory.errors import UserError, exit_on_user_error
+
+TABLE = {"task_reward": "{:.2f}", "kl": "{:.1f}", "combined_reward": "{:.2f}", "length": "{:.1f}", "distinct_1": "{:.3f}",
+         "distinct_2": "{:.3f}", "repeated_tokens": "{:.3f}", "base_perplexity": "{:.0f}"}
+
+
+class RunLog:
+    """One call per iteration writes the local files, W&B and the bar. A resumed log drops what the checkpoint does not know of."""
+
+    def __init__(self, cfg: Config, run_dir: Path, start: int, wandb_id: str):
+        self.metrics, self.samples, self.sample_rows = run_dir / "metrics.jsonl", run_dir / "samples.jsonl", []
+        for path in (self.metrics, self.samples):
+            kept = [row for row in read_jsonl(path) if row["iteration"] <= start] if cfg.resume else []
+            path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self.wandb = start_wandb(cfg, run_dir, wandb_id)
+        self.wandb_id = self.wandb.id if self.wandb else ""
+        self.bar = tqdm(total=cfg.iterations, initial=start, desc=cfg.method, unit="it", dynamic_ncols=True)
+
+    def iteration(self, step: int, metrics: dict[str, float], samples: list[dict]) -> None:
+        append(self.metrics, [{"iteration": step, **metrics}])
+        append(self.samples, samples)
+        self.sample_rows += samples
+        evaluated = any(key.startswith("eval/") for key in metrics)
+        if self.wandb:
+            tables = {"samples": self.table()} if evaluated and self.sample_rows else {}
+            self.wandb.log({**metrics, **tables}, step=step)
+        if step:
+            shown = {k: " / ".join(f"{metrics[f'{a}/{k}']:.2f}" for a in ("llm1", "llm2") if f"{a}/{k}" in metrics)
+                     for k in ("task_reward", "kl")}
+            self.bar.set_postfix_str(f"reward {shown['task_reward']}, KL {shown['kl']}", refresh=False)
+            self.bar.update()
+
+    def table(self):
+        """Query, pioneer, observer and base responses side by side with their rewards."""
+        import wandb
+        columns = list(self.sample_rows[0])
+        return wandb.Table(columns=columns, data=[[row[c] for c in columns] for row in self.sample_rows])
+
+    def rows(self) -> list[dict]:
+        return read_jsonl(self.metrics)
+
+    def finish(self, held_out: dict) -> None:
+        if self.wandb:
+            self.wandb.summary.update({"held_out": held_out})
+            self.wandb.finish()
+
+
+def append(path: Path, rows: list[dict]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """Rows of a log; a last line cut off by a kill is left out."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+# --- Weights & Biases -------------------------------------------------------------------------------------------------
+def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
+    """A W&B run, or None when disabled. Without a key it runs offline and says how to sync."""
+    if cfg.wandb == "disabled":
+        return None
+    import wandb
+    mode = "online" if cfg.wandb != "offline" and has_wandb_key() else "offline"
+    run = wandb.init(project=cfg.wandb_project, name=run_dir.name, config=asdict(cfg), dir=run_dir, id=wandb_id or None,
+                     resume="allow" if mode == "online" and wandb_id else None, mode=mode,
+                     settings=wandb.Settings(silent=True, console="off"))
+    if mode == "offline":
+        why = "" if cfg.wandb == "offline" else " (no key found: `wandb login` stores one)"
+        print(f"W&B is offline{why}; upload later with: wandb sync {run_dir}/wandb/offline-run-*", flush=True)
+    return run
+
+
+def has_wandb_key() -> bool:
+    """A key in WANDB_API_KEY, or in netrc for the host of WANDB_BASE_URL."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+# --- pictures and tables ----------------------------------------------------------------------------------------------
+def results_table(held_out: dict) -> str:
+    """Markdown table of eval.json: held-out figures of the base and of each agent."""
+    names = [name for name in ("base", "llm1", "llm2") if name in held_out]
+    return table(["held-out", *names], [[key.replace("_", " "), *(fmt.format(held_out[n][key]) for n in names)] for key, fmt in TABLE.items()])
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    line = lambda cells: "| " + " | ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths))) + " |"
+    return "\n".join([line(head), "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(widths)) + "|", *map(line, rows)])
+
+
+def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
+    found = [(row["iteration"], row[key]) for row in rows if key in row]
+    return [i for i, _ in found], [v for _, v in found]
+
+
+PANELS = [("task_reward", "task reward"), ("kl", "KL per response (nats)"), ("combined_reward", "reward - eta KL"),
+          ("entropy", "entropy per token (nats)"), ("explained_variance", "explained variance")]
+COLORS = {"llm1": "tab:blue", "llm2": "tab:orange", "ppo": "tab:red", "cory": "tab:blue"}
+
+
+def draw_curves(run_dir: Path) -> None:
+    """curves.png: training curves of each agent, dots where held-out figures were taken; last panel reward against KL."""
+    from matplotlib.figure import Figure
+    rows, cfg = read_jsonl(run_dir / "metrics.jsonl"), json.loads((run_dir / "config.json").read_text())
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    axes = figure.subplots(2, 3).flat
+    agents = [name for name in ("llm1", "llm2") if any(f"{name}/kl" in row for row in rows)]
+    for ax, (key, title) in zip(axes, PANELS):
+        for name in agents:
+            ax.plot(*series(rows, f"{name}/{key}"), color=COLORS[name], label=name, linewidth=1.2)
+            ax.plot(*series(rows, f"eval/{name}/{key}"), "o", color=COLORS[name], markersize=5, markeredgecolor="white")
+        base = series(rows, f"eval/base/{key}")[1]
+        if base:
+            ax.axhline(base[0], color="gray", linestyle=":", label="base")
+        ax.set(title=title, xlabel="iteration")
+        ax.grid(alpha=0.3)
+    last = axes[-1] if isinstance(axes, list) else figure.axes[-1]
+    for name in agents:
+        frontier(last, rows, name, COLORS[name], name)
+    figure.axes[0].legend()
+    figure.suptitle(f"{cfg['method'].upper()}, preset {cfg['preset']}, seed {cfg['seed']}: lines are training batches, dots held-out queries")
+    figure.savefig(run_dir / "curves.png", dpi=110)
+
+
+def frontier(ax, rows: list[dict], name: str, color: str, label: str | None) -> None:
+    """Held-out reward against held-out KL along training, from the base at KL 0."""
+    at_base = series(rows, "eval/base/task_reward")[1]
+    ax.plot([0.0] * len(at_base) + series(rows, f"eval/{name}/kl")[1], at_base + series(rows, f"eval/{name}/task_reward")[1], "o-",
+            color=color, label=label, markersize=4, linewidth=1)
+    ax.set(title="held-out reward against KL", xlabel="KL per response (nats)", ylabel="task reward")
+    ax.grid(alpha=0.3)
+
+
+def compare(run_dirs: list[Path], out: Path) -> str:
+    """Curves of methods over seeds (mean, band of one std), reward against KL for each run, and the held-out table."""
+    from matplotlib.figure import Figure
+    runs = [(json.loads((d / "config.json").read_text()), read_jsonl(d / "metrics.jsonl"), json.loads((d / "eval.json").read_text()))
+            for d in run_dirs]
+    groups = {f"{cfg['method']} {agent}": [(rows, held) for other, rows, held in runs if other["method"] == cfg["method"]]
+              for cfg, _, held in runs for agent in ("llm1", "llm2") if agent in held}
+    style = {"ppo llm1": ("tab:red", "-"), "cory llm1": ("tab:blue", "-"), "cory llm2": ("tab:cyan", "-")}
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    axes = figure.subplots(2, 3).flat
+    for ax, (key, title) in zip(axes, [*PANELS[:3], ("eval/task_reward", "held-out task reward"), ("eval/kl", "held-out KL (nats)")]):
+        for label, members in sorted(groups.items()):
+            agent, color = label.split()[1], style[label][0]
+            name = f"eval/{agent}/{key.removeprefix('eval/')}" if key.startswith("eval/") else f"{agent}/{key}"
+            x = series(members[0][0], name)[0]
+            y = np.array([series(rows, name)[1] for rows, _ in members])
+            ax.plot(x, y.mean(0), color=color, label=f"{label.upper()} ({len(members)} seeds)", linewidth=1.4)
+            ax.fill_between(x, y.mean(0) - y.std(0), y.mean(0) + y.std(0), color=color, alpha=0.2, linewidth=0)
+        ax.set(title=title, xlabel="iteration")
+        ax.grid(alpha=0.3)
+    for label, members in sorted(groups.items()):
+        for i, (rows, _) in enumerate(members):
+            frontier(figure.axes[-1], rows, label.split()[1], style[label][0], label.upper() if i == 0 else None)
+    figure.axes[0].legend(fontsize=8)
+    figure.axes[-1].legend(fontsize=8)
+    figure.savefig(out, dpi=110)
+    mean_std = lambda values, fmt: fmt.format(np.mean(values)) + (" ± " + fmt.format(np.std(values)) if len(values) > 1 else "")
+    base = runs[0][2]["base"]
+    return table(["held-out", "base", *(label.upper() for label in sorted(groups))],
+                 [[key.replace("_", " "), fmt.format(base[key]), *(mean_std([held[label.split()[1]][key] for _, held in groups[label]], fmt)
+                   for label in sorted(groups))] for key, fmt in TABLE.items()])
+
+
+@exit_on_user_error
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
+    parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="picture to write")
+    args = parser.parse_args()
+    for run_dir in args.run_dirs:
+        if not (run_dir / "eval.json").exists():
+            raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); finish it with --resume")
+    print(compare(args.run_dirs, args.out))
+    print(f"written: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""One agent's turn: sample responses, score them under policy and reference in one sweep, keep the frozen record."""
+from dataclasses import dataclass, fields, replace
+from typing import Iterator
+
+import torch
+from torch import Tensor
+
+from cory import formulas
+from cory.agent import Agent
+from cory.config import Config
+from cory.model import LanguageModel
+from cory.sampling import decode, encode_prompts, sample
+
+LOGITS_AT_ONCE = 2**23      # elements of (tokens, V) looked at together: 32 MiB in float32
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One batch of prompts and responses under the policy that sampled them; constant over all PPO epochs. 0 on padding."""
+    prompt_BP: Tensor           # token ids, padded on the left
+    prompt_mask_BP: Tensor      # 1 = real prompt token
+    response_BT: Tensor         # sampled token ids, padded on the right
+    mask_BT: Tensor             # 1 = real response token
+    logp_BT: Tensor             # log pi_old(a_t | s_t), nats
+    kl_BT: Tensor               # penalty per token, nats: KL(pi_old || pi0) at s_t (full), or log pi_old - log pi0 of a_t (k1)
+    value_BT: Tensor            # V_old(s_t), units of reward
+    text: list[str]             # decoded responses: all that crosses to rewards and to the other agent
+    sampling_gap: float         # mean |log-prob while sampling - log-prob scored|, nats: 0 up to rounding
+
+    @property
+    def kl_B(self) -> Tensor:
+        """Sentence-level KL: summed over each response's tokens, nats."""
+        return self.kl_BT.sum(1)
+
+    @property
+    def length_B(self) -> Tensor:
+        return self.mask_BT.sum(1)
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What PPO trains on: the tensors of a rollout with its rewards, advantages and returns. 0 on padding."""
+    prompt_BP: Tensor
+    prompt_mask_BP: Tensor
+    response_BT: Tensor
+    mask_BT: Tensor
+    logp_BT: Tensor
+    value_BT: Tensor
+    reward_BT: Tensor           # -kl_coef * kl_t, plus the score on the last token
+    advantage_BT: Tensor        # whitened over the whole batch
+    return_BT: Tensor           # unwhitened advantage + V_old
+
+    def rows(self, index: Tensor) -> "Experience":
+        """The experience of some rows, cut to the longest prompt and the longest response among them."""
+        P, T = int(self.prompt_mask_BP[index].sum(1).max()), int(self.mask_BT[index].sum(1).max())
+        cut = {f.name: slice(-P, None) if f.name.endswith("_BP") else slice(0, T) for f in fields(self)}
+        return replace(self, **{name: getattr(self, name)[index, columns] for name, columns in cut.items()})
+
+    def optimizer_steps(self, mini_batch_size: int, accumulation: int, generator: torch.Generator) -> Iterator[list["Experience"]]:
+        """One shuffled pass: for each optimizer step, the mini-batches whose gradients add up."""
+        order = torch.randperm(len(self.mask_BT), generator=generator).to(self.mask_BT.device)
+        for step in order.split(mini_batch_size * accumulation):
+            yield [self.rows(index) for index in step.split(mini_batch_size)]
+
+
+def experience(rollout: Rollout, score_B: Tensor, kl_coef: float, gamma: float, lam: float) -> Experience:
+    """Task scores (B,) and the KL penalty become token rewards, advantages and returns."""
+    reward_BT = formulas.token_rewards(score_B.to(rollout.mask_BT), rollout.kl_BT, rollout.mask_BT, kl_coef)
+    advantage_BT, return_BT = formulas.gae(reward_BT, rollout.value_BT, rollout.mask_BT, gamma, lam)
+    return Experience(rollout.prompt_BP, rollout.prompt_mask_BP, rollout.response_BT, rollout.mask_BT, rollout.logp_BT,
+                      rollout.value_BT, reward_BT, formulas.whiten(advantage_BT, rollout.mask_BT), return_BT)
+
+
+@torch.no_grad()
+def rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_tokens: int, cfg: Config) -> Rollout:
+    """`a ~ pi_agent(. | prompt)` for each prompt, scored under policy and reference.
+
+    The policy runs a second time over its responses although sampling knew their log-probabilities: one pass over whole rows,
+    as the update makes it, rounds as the update does, so that the first ratio is 1 also in bfloat16; and the exact KL needs
+    the whole distribution, which is cheaper to make again (2 of about 30 parts of the arithmetic) than to keep as (B, T, V).
+    """
+    policy = agent.policy
+    encoded = encode_prompts(policy, prompts, max_new_tokens)
+    drawn = sample(policy, encoded, max_new_tokens, agent.generator)
+    columns = (*encoded, drawn.response_BT, drawn.mask_BT)
+    logp_BT, kl_BT, value_BT = (torch.zeros_like(drawn.mask_BT) for _ in range(3))
+    for chunk in torch.arange(len(prompts), device=policy.device).split(cfg.mini_batch_size):
+        rows = [x[chunk] for x in columns]
+        real = rows[-1].bool()
+        hidden_NH, ref_hidden_NH = policy.response_hidden(*rows[:3])[real], reference.response_hidden(*rows[:3])[real]
+        logp_N, _, kl_N = sweep(policy, reference, hidden_NH, ref_hidden_NH, rows[2][real], cfg.kl_penalty)
+        for x_BT, x_N in ((logp_BT, logp_N), (kl_BT, kl_N), (value_BT, policy.values(hidden_NH))):
+            x_BT[chunk] = x_BT[chunk].masked_scatter(real, x_N)
+    gap = formulas.masked_mean((drawn.logp_BT - logp_BT).abs(), drawn.mask_BT).item()
+    return Rollout(*columns, logp_BT, kl_BT, value_BT, decode(policy, drawn.response_BT, drawn.mask_BT), gap)
+
+
+@torch.no_grad()
+def sweep(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor, ref_hidden_NH: Tensor, token_N: Tensor,
+          kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs, reference log-probs, KL), each (N,), from both models' hidden states.
+
+    The two distributions of a token exist at the same time, for a few tokens at a time: nothing of size (B, T, V) is made.
+    """
+    chunk = max(1, LOGITS_AT_ONCE // policy.vocab_size)
+    parts = []
+    for hidden, ref_hidden, token in zip(hidden_NH.split(chunk), ref_hidden_NH.split(chunk), token_N.split(chunk)):
+        logits, ref_logits = policy.logits(hidden), reference.logits(ref_hidden)
+        logp, ref_logp = formulas.token_logprobs(logits, token), formulas.token_logprobs(ref_logits, token)
+        kl = (formulas.kl_full(logits.log_softmax(-1), ref_logits.log_softmax(-1)) if kl_penalty == "full"
+              else formulas.kl_k1(logp, ref_logp))
+        parts.append((logp, ref_logp, kl))
+    return tuple(torch.cat(column) for column in zip(*parts))

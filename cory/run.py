@@ -1,0 +1,147 @@
+"""Everything around the loops: from a configuration to a finished run folder."""
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+import torch
+
+from cory.agent import Agent
+from cory.checkpoint import load_checkpoint, replace_text, require_disk, save_checkpoint, save_final
+from cory.config import Config
+from cory.errors import UserError
+from cory.evaluate import EVALUATION_SEED, evaluate
+from cory.model import load_language_model
+from cory.report import RunLog, draw_curves, results_table
+from cory.rollout import Rollout
+from cory.sampling import decode, encode_prompts, sample
+
+
+class Turn(NamedTuple):
+    """What one agent did in one iteration."""
+    role: str                       # pioneer or observer; the agent's own name is its identity
+    agent: Agent
+    rollout: Rollout
+    reward_B: torch.Tensor          # the task reward of its own responses, whatever it was trained on
+    stats: dict[str, float]         # of its PPO update
+
+    def metrics(self, kl_coef: float) -> dict[str, float]:
+        reward, kl = self.reward_B.mean().item(), self.rollout.kl_B.mean().item()
+        return {"task_reward": reward, "kl": kl, "combined_reward": reward - kl_coef * kl,
+                "task_reward_std": self.reward_B.std(correction=0).item(), "length": self.rollout.length_B.mean().item(),
+                "sampling_gap": self.rollout.sampling_gap, **self.stats}
+
+
+class Run:
+    """One run: settings, task, reference, agents and log; after each iteration it evaluates, logs and saves."""
+
+    def __init__(self, cfg: Config, make_task):
+        self.cfg, self.device, self.run_dir = cfg, choose_device(cfg), choose_run_dir(cfg)
+        print(f"{cfg.method.upper()} on {cfg.task}: preset {cfg.preset}, model {shown(cfg.model)}, data {shown(cfg.dataset)}, {self.device} "
+              f"{cfg.dtype}. The paper's setting: python train_{cfg.task}.py --method {cfg.method} --preset {cfg.paper_preset}", flush=True)
+        self.reference = load_language_model(cfg.model, cfg.temperature, cfg.dtype, self.device)
+        self.task = make_task(cfg, self.reference)
+        names = ["llm1"] if cfg.method == "ppo" else ["llm1", "llm2"]
+        self.agents = [Agent(name, self.reference, cfg, index) for index, name in enumerate(names)]
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        if cfg.save_every:
+            require_disk(self.run_dir, self.agents)
+        self.start, self.roles, wandb_id = 0, self.agents, ""
+        if cfg.resume:
+            state = load_checkpoint(self.run_dir, self.agents)
+            by_name = {agent.name: agent for agent in self.agents}
+            self.start, self.roles, wandb_id = state["iteration"], [by_name[name] for name in state["roles"]], state["wandb_id"]
+        replace_text(self.run_dir / "config.json", json.dumps(asdict(cfg), indent=1) + "\n")
+        self.log = RunLog(cfg, self.run_dir, self.start, wandb_id)
+
+    def iterations(self) -> Iterator[int]:
+        """Yields start + 1 .. iterations. A new run first evaluates the base, which both agents still equal (iteration 0)."""
+        if self.start == 0:
+            base = evaluate(self.reference, self.reference, self.task, self.cfg)
+            self.log.iteration(0, {f"eval/base/{k}": v for k, v in base.items()}, [])
+        self.clock = time.perf_counter()
+        yield from range(self.start + 1, self.cfg.iterations + 1)
+
+    def finish_iteration(self, step: int, queries: list[str], turns: list[Turn], roles: list[Agent]) -> None:
+        """`turns` were played in this iteration; `roles` are (pioneer, observer) of the next one."""
+        cfg, last = self.cfg, step == self.cfg.iterations
+        metrics = {}
+        for turn in turns:                                          # each figure under its role and under its identity
+            for k, v in turn.metrics(cfg.init_kl_coef).items():
+                metrics[f"{turn.role}/{k}"] = metrics[f"{turn.agent.name}/{k}"] = v
+        samples = self.samples(step, queries, turns)
+        metrics["seconds"] = time.perf_counter() - self.clock
+        if last or cfg.eval_every and step % cfg.eval_every == 0:
+            for agent in self.agents:
+                held_out = evaluate(agent.policy, self.reference, self.task, cfg)
+                metrics |= {f"eval/{agent.name}/{k}": v for k, v in held_out.items()}
+        self.log.iteration(step, metrics, samples)
+        if cfg.save_every and (last or step % cfg.save_every == 0):
+            save_checkpoint(self.run_dir, step, self.agents, roles, self.log.wandb_id)
+        self.clock = time.perf_counter()
+
+    def samples(self, step: int, queries: list[str], turns: list[Turn]) -> list[dict]:
+        """The first few queries with the response of each role, and of the base, and their rewards."""
+        rows = min(self.cfg.sample_rows, len(queries))
+        if rows == 0:
+            return []
+        prompts = encode_prompts(self.reference, self.task.pioneer_prompts(queries[:rows]), self.cfg.max_response_length)
+        drawn = sample(self.reference, prompts, turns[0].rollout.mask_BT.shape[1], torch.Generator().manual_seed(EVALUATION_SEED + step))
+        base = decode(self.reference, drawn.response_BT, drawn.mask_BT)
+        base_reward = self.task.reward(queries[:rows], base).tolist()
+        table = []
+        for i in range(rows):
+            row = {"iteration": step, "query": queries[i]}
+            for turn in turns:
+                row |= {turn.role: turn.rollout.text[i], f"{turn.role}_agent": turn.agent.name, f"{turn.role}_reward": turn.reward_B[i].item()}
+            table.append(row | {"base": base[i], "base_reward": base_reward[i]})
+        return table
+
+    def finish(self) -> None:
+        """Final models, eval.json, curves.png, and the held-out table on the terminal."""
+        self.log.bar.close()
+        save_final(self.run_dir, self.agents)
+        rows = self.log.rows()
+        held_out = {"iteration": rows[-1]["iteration"], "queries": self.cfg.eval_queries}
+        for name in ["base", *(agent.name for agent in self.agents)]:
+            prefix = f"eval/{name}/"
+            row = rows[0] if name == "base" else rows[-1]
+            held_out[name] = {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
+        replace_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
+        draw_curves(self.run_dir)
+        self.log.finish(held_out)
+        print(results_table(held_out))
+        print(f"written to {self.run_dir}: metrics.jsonl, samples.jsonl, eval.json, curves.png, final/")
+
+
+def shown(path: str) -> str:
+    """A name as typed; the embedded assets by their short name."""
+    from cory.config import ASSETS
+    return f"embedded {Path(path).relative_to(ASSETS)}" if Path(path).is_relative_to(ASSETS) else path
+
+
+def choose_device(cfg: Config) -> torch.device:
+    available = torch.cuda.is_available()
+    if cfg.device == "cuda" and not available:
+        raise UserError("device", cfg.device, "this machine shows PyTorch no CUDA GPU; use --device auto or cpu")
+    device = torch.device("cuda" if available and cfg.device != "cpu" else "cpu")
+    if cfg.dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise UserError("dtype", cfg.dtype, f"{torch.cuda.get_device_name()} has no bfloat16 arithmetic; use --dtype float32")
+    return device
+
+
+def choose_run_dir(cfg: Config) -> Path:
+    """Nothing existing is overwritten: a folder with anything in it is refused, unless it is resumed."""
+    name = f"{cfg.task}-{cfg.method}-{cfg.preset}-seed{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(cfg.run_dir or f"runs/{name}")
+    if folder.exists() and not folder.is_dir():
+        raise UserError("run_dir", str(folder), "is a file; name a folder")
+    if not cfg.resume and folder.exists() and any(folder.iterdir()):
+        what = "holds another run; continue it with --resume" if (folder / "config.json").exists() else "is not empty; name a new folder"
+        raise UserError("run_dir", str(folder), f"{what}, or name another --run_dir")
+    parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise UserError("run_dir", str(folder), f"{parent} is not writable; name another --run_dir")
+    return folder

@@ -1,0 +1,85 @@
+"""Prompts to responses: the sampling loop. Shapes as in `cory.model`."""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from cory.errors import UserError
+from cory.model import LanguageModel, positions
+
+
+class Prompts(NamedTuple):
+    ids_BP: Tensor      # token ids, padded on the left with EOS
+    mask_BP: Tensor     # 1 = real token
+
+
+class Sample(NamedTuple):
+    response_BT: Tensor  # sampled ids; EOS on padding
+    mask_BT: Tensor      # float, 1 = real response token; a row's first EOS is real, what follows it is not
+    logp_BT: Tensor      # log-probability of each sampled token, nats; 0 on padding
+
+
+def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> Prompts:
+    """Tokenizes and pads on the left. Only lengths decide the mask: an EOS written inside a prompt stays a token of it.
+
+    Raises `UserError` for a prompt without tokens, or one whose response would leave the model's context.
+    """
+    rows = model.tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    for text, row in zip(prompts, rows):
+        if not row:
+            raise UserError("prompt", text, "has no tokens; remove the empty row from the data")
+        if len(row) + max_new_tokens > model.context_length:
+            raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response exceed the model's context of "
+                            f"{model.context_length}; shorten the queries or the responses")
+    width = max(map(len, rows))
+    ids = torch.tensor([[model.tokenizer.eos_token_id] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return Prompts(ids.to(model.device), mask.to(model.device))
+
+
+def decode(model: LanguageModel, response_BT: Tensor, mask_BT: Tensor) -> list[str]:
+    """Response texts without special tokens: what rewards and the other agent see. Ids are never made from them again."""
+    ids = [row[:int(n)] for row, n in zip(response_BT.tolist(), mask_BT.sum(1).tolist())]
+    return model.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """One token per row by inversion: the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`. Never one of probability 0.
+
+    One uniform number per row from a CPU generator makes the stream of a seed the same on every device, and costs B random
+    numbers where `torch.multinomial` draws B x V.
+    """
+    cumulative_BV = logp_BV.exp().cumsum(-1)
+    total_B1 = cumulative_BV[:, -1:]
+    threshold_B1 = (uniform_B[:, None] * total_B1).minimum(torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+    return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
+
+
+@torch.no_grad()
+def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator) -> Sample:
+    """Samples `a ~ pi(. | prompt)` for a batch until EOS or `max_new_tokens`, with a key/value cache.
+
+    The distribution is the softmax of `model.logits`, the very one that scoring and the update use: no top-k, no top-p, no
+    repetition penalty, no suppressed EOS. `generator` is a CPU generator; a step draws B numbers from it.
+    """
+    eos, B = model.tokenizer.eos_token_id, len(prompts.ids_BP)
+    cache, mask = DynamicCache(), prompts.mask_BP
+    ids, position_ids = prompts.ids_BP, positions(mask)
+    alive_B = torch.ones(B, dtype=torch.bool, device=model.device)
+    tokens, alive, logps = [], [], []
+    for _ in range(max_new_tokens):
+        hidden, cache = model.body(ids, mask, position_ids, cache)
+        logp_BV = model.logits(hidden[:, -1]).log_softmax(-1)
+        token_B = draw(logp_BV, torch.rand(B, generator=generator).to(model.device))
+        token_B = torch.where(alive_B, token_B, eos)
+        tokens.append(token_B)
+        alive.append(alive_B)
+        logps.append(logp_BV.gather(1, token_B[:, None]).squeeze(1))
+        alive_B = alive_B & (token_B != eos)
+        if not alive_B.any():
+            break
+        ids, position_ids = token_B[:, None], position_ids[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+    mask_BT = torch.stack(alive, dim=1).float()
+    return Sample(torch.stack(tokens, dim=1), mask_BT, torch.stack(logps, dim=1) * mask_BT)
