@@ -1,0 +1,66 @@
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel,
+                          PreTrainedTokenizerFast)
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")        # no test waits for a network
+os.environ.setdefault("WANDB_MODE", "offline")
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def byte_tokenizer(**special) -> PreTrainedTokenizerFast:
+    """256 bytes and one end-of-text token: every string has ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "<|endoftext|>"])}, merges=[]))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.add_special_tokens(["<|endoftext|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **(special or {"eos_token": "<|endoftext|>"}))
+
+
+def save_gpt2(folder: Path, tokenizer=None, **changes) -> Path:
+    torch.manual_seed(0)
+    config = dict(vocab_size=257, n_positions=160, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256)
+    GPT2LMHeadModel(GPT2Config(**{**config, **changes})).save_pretrained(folder)
+    (tokenizer or byte_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> Path:
+    """A folder with a random 2-layer GPT-2 over bytes (dropout 0.1 in its config), a random classifier, and openings."""
+    folder = tmp_path_factory.mktemp("small")
+    save_gpt2(folder / "lm")
+    torch.manual_seed(1)
+    DistilBertForSequenceClassification(DistilBertConfig(
+        vocab_size=257, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=160, initializer_range=0.5,
+        id2label={0: "NEGATIVE", 1: "POSITIVE"}, label2id={"NEGATIVE": 0, "POSITIVE": 1})).save_pretrained(folder / "classifier")
+    byte_tokenizer(pad_token="<|endoftext|>").save_pretrained(folder / "classifier")
+    words = "the film was a story of one good man and his bad old dog who saw every scene in it".split()
+    rng = random.Random(0)
+    (folder / "openings").mkdir()
+    for split, rows in (("train", 40), ("test", 20)):
+        lines = [json.dumps({"text": " ".join(rng.choices(words, k=10))}) for _ in range(rows)]
+        (folder / "openings" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def small_flags(small) -> list[str]:
+    """Command line of a run over `small` that takes about a second."""
+    return ["--model", str(small / "lm"), "--reward_model", str(small / "classifier"), "--dataset", str(small / "openings"),
+            "--batch_size", "8", "--mini_batch_size", "4", "--gradient_accumulation_steps", "2", "--iterations", "7", "--eval_queries",
+            "8", "--eval_every", "3", "--save_every", "1", "--learning_rate", "1e-3", "--role_exchange_every", "2", "--wandb", "disabled",
+            "--device", "cpu"]
+
+
+@pytest.fixture
+def imdb_data() -> Path:
+    if not (SHARED / "imdb" / "train.parquet").exists():
+        pytest.skip("real IMDB is not at ../shared/data/imdb: loading real reviews was not checked")
+    return SHARED / "imdb"

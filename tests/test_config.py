@@ -1,0 +1,112 @@
+"""The command line and the presets."""
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import train_imdb
+
+from cory.config import IMDB_PRESETS, ImdbConfig, parse
+from cory.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def of(*argv) -> ImdbConfig:
+    return parse(ImdbConfig, IMDB_PRESETS, list(argv))
+
+
+def test_gpt2_large_is_the_papers_setting():
+    """Table of the paper (protocol, section 2): PPO and CORY alike."""
+    for method in ("ppo", "cory"):
+        cfg = of("--method", method, "--preset", "gpt2-large")
+        paper = dict(model="gpt2-large", reward_model="lvwerra/distilbert-imdb", dataset="stanfordnlp/imdb", learning_rate=1.41e-5,
+                     iterations=100, batch_size=256, mini_batch_size=256, gradient_accumulation_steps=1, num_ppo_epochs=4,
+                     init_kl_coef=0.3, gamma=1.0, lam=0.95, cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, role_exchange_every=5,
+                     temperature=1.0, min_query_length=2, max_query_length=8, min_response_length=4, max_response_length=15,
+                     kl_penalty="full", partner_reward=1.0, knowledge_transfer=True, max_grad_norm=0.0)
+        assert {k: getattr(cfg, k) for k in paper} == paper
+    assert of("--preset", "gpt2-xl").model == "gpt2-xl" and of("--preset", "gpt2").model == "gpt2"
+    assert IMDB_PRESETS["gpt2-xl"].keys() == IMDB_PRESETS["gpt2"].keys() == {"model"}
+
+
+def test_default_preset_needs_no_flag_and_no_download():
+    cfg = of()
+    assert cfg.method == "cory" and cfg.preset == "tiny"
+    for name in ("model", "reward_model", "dataset"):
+        assert Path(getattr(cfg, name)).is_dir(), name
+
+
+def test_a_flag_overrides_the_preset_and_leaves_the_rest():
+    cfg, plain = of("--preset", "gpt2", "--learning_rate", "3e-5", "--knowledge_transfer", "false"), of("--preset", "gpt2")
+    assert cfg.learning_rate == 3e-5 and cfg.knowledge_transfer is False
+    assert all(getattr(cfg, f.name) == getattr(plain, f.name) for f in fields(cfg) if f.name not in ("learning_rate", "knowledge_transfer"))
+
+
+def test_every_setting_has_help_and_is_read_somewhere():
+    code = "".join(p.read_text() for p in [*ROOT.glob("cory/*.py"), ROOT / "train_imdb.py"] if p.name != "config.py")
+    config = (ROOT / "cory" / "config.py").read_text()
+    for f in fields(ImdbConfig):
+        assert len(f.metadata["help"]) > 10, f.name
+        derived = f.name in ("mini_batch_size", "gradient_accumulation_steps", "resume", "run_dir")
+        assert f"cfg.{f.name}" in code or derived and f"config.{f.name}" in config, f"{f.name} is read nowhere"
+
+
+def test_help_shows_the_effective_default_of_the_preset(capsys):
+    with pytest.raises(SystemExit) as stop:
+        of("--preset", "gpt2", "--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0 and "--role_exchange_every" in shown and "(default: 1.41e-05)" in shown
+
+
+BAD = [
+    (["--learning_rat", "1"], ["--learning_rat", "did you mean --learning_rate"]),
+    (["--zzz"], ["--zzz", "--help"]),
+    (["--learning_rate", "fast"], ["--learning_rate", "'fast'"]),
+    (["--batch_size", "1.5"], ["--batch_size", "1.5"]),
+    (["--knowledge_transfer", "maybe"], ["--knowledge_transfer", "maybe"]),
+    (["--method", "grpo"], ["--method", "grpo", "ppo", "cory"]),
+    (["--preset", "huge"], ["preset is 'huge'", "gpt2-large"]),
+    (["--batch_size", "100", "--mini_batch_size", "32"], ["batch_size is 100", "32 x 1 = 32"]),
+    (["--batch_size", "64", "--mini_batch_size", "16", "--gradient_accumulation_steps", "3"], ["16 x 3 = 48"]),
+    (["--learning_rate", "0"], ["learning_rate is 0.0", "above 0"]),
+    (["--learning_rate", "nan"], ["learning_rate is nan", "finite"]),
+    (["--cliprange", "0"], ["cliprange is 0.0", "above 0"]),
+    (["--cliprange_value", "-0.1"], ["cliprange_value is -0.1", "above 0"]),
+    (["--gamma", "1.1"], ["gamma is 1.1", "between 0 and 1"]),
+    (["--lam", "-0.5"], ["lam is -0.5", "between 0 and 1"]),
+    (["--init_kl_coef", "-1"], ["init_kl_coef is -1.0", "0 or more"]),
+    (["--kl_target", "0"], ["kl_target is 0.0", "above 0"]),
+    (["--adap_kl_ctrl", "true", "--kl_horizon", "12"], ["kl_horizon is 12.0", "0.2 x batch_size = 12.8"]),
+    (["--temperature", "0"], ["temperature is 0.0", "above 0"]),
+    (["--min_response_length", "9", "--max_response_length", "8"], ["min_response_length is 9", "max_response_length = 8"]),
+    (["--min_query_length", "9"], ["min_query_length is 9", "max_query_length = 8"]),
+    (["--role_exchange_every", "-1"], ["role_exchange_every is -1", "0 or more"]),
+    (["--seed", "-1"], ["seed is -1"]), (["--seed", "4294967296"], ["seed is 4294967296"]),
+    (["--iterations", "0"], ["iterations is 0", "1 or more"]),
+    (["--num_ppo_epochs", "0"], ["num_ppo_epochs is 0"]),
+    (["--max_grad_norm", "-1"], ["max_grad_norm is -1.0"]),
+    (["--partner_reward", "inf"], ["partner_reward is inf"]),
+    (["--resume"], ["run_dir is ''", "no run to resume"]),
+    (["--resume", "--run_dir", "/nowhere"], ["run_dir is '/nowhere'", "no run to resume"]),
+]
+
+
+@pytest.mark.parametrize("argv, says", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else None)
+def test_bad_command_lines_exit_2_with_one_line(argv, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train_imdb.main(argv)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and err.startswith("error: "), err
+    assert all(word in err for word in says), err
+
+
+def test_a_bad_command_line_as_a_person_types_it():
+    done = subprocess.run([sys.executable, "train_imdb.py", "--cliprange", "0"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "error: cliprange is 0.0: must be above 0\n" and "Traceback" not in done.stdout
+
+
+def test_settings_can_be_built_in_code_and_are_checked_there_too():
+    with pytest.raises(UserError, match="batch_size is 7"):
+        ImdbConfig(batch_size=7, mini_batch_size=2)

@@ -1,0 +1,142 @@
+"""The model as a policy: padding, alignment, dropout, precision, and what is refused at loading."""
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import byte_tokenizer, save_gpt2
+from toys import bigram
+from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2Model
+
+from cory.agent import Agent
+from cory.errors import UserError
+from cory.formulas import token_logprobs
+from cory.model import PolicyWithValue, load_language_model
+from cory.rollout import rollout
+from cory.sampling import Prompts, encode_prompts
+from toys import settings
+
+
+def test_a_row_alone_equals_the_same_row_in_a_padded_batch(small):
+    """Prompts are padded on the left, responses on the right; neither may be felt."""
+    model = load_language_model(str(small / "lm"))
+    prompts, response = ["a", "a much longer prompt than that", "xyz"], torch.randint(0, 256, (3, 6))
+    together = model.response_hidden(*encode_prompts(model, prompts, 6), response)
+    for row, (prompt, length) in enumerate(zip(prompts, (6, 3, 1))):
+        alone = model.response_hidden(*encode_prompts(model, [prompt], 6), response[row:row + 1, :length])
+        torch.testing.assert_close(together[row, :length], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def test_logprob_t_belongs_to_response_token_t():
+    """Against log-probabilities read off the bigram table by hand."""
+    model = bigram()
+    table = model.lm.head.weight.T.log_softmax(-1)
+    response = torch.tensor([[2, 5, 0], [1, 1, 3]])                     # after the prompts "ab" and "d": last letters b, d
+    logits = model.logits(model.response_hidden(*encode_prompts(model, ["ab", "d"], 3), response))
+    logp = token_logprobs(logits.flatten(0, 1), response.flatten()).view(2, 3)
+    torch.testing.assert_close(logp, torch.stack([torch.stack([table[1, 2], table[2, 5], table[5, 0]]),
+                                                  torch.stack([table[3, 1], table[1, 1], table[1, 3]])]))
+
+
+def test_matches_transformers_own_forward_and_applies_the_temperature(small):
+    model, hot = load_language_model(str(small / "lm")), load_language_model(str(small / "lm"), temperature=2.0)
+    prompts = encode_prompts(model, ["hello there"], 4)
+    response = torch.tensor([[10, 20, 30, 40]])
+    theirs = model.lm(torch.cat([prompts.ids_BP, response], 1)).logits[:, -5:-1]
+    torch.testing.assert_close(model.logits(model.response_hidden(*prompts, response)), theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(hot.logits(hot.response_hidden(*prompts, response)), theirs / 2, atol=1e-5, rtol=1e-5)
+
+
+def test_gelu_new_is_computed_as_the_same_function(small):
+    assert json.loads((small / "lm" / "config.json").read_text())["activation_function"] == "gelu_new"
+    model = load_language_model(str(small / "lm"))
+    assert model.lm.config.activation_function == "gelu_pytorch_tanh"
+    from transformers import AutoModelForCausalLM
+    ids = torch.randint(0, 256, (2, 9))
+    torch.testing.assert_close(model.lm(ids).logits, AutoModelForCausalLM.from_pretrained(small / "lm").eval()(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_dropout_is_off_while_gradients_flow(small):
+    assert json.loads((small / "lm" / "config.json").read_text())["resid_pdrop"] == 0.1
+    policy = PolicyWithValue(load_language_model(str(small / "lm"))).requires_grad_(True)
+    prompts, response = encode_prompts(policy, ["abc"], 4), torch.tensor([[1, 2, 3, 4]])
+    first, second = (policy.response_hidden(*prompts, response) for _ in range(2))
+    assert first.requires_grad and torch.equal(first, second)
+
+
+def test_value_head_starts_at_zero_in_float32_and_agents_start_as_copies(small):
+    base = load_language_model(str(small / "lm"))
+    one, two = (Agent(name, base, settings(), i) for i, name in enumerate(("llm1", "llm2")))
+    for (name, p), (_, q) in zip(one.policy.named_parameters(), two.policy.named_parameters()):
+        assert torch.equal(p, q) and p.data_ptr() != q.data_ptr() and p.requires_grad, name
+    hidden = torch.randn(2, 3, 32)
+    assert one.policy.value_head.weight.dtype == torch.float32 and (one.policy.values(hidden) == 0).all()
+    one.policy.value_head.weight.data[0, 5] = 2.0
+    torch.testing.assert_close(one.policy.values(hidden), 2 * hidden[..., 5])
+    assert not any(p.requires_grad for p in base.parameters())
+
+
+def test_bfloat16_keeps_the_ratio_of_an_untouched_policy_near_1(small):
+    base = load_language_model(str(small / "lm"), dtype="bfloat16")
+    cfg = settings(dtype="bfloat16")
+    agent = Agent("llm1", base, cfg, 0)
+    turn = rollout(agent, base, ["a film", "one story of a man"] * 4, 6, cfg)
+    logits = agent.policy.logits(agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT))
+    assert logits.dtype == torch.float32
+    logp = token_logprobs(logits.flatten(0, 1), turn.response_BT.flatten()).view_as(turn.logp_BT)
+    assert ((logp - turn.logp_BT) * turn.mask_BT).exp().sub(1).abs().max() < 1e-2
+    assert turn.sampling_gap < 2e-2 and turn.kl_BT.abs().max() == 0
+    assert all(p.dtype == torch.float32 for p in agent.policy.parameters())
+
+
+# --- what is refused, each with one line that says the way out ----------------------------------------------------------
+def broken(case: str, small, tmp_path) -> str:
+    folder = tmp_path / "model"
+    if case == "no config":
+        folder.mkdir()
+    elif case == "encoder":
+        DistilBertForSequenceClassification(DistilBertConfig(vocab_size=257, dim=8, n_layers=1, n_heads=1, hidden_dim=8)).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+    elif case == "no head":
+        GPT2Model(GPT2Config(vocab_size=257, n_positions=8, n_embd=8, n_layer=1, n_head=1, tie_word_embeddings=False)).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+    elif case == "no eos":
+        save_gpt2(folder, byte_tokenizer(pad_token="<|endoftext|>"))
+    elif case == "vocabulary":
+        save_gpt2(folder, vocab_size=200, bos_token_id=0, eos_token_id=0)
+    elif case == "pickle":
+        shutil.copytree(small / "lm", folder)
+        (folder / "model.safetensors").unlink()
+        torch.save({}, folder / "pytorch_model.bin")
+    elif case == "remote code":
+        shutil.copytree(small / "lm", folder)
+        config = json.loads((folder / "config.json").read_text()) | {"model_type": "mine", "auto_map": {
+            "AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "mine.py").write_text("raise SystemExit('remote code ran')")
+    return str(folder)
+
+
+@pytest.mark.parametrize("case, says", [
+    ("no config", "no config.json"), ("encoder", "causal language model"), ("no head", "no language-model head"), ("no eos", "no EOS token"),
+    ("vocabulary", "257 tokens and its embedding 200 rows"), ("pickle", "no safetensors weights"), ("remote code", "never run here")])
+def test_models_that_cannot_be_used_are_refused(case, says, small, tmp_path):
+    name = broken(case, small, tmp_path)
+    with pytest.raises(UserError, match="model is '" + name) as error:
+        load_language_model(name)
+    assert says in str(error.value)
+
+
+def test_a_hub_name_without_a_network_says_how_to_fetch_it():
+    with pytest.raises(UserError, match="hf download nobody/nothing"):
+        load_language_model("nobody/nothing")
+
+
+def test_an_architecture_that_changes_its_logits_behind_the_head_is_refused(tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+    Gemma2ForCausalLM(Gemma2Config(vocab_size=257, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                   num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.05, bos_token_id=256, eos_token_id=256,
+                                   pad_token_id=256)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="changes its logits behind the head"):
+        load_language_model(str(tmp_path))

@@ -1,0 +1,60 @@
+"""Models small enough to know by hand."""
+import torch
+from torch import nn
+
+from cory.agent import Agent
+from cory.config import ImdbConfig
+from cory.model import LanguageModel
+
+LETTERS = "abcdef"          # ids 0..5; id 6, written ".", is EOS
+
+
+class LetterTokenizer:
+    """One id per letter; "." is EOS, as a real tokenizer's EOS text would be."""
+    eos_token_id = 6
+
+    def __call__(self, texts, add_special_tokens=False):
+        encode = lambda text: [(LETTERS + ".").index(c) for c in text]
+        return {"input_ids": encode(texts) if isinstance(texts, str) else [encode(t) for t in texts]}
+
+    def batch_decode(self, rows, skip_special_tokens=True, **_):
+        return ["".join((LETTERS + ".")[i] for i in row if i != 6 or not skip_special_tokens) for row in rows]
+
+
+class Body(nn.Module):
+    """Hidden state = one-hot of the current token, so that the head's column u holds the logits after u."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.vocab = vocab
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+        hidden = nn.functional.one_hot(input_ids, self.vocab).float()
+        return type("Out", (), {"last_hidden_state": hidden, "past_key_values": past_key_values})
+
+
+class BigramLM(nn.Module):
+    """log P(v | u) is row u of `logits`."""
+
+    def __init__(self, logits_UV):
+        super().__init__()
+        self.base_model, self.head = Body(len(logits_UV)), nn.Linear(len(logits_UV), len(logits_UV), bias=False)
+        self.head.weight.data = logits_UV.float().T.contiguous()
+        self.device, self.config = torch.device("cpu"), type("Config", (), {})()
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def bigram(logits_UV=None, seed=0, temperature=1.0) -> LanguageModel:
+    if logits_UV is None:
+        logits_UV = torch.randn(7, 7, generator=torch.Generator().manual_seed(seed))
+    return LanguageModel(BigramLM(logits_UV), LetterTokenizer(), temperature).requires_grad_(False)
+
+
+def settings(**changes) -> ImdbConfig:
+    return ImdbConfig(**{**dict(batch_size=8, mini_batch_size=8, learning_rate=0.05, adap_kl_ctrl=False, eval_queries=8), **changes})
+
+
+def agent_of(model: LanguageModel, **changes) -> Agent:
+    return Agent("llm1", model, settings(**changes), 0)
