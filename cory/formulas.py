@@ -24,15 +24,14 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 # --- log-probabilities, entropy, KL -----------------------------------------------------------------------------------
-def token_logprobs(logits_NV: Tensor, token_N: Tensor) -> Tensor:
-    """`log softmax(logits)[token]`, as `logit[token] - logsumexp(logits)`: the (N, V) log-softmax is never stored."""
-    return logits_NV.gather(-1, token_N[:, None]).squeeze(-1) - logits_NV.logsumexp(-1)
+def token_logprobs(logp_NV: Tensor, token_N: Tensor) -> Tensor:
+    """`log pi(token)` read off each row's log-probabilities. Returns (N,)."""
+    return logp_NV.gather(-1, token_N[:, None]).squeeze(-1)
 
 
-def entropy(logits_NV: Tensor) -> Tensor:
-    """`H = -sum_v p_v log p_v` of each row's softmax, in nats. Returns (N,), between 0 and log V."""
-    logp_NV = logits_NV.log_softmax(-1)
-    return -(logp_NV.exp() * logp_NV).sum(-1)
+def entropy(logp_NV: Tensor) -> Tensor:
+    """`H = -sum_v p_v log p_v` of each row of log-probabilities (all finite). Returns (N,), between 0 and log V."""
+    return -torch.linalg.vecdot(logp_NV.exp(), logp_NV)
 
 
 def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
@@ -42,7 +41,7 @@ def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
     for it: the same amount is subtracted whichever token was drawn, so it acts as a baseline there, and the policy feels it
     only through the states that earlier tokens lead to (`kl_k1` says what the sampled form does instead).
     """
-    return (logp_NV.exp() * (logp_NV - ref_logp_NV)).sum(-1)
+    return torch.linalg.vecdot(logp_NV.exp(), logp_NV - ref_logp_NV)
 
 
 def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:

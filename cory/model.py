@@ -64,12 +64,15 @@ class LanguageModel(nn.Module):
                                      use_cache=cache is not None)
         return out.last_hidden_state, out.past_key_values
 
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) float32 logits of the distribution that is sampled from: the model's over the temperature."""
+    def logprobs(self, hidden_NH: Tensor) -> Tensor:
+        """(N, V) log-probabilities of the next token, `log softmax(logits / temperature)` in float32.
+
+        This is pi everywhere: what is sampled from, scored, and trained.
+        """
         with self.autocast():
-            logits = self.lm.get_output_embeddings()(hidden_NH)
-        logits = logits.float()
-        return logits if self.temperature == 1.0 else logits / self.temperature
+            logits_NV = self.lm.get_output_embeddings()(hidden_NH)
+        logits_NV = logits_NV.float()
+        return (logits_NV if self.temperature == 1.0 else logits_NV / self.temperature).log_softmax(-1)
 
 
 class PolicyWithValue(LanguageModel):
@@ -126,7 +129,7 @@ def check_head(model: LanguageModel, name: str) -> None:
     mask = torch.ones_like(ids)
     ours = model.lm.get_output_embeddings()(model.lm.base_model(input_ids=ids, attention_mask=mask).last_hidden_state)
     if not torch.allclose(ours, model.lm(input_ids=ids, attention_mask=mask).logits, atol=1e-4, rtol=1e-4):
-        raise UserError("model", name, f"{type(model.lm).__name__} changes its logits behind the head, which LanguageModel.logits "
+        raise UserError("model", name, f"{type(model.lm).__name__} changes its logits behind the head, which LanguageModel.logprobs "
                         "does not; add that step there")
 
 

@@ -6,7 +6,7 @@ from cory import formulas
 from cory.agent import Agent
 from cory.config import Config
 from cory.errors import UserError
-from cory.rollout import LOGITS_AT_ONCE, Experience, Rollout, experience
+from cory.rollout import LOGPROBS_AT_ONCE, Experience, Rollout, experience
 
 SUMS = ("policy_loss", "value_loss", "entropy", "clip_fraction", "approx_kl", "error", "squared_error", "tokens")
 
@@ -40,14 +40,14 @@ def loss_sum(agent: Agent, batch: Experience, cfg: Config) -> tuple[Tensor, Tens
     real = batch.mask_BT.bool()
     take = lambda x_BT: x_BT[real]                                                              # (B, T) -> (N,)
     hidden_NH = take(agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT))
-    logits_NV, value_N = agent.policy.logits(hidden_NH), agent.policy.values(hidden_NH)
-    logp_N, old_logp_N = formulas.token_logprobs(logits_NV, take(batch.response_BT)), take(batch.logp_BT)
+    logp_NV, value_N = agent.policy.logprobs(hidden_NH), agent.policy.values(hidden_NH)
+    logp_N, old_logp_N = formulas.token_logprobs(logp_NV, take(batch.response_BT)), take(batch.logp_BT)
     policy_N = formulas.policy_loss(logp_N, old_logp_N, take(batch.advantage_BT), cfg.cliprange)
     value_loss_N = formulas.value_loss(value_N, take(batch.value_BT), take(batch.return_BT), cfg.cliprange_value)
     loss = policy_N.sum() + cfg.vf_coef * value_loss_N.sum()
     with torch.no_grad():
-        chunk = max(1, LOGITS_AT_ONCE // logits_NV.shape[1])
-        entropy = sum(formulas.entropy(logits).sum() for logits in logits_NV.split(chunk))
+        chunk = max(1, LOGPROBS_AT_ONCE // logp_NV.shape[1])
+        entropy = sum(formulas.entropy(part).sum() for part in logp_NV.split(chunk))
         clipped = ((logp_N - old_logp_N).exp() - 1).abs() > cfg.cliprange
         approx_kl = formulas.kl_k3(old_logp_N, logp_N)                                          # of pi_old against pi
         error_N = value_N - take(batch.return_BT)

@@ -11,7 +11,7 @@ from cory.config import Config
 from cory.model import LanguageModel
 from cory.sampling import decode, encode_prompts, sample
 
-LOGITS_AT_ONCE = 2**23      # elements of (tokens, V) looked at together: 32 MiB in float32
+LOGPROBS_AT_ONCE = 2**23    # elements of (tokens, V) looked at together: 32 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,11 @@ def sweep(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor, re
 
     The two distributions of a token exist at the same time, for a few tokens at a time: nothing of size (B, T, V) is made.
     """
-    chunk = max(1, LOGITS_AT_ONCE // policy.vocab_size)
+    chunk = max(1, LOGPROBS_AT_ONCE // policy.vocab_size)
     parts = []
     for hidden, ref_hidden, token in zip(hidden_NH.split(chunk), ref_hidden_NH.split(chunk), token_N.split(chunk)):
-        logits, ref_logits = policy.logits(hidden), reference.logits(ref_hidden)
-        logp, ref_logp = formulas.token_logprobs(logits, token), formulas.token_logprobs(ref_logits, token)
-        kl = (formulas.kl_full(logits.log_softmax(-1), ref_logits.log_softmax(-1)) if kl_penalty == "full"
-              else formulas.kl_k1(logp, ref_logp))
+        logp_NV, ref_logp_NV = policy.logprobs(hidden), reference.logprobs(ref_hidden)
+        logp, ref_logp = formulas.token_logprobs(logp_NV, token), formulas.token_logprobs(ref_logp_NV, token)
+        kl = formulas.kl_full(logp_NV, ref_logp_NV) if kl_penalty == "full" else formulas.kl_k1(logp, ref_logp)
         parts.append((logp, ref_logp, kl))
     return tuple(torch.cat(column) for column in zip(*parts))

@@ -1,6 +1,9 @@
 """Everything around the loops: from a configuration to a finished run folder."""
+import ctypes
 import json
-import os
+import resource
+import statistics
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +42,8 @@ class Run:
 
     def __init__(self, cfg: Config, make_task):
         self.cfg, self.device, self.run_dir = cfg, choose_device(cfg), choose_run_dir(cfg)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         print(f"{cfg.method.upper()} on {cfg.task}: preset {cfg.preset}, model {shown(cfg.model)}, data {shown(cfg.dataset)}, {self.device} "
               f"{cfg.dtype}. The paper's setting: python train_{cfg.task}.py --method {cfg.method} --preset {cfg.paper_preset}", flush=True)
         self.reference = load_language_model(cfg.model, cfg.temperature, cfg.dtype, self.device)
@@ -113,6 +118,8 @@ class Run:
         draw_curves(self.run_dir)
         self.log.finish(held_out)
         print(results_table(held_out))
+        seconds = [row["seconds"] for row in rows if "seconds" in row]
+        print(f"{statistics.median(seconds):.2f} s per iteration (median of {len(seconds)}), peak memory {peak_memory(self.device):.2f} GiB")
         print(f"written to {self.run_dir}: metrics.jsonl, samples.jsonl, eval.json, curves.png, final/")
 
 
@@ -132,6 +139,24 @@ def choose_device(cfg: Config) -> torch.device:
     return device
 
 
+def peak_memory(device: torch.device) -> float:
+    """GiB: the largest the process has been, or on a GPU what PyTorch has allocated there at most."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep freed blocks for the next step, instead of handing them back to a kernel that must then zero every page
+    of each (N, V) tensor anew: about a quarter of an iteration's time on a CPU (README, Speed). No effect on other C libraries."""
+    m_trim_threshold, m_mmap_max = -1, -4                           # names of the two settings in malloc.h
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(m_mmap_max, 0), libc.mallopt(m_trim_threshold, 2**31 - 1)
+    except (OSError, AttributeError):
+        pass
+
+
 def choose_run_dir(cfg: Config) -> Path:
     """Nothing existing is overwritten: a folder with anything in it is refused, unless it is resumed."""
     name = f"{cfg.task}-{cfg.method}-{cfg.preset}-seed{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -142,6 +167,8 @@ def choose_run_dir(cfg: Config) -> Path:
         what = "holds another run; continue it with --resume" if (folder / "config.json").exists() else "is not empty; name a new folder"
         raise UserError("run_dir", str(folder), f"{what}, or name another --run_dir")
     parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
-    if not os.access(parent, os.W_OK):
-        raise UserError("run_dir", str(folder), f"{parent} is not writable; name another --run_dir")
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise UserError("run_dir", str(folder), f"{parent} is not writable ({error.strerror}); name another --run_dir") from error
     return folder

@@ -60,7 +60,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
 def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator) -> Sample:
     """Samples `a ~ pi(. | prompt)` for a batch until EOS or `max_new_tokens`, with a key/value cache.
 
-    The distribution is the softmax of `model.logits`, the very one that scoring and the update use: no top-k, no top-p, no
+    The distribution is that of `model.logprobs`, the very one that scoring and the update use: no top-k, no top-p, no
     repetition penalty, no suppressed EOS. `generator` is a CPU generator; a step draws B numbers from it.
     """
     eos, B = model.tokenizer.eos_token_id, len(prompts.ids_BP)
@@ -70,7 +70,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     tokens, alive, logps = [], [], []
     for _ in range(max_new_tokens):
         hidden, cache = model.body(ids, mask, position_ids, cache)
-        logp_BV = model.logits(hidden[:, -1]).log_softmax(-1)
+        logp_BV = model.logprobs(hidden[:, -1])
         token_B = draw(logp_BV, torch.rand(B, generator=generator).to(model.device))
         token_B = torch.where(alive_B, token_B, eos)
         tokens.append(token_B)

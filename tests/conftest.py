@@ -3,14 +3,15 @@ import os
 import random
 from pathlib import Path
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")        # no test waits for a network; read when the libraries are imported
+os.environ.setdefault("WANDB_MODE", "offline")
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel,
                           PreTrainedTokenizerFast)
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")        # no test waits for a network
-os.environ.setdefault("WANDB_MODE", "offline")
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 

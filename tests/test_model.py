@@ -32,8 +32,8 @@ def test_logprob_t_belongs_to_response_token_t():
     model = bigram()
     table = model.lm.head.weight.T.log_softmax(-1)
     response = torch.tensor([[2, 5, 0], [1, 1, 3]])                     # after the prompts "ab" and "d": last letters b, d
-    logits = model.logits(model.response_hidden(*encode_prompts(model, ["ab", "d"], 3), response))
-    logp = token_logprobs(logits.flatten(0, 1), response.flatten()).view(2, 3)
+    logp = model.logprobs(model.response_hidden(*encode_prompts(model, ["ab", "d"], 3), response))
+    logp = token_logprobs(logp.flatten(0, 1), response.flatten()).view(2, 3)
     torch.testing.assert_close(logp, torch.stack([torch.stack([table[1, 2], table[2, 5], table[5, 0]]),
                                                   torch.stack([table[3, 1], table[1, 1], table[1, 3]])]))
 
@@ -43,8 +43,8 @@ def test_matches_transformers_own_forward_and_applies_the_temperature(small):
     prompts = encode_prompts(model, ["hello there"], 4)
     response = torch.tensor([[10, 20, 30, 40]])
     theirs = model.lm(torch.cat([prompts.ids_BP, response], 1)).logits[:, -5:-1]
-    torch.testing.assert_close(model.logits(model.response_hidden(*prompts, response)), theirs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(hot.logits(hot.response_hidden(*prompts, response)), theirs / 2, atol=1e-5, rtol=1e-5)
+    for ours, logits in ((model, theirs), (hot, theirs / 2)):
+        torch.testing.assert_close(ours.logprobs(ours.response_hidden(*prompts, response)), logits.log_softmax(-1), atol=1e-5, rtol=1e-5)
 
 
 def test_gelu_new_is_computed_as_the_same_function(small):
@@ -81,9 +81,9 @@ def test_bfloat16_keeps_the_ratio_of_an_untouched_policy_near_1(small):
     cfg = settings(dtype="bfloat16")
     agent = Agent("llm1", base, cfg, 0)
     turn = rollout(agent, base, ["a film", "one story of a man"] * 4, 6, cfg)
-    logits = agent.policy.logits(agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT))
-    assert logits.dtype == torch.float32
-    logp = token_logprobs(logits.flatten(0, 1), turn.response_BT.flatten()).view_as(turn.logp_BT)
+    logp = agent.policy.logprobs(agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT))
+    assert logp.dtype == torch.float32
+    logp = token_logprobs(logp.flatten(0, 1), turn.response_BT.flatten()).view_as(turn.logp_BT)
     assert ((logp - turn.logp_BT) * turn.mask_BT).exp().sub(1).abs().max() < 1e-2
     assert turn.sampling_gap < 2e-2 and turn.kl_BT.abs().max() == 0
     assert all(p.dtype == torch.float32 for p in agent.policy.parameters())

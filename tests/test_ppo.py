@@ -80,7 +80,7 @@ def test_reported_means_are_over_tokens_of_the_whole_update(small):
     assert stats["value_error"] == pytest.approx((error**2).mean().item(), rel=1e-4)
     assert stats["value_loss"] == pytest.approx((error**2).mean().item() / 2, rel=1e-4)
     assert stats["explained_variance"] == pytest.approx(1 - (error.var(correction=0) / batch.return_BT[real].var(correction=0)).item(), rel=1e-3)
-    logits = agent.policy.logits(agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT))[real]
+    logits = agent.policy.logprobs(agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT))[real]
     assert stats["entropy"] == pytest.approx(torch.distributions.Categorical(logits=logits).entropy().mean().item(), rel=1e-4)
 
 

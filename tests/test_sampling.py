@@ -63,7 +63,7 @@ def test_logprobs_kept_while_sampling_equal_those_recomputed(small):
         drawn = sample(agent.policy, encode_prompts(agent.policy, ["a", "some longer prompt"], 12), 12, generator())
         assert turn.sampling_gap < 1e-5 and drawn.logp_BT.min() < -1     # the random model is not sure of anything
         hidden = base.response_hidden(*encode_prompts(base, ["a", "some longer prompt"], 12), drawn.response_BT)
-        again = base.logits(hidden).log_softmax(-1).gather(-1, drawn.response_BT[..., None]).squeeze(-1)
+        again = base.logprobs(hidden).gather(-1, drawn.response_BT[..., None]).squeeze(-1)
         torch.testing.assert_close(drawn.logp_BT, again * drawn.mask_BT, atol=1e-4, rtol=1e-4)
 
 
