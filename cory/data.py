@@ -1,5 +1,6 @@
 """Rows of text from a local folder, a local .jsonl file or the Hub."""
 import json
+import logging
 from pathlib import Path
 
 from cory.errors import UserError
@@ -38,6 +39,7 @@ def read_jsonl(path: Path) -> list[dict]:
 def read_with_datasets(dataset: str) -> dict:
     from datasets import disable_progress_bars, load_dataset
     disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)        # what goes wrong is raised; its own traceback is not for users
     if Path(dataset).is_absolute() or dataset.startswith(".") or dataset.count("/") > 1:
         if not Path(dataset).exists():
             raise UserError("dataset", dataset, "no such file or folder")

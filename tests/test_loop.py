@@ -138,9 +138,9 @@ def test_reset_on_exchange_forgets_moments_coefficient_and_stream(small):
     assert all(torch.equal(p, q) for p, q in zip(moved, agent.policy.parameters()))
 
 
-@pytest.mark.parametrize("method, kill_at", [("cory", 4), ("cory", 5), ("ppo", 4)])
+@pytest.mark.parametrize("method, kill_at", [("cory", 2), ("cory", 3), ("ppo", 4)])
 def test_a_killed_run_resumes_to_the_same_bits(method, kill_at, whole, small_flags, tmp_path):
-    """Killed by SIGKILL after the checkpoint of `kill_at` (4: at an exchange; 5: inside a period) and a log line beyond it."""
+    """Killed by SIGKILL after the checkpoint of `kill_at` (2: at an exchange; 3: inside a period) and a log line beyond it."""
     folder = tmp_path / "killed"
     killer = (f"import os, signal, cory.run as r\nkept = r.save_checkpoint\n"
               f"def save(run_dir, step, *rest):\n"

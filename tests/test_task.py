@@ -53,6 +53,7 @@ def test_an_epoch_visits_every_row_once_before_the_next_begins(small):
         seen = [task.train[i] for i in range(40)]
         queries = [q for i in range(first, first + 5) for q in task.batch(i)[0]]
         assert sorted(queries) == sorted(text[:8] for text in seen)
+    assert task.batch(1)[0] != task.batch(6)[0]                         # each epoch in an order of its own
 
 
 def test_held_out_queries_are_never_trained_on(small, tmp_path):

@@ -97,14 +97,14 @@ def lm_loss(model, tokens):
 
 def make_lm(args):
     texts, _ = reviews(args.dataset, "train")
-    tokenizer = train_lm_tokenizer(texts, args.vocab)
+    tokenizer = AutoTokenizer.from_pretrained(args.start) if args.start else train_lm_tokenizer(texts, args.vocab)
     eos = tokenizer.eos_token_id
     documents = [ids + [eos] for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
     print(f"{sum(map(len, documents)):,} tokens in {len(documents):,} reviews", flush=True)
     config = GPT2Config(vocab_size=len(tokenizer), n_positions=CONTEXT, n_embd=args.width, n_layer=args.layers,
                         n_head=args.width // 64, activation_function="gelu_pytorch_tanh", resid_pdrop=0.0, embd_pdrop=0.0,
                         attn_pdrop=0.0, bos_token_id=eos, eos_token_id=eos, use_cache=False)
-    model = GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel.from_pretrained(args.start, dtype=torch.float32, use_cache=False) if args.start else GPT2LMHeadModel(config)
     print(f"{model.num_parameters():,} parameters", flush=True)
     info = fit(model, lm_batches(documents, args.rows, random.Random(args.seed)), lm_loss, args.steps, args.lr, 0.1,
                args.minutes)
@@ -232,6 +232,7 @@ def main():
     parser.add_argument("stage", choices=["lm", "classifier", "openings"])
     parser.add_argument("--dataset", default="stanfordnlp/imdb", help="local folder or Hub name with columns text and label")
     parser.add_argument("--out", default="build/imdb", help="folder the trained assets are written to")
+    parser.add_argument("--start", default="", help="lm: folder of an earlier stage to go on training")
     parser.add_argument("--minutes", type=float, default=60, help="longest training time; the schedule shrinks to it")
     parser.add_argument("--steps", type=int, default=100_000, help="most optimizer steps")
     parser.add_argument("--width", type=int, default=256, help="hidden size")
