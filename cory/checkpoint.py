@@ -2,10 +2,9 @@
 
 Weights are safetensors; optimizer moments and random generators are tensors read with `weights_only=True`; the rest is JSON.
 Nothing is ever unpickled. A checkpoint is written to a temporary folder beside its place, flushed, renamed; `latest` moves
-last, and only then is the previous checkpoint removed.
+last, and only then is the previous checkpoint removed. Bit for bit is tested on CPU; some CUDA kernels add in varying order.
 """
 import json
-import os
 import platform
 import random
 import shutil
@@ -13,10 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import load_model, save_file, save_model
 
 from cory.agent import Agent
+from cory.config import Config
 from cory.errors import UserError
+from cory.files import flush, replace_text
 
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> None:
@@ -34,27 +36,26 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
     kind, keys, *rest = np.random.get_state()
     state = {"iteration": iteration, "roles": [a.name for a in roles], "kl_coef": {a.name: a.kl_coef for a in agents},
              "python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *rest], "wandb_id": wandb_id,
-             "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+             "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+                          "numpy": np.__version__}}
     (temporary / "state.json").write_text(json.dumps(state))
-    flush(temporary)
-    shutil.rmtree(final, ignore_errors=True)        # left by a run killed between the renames below
-    temporary.rename(final)
+    put_in_place(temporary, final)                  # `final` can exist already if a run was killed before the next line
     replace_text(folder / "latest", final.name)
     for old in folder.glob("iteration_*"):
         if old != final:
             shutil.rmtree(old)
 
 
-def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict:
-    """Puts every piece of state back where `save_checkpoint` found it. Returns the JSON part. Raises `UserError`."""
+def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
+    """Puts every piece of state back where `save_checkpoint` found it. Returns the JSON part; None before the first checkpoint."""
     latest = run_dir / "checkpoints" / "latest"
     if not latest.exists():
-        raise UserError("run_dir", str(run_dir), "holds no checkpoint to resume from; start a new run, with --save_every above 0")
+        return None
     folder = latest.parent / latest.read_text().strip()
     state = json.loads((folder / "state.json").read_text())
     for agent in agents:
         load_model(agent.policy, str(folder / f"{agent.name}.safetensors"))
-        training = torch.load(folder / f"{agent.name}.training.pt", weights_only=True)
+        training = torch.load(folder / f"{agent.name}.training.pt", weights_only=True, map_location="cpu")
         agent.optimizer.load_state_dict(training["optimizer"])
         agent.generator.set_state(training["generator"])
         agent.kl_coef = state["kl_coef"][agent.name]
@@ -62,7 +63,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict:
     random.setstate((version, tuple(inner), gauss))
     kind, keys, *rest = state["numpy_random"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    generators = torch.load(folder / "random.pt", weights_only=True)
+    generators = torch.load(folder / "random.pt", weights_only=True, map_location="cpu")
     torch.set_rng_state(generators["cpu"])
     if generators["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(generators["cuda"])
@@ -77,33 +78,22 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
         agent.policy.lm.save_pretrained(temporary)
         agent.policy.tokenizer.save_pretrained(temporary)
         save_file({k: v.detach().cpu() for k, v in agent.policy.value_head.state_dict().items()}, temporary / "value_head.safetensors")
-        flush(temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
+        put_in_place(temporary, final)
 
 
-def require_disk(run_dir: Path, agents: list[Agent]) -> None:
-    """Weights and two moments per agent, twice (the previous checkpoint stays until the next one is whole), and the finals."""
+def require_disk(cfg: Config, run_dir: Path, agents: list[Agent]) -> None:
+    """Final models, and two checkpoints of weights with two moments: the previous one stays until the next one is whole."""
     weights = sum(p.numel() * p.element_size() for agent in agents for p in agent.policy.parameters())
-    need, free = 7 * weights, shutil.disk_usage(run_dir).free
+    written = sum(p.stat().st_size for p in run_dir.rglob("*") if p.is_file())
+    need, free = (7 if cfg.save_every else 1) * weights - written, shutil.disk_usage(run_dir).free
     if free < need:
-        raise UserError("run_dir", str(run_dir), f"its disk has {free / 1e9:.2f} GB free and this run's checkpoints need "
-                        f"{need / 1e9:.2f} GB; choose another folder, or --save_every 0 for final models only")
+        raise UserError("run_dir", str(run_dir), f"its disk has {free / 1e9:.2f} GB free and this run needs {need / 1e9:.2f} GB; choose "
+                        "another folder" + (", or --save_every 0 for final models only" if cfg.save_every else ""))
 
 
-def flush(folder: Path) -> None:
-    """Forces a folder's files, then its own entries, onto the disk."""
-    for path in [*(p for p in folder.rglob("*") if p.is_file()), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a small file so that a reader finds the old text or the new one, never a part."""
-    temporary = path.with_name(path.name + ".writing")
-    temporary.write_text(text)
-    handle = os.open(temporary, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-    temporary.replace(path)
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Flushes a finished folder and renames it; an older one of that name goes first."""
+    flush(*(p for p in temporary.rglob("*") if p.is_file()), temporary)
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    flush(final.parent)

@@ -23,21 +23,22 @@ class Config:
     """Settings shared by the experiments. A class's own defaults are the paper's; a preset changes some of them."""
     # what runs
     method: Literal["ppo", "cory"] = setting("cory", "ppo: one agent; cory: pioneer and observer, exchanging roles")
-    preset: str = setting("tiny", "named settings; every other flag given overrides them")
-    model: str = setting("gpt2-large", "causal LM of both agents and of the reference: local folder or Hub name")
-    dataset: str = setting("stanfordnlp/imdb", "queries: local folder, .jsonl file or Hub name")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA when there is one")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "arithmetic of the models' matrix products; weights, "
-                                                    "log-softmax and losses stay float32")
-    seed: int = setting(0, "seeds queries, lengths, sampling and mini-batches; 0 to 2^32 - 1")
+    preset: str = setting("tiny", "named settings; every other flag given overrides them (ours: tiny)")
+    model: str = setting("gpt2-large", "causal LM of both agents and of the reference: local folder or Hub name (paper: "
+                         "GPT2-Large)")
+    dataset: str = setting("stanfordnlp/imdb", "queries: local folder, .jsonl file or Hub name (paper: IMDB)")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA when there is one (ours)")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "arithmetic of the transformer's body; weights, "
+                                                    "head, log-softmax and losses stay float32 (ours)")
+    seed: int = setting(0, "seeds queries, lengths, sampling and mini-batches; 0 to 2^31 - 1 (ours)")
     iterations: int = setting(100, "rollout and update rounds (paper: 100)")
     # the two agents
     role_exchange_every: int = setting(5, "T_REx: iterations between role exchanges (paper: 5); 0 = never")
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
     partner_reward: float = setting(1.0, "weight on the partner's task reward: 1 cooperative (paper), 0 independent, "
                                     "negative competitive")
-    reset_on_exchange: bool = setting(False, "forget Adam's moments, the KL coefficient and the random stream at each "
-                                      "exchange, as the released code does")
+    reset_on_exchange: bool = setting(False, "forget Adam's moments, the KL coefficient and the agents' random streams at "
+                                      "each exchange, as the released code does (its repeating lengths are not imitated; paper: no)")
     # rollout
     batch_size: int = setting(256, "queries per iteration (paper: 256)")
     temperature: float = setting(1.0, "softmax temperature, in sampling and in scoring alike (paper: 1)")
@@ -61,14 +62,14 @@ class Config:
     vf_coef: float = setting(0.1, "beta, weight of the value loss (paper: 0.1)")
     max_grad_norm: float = setting(0.0, "clip the gradient's norm to this; 0 = off (paper: off)")
     # evaluation, saving, logging
-    eval_queries: int = setting(256, "held-out queries per evaluation")
-    eval_every: int = setting(20, "iterations between held-out evaluations; 0 = only before and after training")
-    save_every: int = setting(20, "iterations between checkpoints; 0 = only the final models")
-    sample_rows: int = setting(4, "queries per iteration whose texts are kept in samples.jsonl")
+    eval_queries: int = setting(256, "held-out queries per evaluation (ours)")
+    eval_every: int = setting(20, "iterations between held-out evaluations; 0 = only before and after training (ours)")
+    save_every: int = setting(20, "iterations between checkpoints; 0 = only the final models (ours)")
+    sample_rows: int = setting(4, "queries per iteration whose texts are kept in samples.jsonl (ours)")
     run_dir: str = setting("", "folder of this run; default: a new one under runs/")
     resume: bool = setting(False, "continue the run in run_dir from its last checkpoint, with its settings")
-    wandb: Literal["auto", "online", "offline", "disabled"] = setting("auto", "auto: online if a W&B key is found, else offline")
-    wandb_project: str = setting("cory", "W&B project")
+    wandb: Literal["auto", "online", "offline", "disabled"] = setting("auto", "auto: online if a W&B key is found, else offline (ours)")
+    wandb_project: str = setting("cory", "W&B project name (ours)")
 
     @property
     def rows_per_optimizer_step(self) -> int:
@@ -87,7 +88,7 @@ class Config:
             self.require(name, getattr(self, name) > 0, "must be above 0")
         for name in ("gamma", "lam"):
             self.require(name, 0 <= getattr(self, name) <= 1, "must lie between 0 and 1")
-        self.require("seed", 0 <= self.seed < 2**32, "must lie between 0 and 4294967295")
+        self.require("seed", 0 <= self.seed < 2**31, "must lie between 0 and 2147483647")
         self.require("batch_size", self.batch_size % self.rows_per_optimizer_step == 0,
                      "must be a multiple of mini_batch_size x gradient_accumulation_steps = "
                      f"{self.mini_batch_size} x {self.gradient_accumulation_steps} = {self.rows_per_optimizer_step}")
@@ -107,7 +108,7 @@ class ImdbConfig(Config):
     paper_preset: ClassVar[str] = "gpt2-large"
 
     reward_model: str = setting("lvwerra/distilbert-imdb", "sentiment classifier whose positive logit is the reward: local "
-                                "folder or Hub name")
+                                "folder or Hub name (paper)")
     min_query_length: int = setting(2, "tokens; fewest of a review kept as query (paper: 2)")
     max_query_length: int = setting(8, "tokens; most of a review kept as query (paper: 8)")
 
@@ -153,11 +154,15 @@ def parse(config_class: type, presets: dict[str, dict], argv: list[str]) -> Conf
     """
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?", default="tiny")
-    preset = first.parse_known_args(argv)[0].preset
+    first.add_argument("--run_dir", nargs="?", default="")
+    first.add_argument("--resume", nargs="?", const="true", default="false")
+    known = first.parse_known_args(argv)[0]
+    if known.resume.lower() in ("true", "1", "yes", "y", "t"):
+        return continued(config_class, known.run_dir or "", argv)
+    preset = known.preset
     if preset not in presets:
         raise UserError("preset", preset, f"choose from {', '.join(presets)}")
-    config = parse_over(config_class, {"preset": preset, **presets[preset]}, argv)
-    return continued(config_class, config.run_dir, argv) if config.resume else config
+    return parse_over(config_class, {"preset": preset, **presets[preset]}, argv)
 
 
 def parse_over(config_class: type, defaults: dict, argv: list[str]) -> Config:
@@ -171,7 +176,10 @@ def continued(config_class: type, run_dir: str, argv: list[str]) -> Config:
     path = Path(run_dir) / "config.json"
     if not run_dir or not path.exists():
         raise UserError("run_dir", run_dir, "holds no run to resume (no config.json); name the folder of one")
-    saved = json.loads(path.read_text())
+    try:
+        saved = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError("run_dir", run_dir, f"its config.json is not JSON ({error}); restore it, or start a new run") from error
     config = parse_over(config_class, saved, argv)
     changed = [f"{k} was {saved.get(k)!r}, now {v!r}" for k, v in asdict(config).items() if k not in FREE_ON_RESUME and saved.get(k) != v]
     if changed:

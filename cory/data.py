@@ -61,6 +61,8 @@ def texts_of(source: str, rows, column: str) -> list[str]:
         raise UserError("dataset", source, f"has no column {column!r}; columns found: {', '.join(columns)}")
     texts = rows[column] if hasattr(rows, "column_names") else [row.get(column) for row in rows]
     for number, text in enumerate(texts, start=1):
-        if not isinstance(text, str) or not text.strip():
+        if not isinstance(text, str):
+            raise UserError("dataset", f"{source}, row {number}", f"its {column!r} is {text!r}, not text; mend or remove the row")
+        if not text.strip():
             raise UserError("dataset", f"{source}, row {number}", f"its {column!r} is empty; remove the row")
     return list(texts)

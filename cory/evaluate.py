@@ -10,7 +10,8 @@ from cory.rollout import sweep
 from cory.sampling import decode, encode_prompts, sample
 from cory.task import Task
 
-EVALUATION_SEED = 20_241_006        # one stream of random numbers for every model, method, seed and iteration
+EVALUATION_SEED = 20_241_006        # the same random numbers for every model, method, seed and iteration
+ROWS_AT_ONCE = 64
 
 
 @torch.no_grad()
@@ -20,13 +21,13 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
     task_reward: mean r(s0, a). kl: exact KL(pi || pi0) summed over each response's tokens, nats, mean over responses.
     combined_reward: task_reward - init_kl_coef kl. length: tokens per response, EOS included. distinct_n: different n-grams
     over all n-grams of all responses. repeated_tokens: share of tokens that stood earlier in the same response.
-    base_perplexity: exp of the mean negative log-probability per token under the base.
+    base_perplexity: exp of the mean negative log-probability per token under the base, at the same temperature.
     """
-    generator = torch.Generator().manual_seed(EVALUATION_SEED)
     texts, ids, kl, ref_logp = [], [], 0.0, 0.0
     queries = task.held_out_queries
-    for at in range(0, len(queries), cfg.mini_batch_size):
-        prompts = encode_prompts(model, task.pioneer_prompts(queries[at:at + cfg.mini_batch_size]), cfg.max_response_length)
+    for at in range(0, len(queries), ROWS_AT_ONCE):
+        generator = torch.Generator().manual_seed(EVALUATION_SEED + at)
+        prompts = encode_prompts(model, task.pioneer_prompts(queries[at:at + ROWS_AT_ONCE]), cfg.max_response_length)
         response_BT, mask_BT, _ = sample(model, prompts, cfg.max_response_length, generator)
         real = mask_BT.bool()
         hidden, ref_hidden = (m.response_hidden(*prompts, response_BT)[real] for m in (model, reference))

@@ -47,8 +47,8 @@ def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
 def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     """`k1 = log pi(a) - log pi0(a)` at the sampled token (Schulman 2020). Returns (N,), any sign; its mean under pi is `kl_full`.
 
-    Charged as a reward it does depend on the token drawn, so that the policy gradient of its sum over a response,
-    `E[sum_t k1_t grad log pi(a_t)]`, is exactly the gradient of the response's KL.
+    Charged as a reward it does depend on the token drawn: the policy gradient with rewards-to-go,
+    `E[sum_s grad log pi(a_s) sum_{t >= s} k1_t]`, is exactly the gradient of the response's KL.
     """
     return logp_N - ref_logp_N
 

@@ -7,8 +7,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from cory.config import ImdbConfig
 from cory.data import load_texts
 from cory.errors import UserError
-from cory.model import LanguageModel, model_errors
-from cory.task import Task
+from cory.model import LanguageModel, load_weights, model_errors
+from cory.task import Data, Task, checked_sizes
 
 OBSERVER_TEMPLATE = 'I can make this sentence "{query}{response}" more positive: {query}'      # the released code's words
 
@@ -18,8 +18,10 @@ class SentimentReward:
 
     def __init__(self, name: str, device: torch.device):
         with model_errors("reward_model", name):
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
-            self.model = AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+            self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            self.model = load_weights(AutoModelForSequenceClassification, name)
+        if self.tokenizer.pad_token is None:
+            raise UserError("reward_model", name, "its tokenizer has no padding token, so texts cannot be scored together; set pad_token")
         self.model.eval().requires_grad_(False).to(device)
         labels = {index: str(label) for index, label in self.model.config.id2label.items()}
         positive = [index for index, label in labels.items() if label.lower().startswith("pos")]
@@ -36,29 +38,27 @@ class SentimentReward:
 class Imdb(Task):
     """Queries are the first few tokens of reviews; the reward is `reward_model(query + response)`, any callable texts -> floats."""
 
-    def __init__(self, cfg: ImdbConfig, model: LanguageModel, reward_model=None):
+    def __init__(self, cfg: ImdbConfig, data: Data, model: LanguageModel, reward_model=None):
         self.tokenizer, self.reward_model = model.tokenizer, reward_model or SentimentReward(cfg.reward_model, model.device)
         template = len(self.tokenizer(OBSERVER_TEMPLATE)["input_ids"])
         longest = template + 2 * (cfg.max_query_length + cfg.max_response_length)
         if longest > model.context_length:
             raise UserError("max_response_length", cfg.max_response_length, f"an observer's prompt and response can reach {longest} "
                             f"tokens, the model's context has {model.context_length}; shorten queries or responses")
-        self.min_query_length, self.max_query_length = cfg.min_query_length, cfg.max_query_length
-        splits = load_texts(cfg.dataset)
-        train = splits.get("train") or next(iter(splits.values()))
-        held_out = splits.get("test") or splits.get("validation")
-        if held_out is None:                                        # one split only: its last rows are never trained on
-            train, held_out = train[:-cfg.eval_queries], train[-cfg.eval_queries:]
-        super().__init__(cfg, train, held_out)
+        super().__init__(cfg, data)
+
+    @staticmethod
+    def load_data(cfg: ImdbConfig) -> Data:
+        return checked_sizes(cfg, load_texts(cfg.dataset))
 
     def query(self, review: str, rng: random.Random) -> str:
         """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, both ends included.
 
-        DIFFERS: the released code's sampler leaves the maximum out.
+        DIFFERS: the released code's sampler leaves the maximum out, and it drops reviews of up to 100 or 200 characters.
         """
-        n = rng.randint(self.min_query_length, self.max_query_length)
-        return self.tokenizer.decode(self.tokenizer(review[:1000], add_special_tokens=False)["input_ids"][:n],
-                                     clean_up_tokenization_spaces=False)
+        n = rng.randint(self.cfg.min_query_length, self.cfg.max_query_length)
+        opening = review[:64 * self.cfg.max_query_length]           # long enough: tokenizing whole reviews would cost minutes
+        return self.tokenizer.decode(self.tokenizer(opening, add_special_tokens=False)["input_ids"][:n], clean_up_tokenization_spaces=False)
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:
         return queries

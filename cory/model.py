@@ -4,20 +4,16 @@ Shapes: B rows, P prompt tokens (padded on the left), T response tokens (padded 
 N response tokens gathered from many rows.
 """
 import copy
-import os
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from cory.errors import UserError
 
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from transformers.utils import logging as transformers_logging  # noqa: E402
-
-transformers_logging.disable_progress_bar()
 
 
 class LanguageModel(nn.Module):
@@ -65,13 +61,12 @@ class LanguageModel(nn.Module):
         return out.last_hidden_state, out.past_key_values
 
     def logprobs(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) log-probabilities of the next token, `log softmax(logits / temperature)` in float32.
+        """(N, V) log-probabilities of the next token, `log softmax(logits / temperature)`.
 
-        This is pi everywhere: what is sampled from, scored, and trained.
+        This is pi everywhere: what is sampled from, scored, and trained. The head is computed in float32 also when the body
+        runs in bfloat16: GPT-2's logits lie near -100, where neighbouring bfloat16 numbers are 0.5 apart.
         """
-        with self.autocast():
-            logits_NV = self.lm.get_output_embeddings()(hidden_NH)
-        logits_NV = logits_NV.float()
+        logits_NV = self.lm.get_output_embeddings()(hidden_NH.float())
         return (logits_NV if self.temperature == 1.0 else logits_NV / self.temperature).log_softmax(-1)
 
 
@@ -100,15 +95,13 @@ def positions(mask: Tensor) -> Tensor:
 def load_language_model(name: str, temperature: float = 1.0, dtype: str = "float32", device: str = "cpu") -> LanguageModel:
     """Loads a local folder or a Hub name by the same calls: safetensors only, remote code never. Raises `UserError`."""
     with model_errors("model", name):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if getattr(config, "activation_function", None) == "gelu_new":
             config.activation_function = "gelu_pytorch_tanh"     # the same function, as one operation instead of eight
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        lm, info = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, use_safetensors=True,
-                                                        output_loading_info=True)
-    if any("lm_head" in key or "embed_out" in key for key in info["missing_keys"]):
-        raise UserError("model", name, f"its weights hold no language-model head ({', '.join(sorted(info['missing_keys'])[:3])} "
-                        "missing); pass a causal language model")
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        lm = load_weights(AutoModelForCausalLM, name, config=config)
+    if not tokenizer("a")["input_ids"]:
+        raise UserError("model", name, "holds no tokenizer that can encode text; save the model's own beside its weights")
     if tokenizer.eos_token_id is None:
         raise UserError("model", name, "its tokenizer has no EOS token, so a response could not end; set eos_token in "
                         "tokenizer_config.json")
@@ -119,6 +112,17 @@ def load_language_model(name: str, temperature: float = 1.0, dtype: str = "float
     model = LanguageModel(lm.to(device), tokenizer, temperature, dtype)
     model.requires_grad_(False)
     check_head(model, name)
+    return model
+
+
+def load_weights(auto_class, name: str, **kwargs) -> nn.Module:
+    """`from_pretrained` in float32 from safetensors; refuses weights that would leave a part of the model at random values."""
+    transformers_logging.disable_progress_bar()
+    model, info = auto_class.from_pretrained(name, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+                                             output_loading_info=True, **kwargs)
+    if info["missing_keys"]:
+        raise ValueError(f"its weights lack {len(info['missing_keys'])} tensors of a {type(model).__name__} "
+                         f"({', '.join(sorted(info['missing_keys'])[:3])}, ...); pass a model saved with this head and this config.json")
     return model
 
 
@@ -144,19 +148,19 @@ class model_errors:
             raise UserError(self.field, self.name, "this folder has no config.json; pass a folder written by save_pretrained")
 
     def __exit__(self, kind, error, traceback):
-        if error is None or not isinstance(error, (OSError, ValueError, ImportError)):
-            return
+        if not isinstance(error, Exception) or isinstance(error, UserError):
+            return                                                  # the loaders raise kinds of their own for each fault
         text, cause = str(error), repr(error) + repr(error.__cause__) + repr(error.__context__)
         if "trust_remote_code" in text or "custom code" in text:
             why = "needs code from its repository, which is never run here; pass a model whose architecture transformers has"
         elif "gated" in text or "GatedRepo" in cause:
             why = "is gated: accept its licence on the Hub and log in with `hf auth login`"
-        elif "safetensors" in text:
+        elif "model.safetensors" in text and ("no file named" in text or "does not appear to have" in text):
             why = "has no safetensors weights, and pickled ones are never loaded; convert it with save_pretrained"
         elif "Unrecognized configuration class" in text or "Unrecognized model" in text:
             why = "is not of the kind asked for here (a causal language model for --model, a sequence classifier for --reward_model)"
         elif Path(self.name).is_dir():
-            why = f"could not be loaded: {text}"
+            why = f"could not be loaded: {text[:300]}"
         else:
             why = ("is neither a local folder nor to be had from the Hub now; with a network run "
                    f"`hf download {self.name} --local-dir DIR`, then pass DIR")

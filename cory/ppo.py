@@ -11,14 +11,14 @@ from cory.rollout import LOGPROBS_AT_ONCE, Experience, Rollout, experience
 SUMS = ("policy_loss", "value_loss", "entropy", "clip_fraction", "approx_kl", "error", "squared_error", "tokens")
 
 
-def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, cfg: Config) -> dict[str, float]:
+def ppo_update(agent: Agent, turn: Rollout, score_B: Tensor, cfg: Config) -> dict[str, float]:
     """Token-level PPO on task scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
 
     Losses are token means over a whole optimizer step, so that neither the mini-batch size nor the accumulation changes the
     gradient. Raises `UserError` before a gradient that is not finite reaches a parameter.
     Returns the metrics of the update (README, "Metrics"): means over every token of every epoch, as the update saw them.
     """
-    batch = experience(rollout, score_B, agent.kl_coef, cfg.gamma, cfg.lam)
+    batch = experience(turn, score_B, agent.kl_coef, cfg.gamma, cfg.lam)
     sums, grad_norms = torch.zeros(len(SUMS), dtype=torch.float64), []
     for _ in range(cfg.num_ppo_epochs):
         for mini_batches in batch.optimizer_steps(cfg.mini_batch_size, cfg.gradient_accumulation_steps, agent.generator):
@@ -30,7 +30,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, cfg: Config) -> 
             grad_norms.append(optimizer_step(agent, cfg.max_grad_norm))
     stats = summary(sums, batch) | {"kl_coef": agent.kl_coef, "grad_norm": sum(grad_norms) / len(grad_norms)}
     if cfg.adap_kl_ctrl:
-        kl = rollout.kl_B.mean().item()
+        kl = turn.kl_B.mean().item()
         agent.kl_coef = formulas.adapted_kl_coef(agent.kl_coef, kl, cfg.kl_target, cfg.kl_horizon, len(score_B))
     return stats
 

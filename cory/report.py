@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from cory.config import Config
 from cory.errors import UserError, exit_on_user_error
+from cory.files import append_jsonl, read_jsonl, replace_text
 
 TABLE = {"task_reward": "{:.2f}", "kl": "{:.1f}", "combined_reward": "{:.2f}", "length": "{:.1f}", "distinct_1": "{:.3f}",
          "distinct_2": "{:.3f}", "repeated_tokens": "{:.3f}", "base_perplexity": "{:.0f}"}
@@ -24,17 +25,18 @@ class RunLog:
     """One call per iteration writes the local files, W&B and the bar. A resumed log drops what the checkpoint does not know of."""
 
     def __init__(self, cfg: Config, run_dir: Path, start: int, wandb_id: str):
-        self.metrics, self.samples, self.sample_rows = run_dir / "metrics.jsonl", run_dir / "samples.jsonl", []
+        self.metrics, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
         for path in (self.metrics, self.samples):
-            kept = [row for row in read_jsonl(path) if row["iteration"] <= start] if cfg.resume else []
-            path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            kept = [row for row in read_jsonl(path) if row["iteration"] <= start] if start else []
+            replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.sample_rows = read_jsonl(self.samples)
         self.wandb = start_wandb(cfg, run_dir, wandb_id)
-        self.wandb_id = self.wandb.id if self.wandb else ""
+        self.wandb_id = self.wandb.id if self.wandb else wandb_id
         self.bar = tqdm(total=cfg.iterations, initial=start, desc=cfg.method, unit="it", dynamic_ncols=True)
 
     def iteration(self, step: int, metrics: dict[str, float], samples: list[dict]) -> None:
-        append(self.metrics, [{"iteration": step, **metrics}])
-        append(self.samples, samples)
+        append_jsonl(self.metrics, [{"iteration": step, **metrics}])
+        append_jsonl(self.samples, samples)
         self.sample_rows += samples
         evaluated = any(key.startswith("eval/") for key in metrics)
         if self.wandb:
@@ -52,39 +54,29 @@ class RunLog:
         columns = list(self.sample_rows[0])
         return wandb.Table(columns=columns, data=[[row[c] for c in columns] for row in self.sample_rows])
 
-    def rows(self) -> list[dict]:
-        return read_jsonl(self.metrics)
-
     def finish(self, held_out: dict) -> None:
         if self.wandb:
             self.wandb.summary.update({"held_out": held_out})
             self.wandb.finish()
 
 
-def append(path: Path, rows: list[dict]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    """Rows of a log; a last line cut off by a kill is left out."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 # --- Weights & Biases -------------------------------------------------------------------------------------------------
 def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
-    """A W&B run, or None when disabled. Without a key it runs offline and says how to sync."""
-    if cfg.wandb == "disabled":
+    """A W&B run, or None when disabled. Without a key, or if going online fails, it runs offline and says how to sync."""
+    choice = os.environ.get("WANDB_MODE", "auto") if cfg.wandb == "auto" else cfg.wandb
+    if choice == "disabled":
         return None
     import wandb
-    mode = "online" if cfg.wandb != "offline" and has_wandb_key() else "offline"
-    run = wandb.init(project=cfg.wandb_project, name=run_dir.name, config=asdict(cfg), dir=run_dir, id=wandb_id or None,
-                     resume="allow" if mode == "online" and wandb_id else None, mode=mode,
-                     settings=wandb.Settings(silent=True, console="off"))
-    if mode == "offline":
-        why = "" if cfg.wandb == "offline" else " (no key found: `wandb login` stores one)"
-        print(f"W&B is offline{why}; upload later with: wandb sync {run_dir}/wandb/offline-run-*", flush=True)
+    options = dict(project=cfg.wandb_project, name=run_dir.name, config=asdict(cfg), dir=run_dir, id=wandb_id or None,
+                   settings=wandb.Settings(silent=True, console="off"))
+    why = "asked for" if choice == "offline" else "no key found, `wandb login` stores one"
+    if choice != "offline" and has_wandb_key():
+        try:
+            return wandb.init(mode="online", resume="allow", **options)
+        except wandb.errors.Error as error:
+            why = f"going online failed: {' '.join(str(error).split())[:200]}"
+    run = wandb.init(mode="offline", **options)
+    print(f"W&B is offline ({why}); upload later with: wandb sync {'--append ' if wandb_id else ''}{run_dir}/wandb/offline-run-*", flush=True)
     return run
 
 
@@ -94,7 +86,7 @@ def has_wandb_key() -> bool:
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+        return host in netrc.netrc(os.environ.get("NETRC")).hosts
     except (OSError, netrc.NetrcParseError):
         return False
 
@@ -119,7 +111,9 @@ def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
 
 PANELS = [("task_reward", "task reward"), ("kl", "KL per response (nats)"), ("combined_reward", "reward - eta KL"),
           ("entropy", "entropy per token (nats)"), ("explained_variance", "explained variance")]
-COLORS = {"llm1": "tab:blue", "llm2": "tab:orange", "ppo": "tab:red", "cory": "tab:blue"}
+COLORS = {"llm1": "tab:blue", "llm2": "tab:orange"}
+METHOD_COLORS = {"PPO LLM1": "tab:red", "CORY LLM1": "tab:blue", "CORY LLM2": "tab:cyan"}
+FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "wandb", "save_every", "sample_rows", "device"}
 
 
 def draw_curves(run_dir: Path) -> None:
@@ -138,9 +132,8 @@ def draw_curves(run_dir: Path) -> None:
             ax.axhline(base[0], color="gray", linestyle=":", label="base")
         ax.set(title=title, xlabel="iteration")
         ax.grid(alpha=0.3)
-    last = axes[-1] if isinstance(axes, list) else figure.axes[-1]
     for name in agents:
-        frontier(last, rows, name, COLORS[name], name)
+        frontier(figure.axes[-1], rows, name, COLORS[name], name)
     figure.axes[0].legend()
     figure.suptitle(f"{cfg['method'].upper()}, preset {cfg['preset']}, seed {cfg['seed']}: lines are training batches, dots held-out queries")
     figure.savefig(run_dir / "curves.png", dpi=110)
@@ -156,36 +149,47 @@ def frontier(ax, rows: list[dict], name: str, color: str, label: str | None) -> 
 
 
 def compare(run_dirs: list[Path], out: Path) -> str:
-    """Curves of methods over seeds (mean, band of one std), reward against KL for each run, and the held-out table."""
+    """Curves of methods over seeds (mean, band of one sample std), reward against KL of each run, and the held-out table.
+
+    Raises `UserError` if the runs differ in anything but method and seed.
+    """
     from matplotlib.figure import Figure
     runs = [(json.loads((d / "config.json").read_text()), read_jsonl(d / "metrics.jsonl"), json.loads((d / "eval.json").read_text()))
             for d in run_dirs]
-    groups = {f"{cfg['method']} {agent}": [(rows, held) for other, rows, held in runs if other["method"] == cfg["method"]]
-              for cfg, _, held in runs for agent in ("llm1", "llm2") if agent in held}
-    style = {"ppo llm1": ("tab:red", "-"), "cory llm1": ("tab:blue", "-"), "cory llm2": ("tab:cyan", "-")}
+    for folder, (cfg, *_) in zip(run_dirs, runs):
+        differ = [k for k, v in cfg.items() if v != runs[0][0].get(k) and k not in FREE_BETWEEN_RUNS]
+        if differ:
+            raise UserError("run_dirs", str(folder), f"differs from {run_dirs[0]} in {', '.join(differ)}; compare runs of the same settings")
+    groups = {}                                                     # "PPO LLM1": [(metrics, held-out figures) of each seed]
+    for cfg, rows, held_out in sorted(runs, key=lambda run: (run[0]["method"], run[0]["seed"])):
+        for agent in ("llm1", "llm2")[:1 if cfg["method"] == "ppo" else 2]:
+            groups.setdefault(f"{cfg['method']} {agent}".upper(), []).append((rows, held_out[agent]))
     figure = Figure(figsize=(12, 6.5), layout="constrained")
-    axes = figure.subplots(2, 3).flat
-    for ax, (key, title) in zip(axes, [*PANELS[:3], ("eval/task_reward", "held-out task reward"), ("eval/kl", "held-out KL (nats)")]):
-        for label, members in sorted(groups.items()):
-            agent, color = label.split()[1], style[label][0]
-            name = f"eval/{agent}/{key.removeprefix('eval/')}" if key.startswith("eval/") else f"{agent}/{key}"
-            x = series(members[0][0], name)[0]
-            y = np.array([series(rows, name)[1] for rows, _ in members])
-            ax.plot(x, y.mean(0), color=color, label=f"{label.upper()} ({len(members)} seeds)", linewidth=1.4)
-            ax.fill_between(x, y.mean(0) - y.std(0), y.mean(0) + y.std(0), color=color, alpha=0.2, linewidth=0)
+    panels = [(f"{{}}/{key}", f"{title}, training batches") for key, title in PANELS[:2]] + [
+        ("eval/{}/task_reward", "held-out task reward"), ("eval/{}/kl", "held-out KL per response (nats)"),
+        ("eval/{}/repeated_tokens", "held-out share of repeated tokens")]
+    for ax, (key, title) in zip(figure.subplots(2, 3).flat, panels):
+        for label, members in groups.items():
+            name = key.format(label.split()[1].lower())
+            x, y = series(members[0][0], name)[0], np.array([series(rows, name)[1] for rows, _ in members])
+            mean, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
+            ax.plot(x, mean, color=METHOD_COLORS[label], label=f"{label}, {len(members)} seeds", linewidth=1.4)
+            ax.fill_between(x, mean - std, mean + std, color=METHOD_COLORS[label], alpha=0.2, linewidth=0)
         ax.set(title=title, xlabel="iteration")
         ax.grid(alpha=0.3)
-    for label, members in sorted(groups.items()):
+    for label, members in groups.items():
         for i, (rows, _) in enumerate(members):
-            frontier(figure.axes[-1], rows, label.split()[1], style[label][0], label.upper() if i == 0 else None)
+            frontier(figure.axes[-1], rows, label.split()[1].lower(), METHOD_COLORS[label], label if i == 0 else None)
     figure.axes[0].legend(fontsize=8)
     figure.axes[-1].legend(fontsize=8)
     figure.savefig(out, dpi=110)
-    mean_std = lambda values, fmt: fmt.format(np.mean(values)) + (" ± " + fmt.format(np.std(values)) if len(values) > 1 else "")
-    base = runs[0][2]["base"]
-    return table(["held-out", "base", *(label.upper() for label in sorted(groups))],
-                 [[key.replace("_", " "), fmt.format(base[key]), *(mean_std([held[label.split()[1]][key] for _, held in groups[label]], fmt)
-                   for label in sorted(groups))] for key, fmt in TABLE.items()])
+
+    def cell(values: list[float], fmt: str) -> str:
+        return fmt.format(np.mean(values)) + (" ± " + fmt.format(np.std(values, ddof=1)) if len(values) > 1 else "")
+
+    return table(["held-out", "base", *groups],
+                 [[key.replace("_", " "), fmt.format(runs[0][2]["base"][key]), *(cell([held[key] for _, held in members], fmt)
+                   for members in groups.values())] for key, fmt in TABLE.items()])
 
 
 @exit_on_user_error

@@ -3,6 +3,7 @@ import ctypes
 import json
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -12,14 +13,16 @@ from typing import Iterator, NamedTuple
 import torch
 
 from cory.agent import Agent
-from cory.checkpoint import load_checkpoint, replace_text, require_disk, save_checkpoint, save_final
+from cory.checkpoint import load_checkpoint, require_disk, save_checkpoint, save_final
 from cory.config import Config
 from cory.errors import UserError
 from cory.evaluate import EVALUATION_SEED, evaluate
+from cory.files import read_jsonl, replace_text
 from cory.model import load_language_model
 from cory.report import RunLog, draw_curves, results_table
 from cory.rollout import Rollout
 from cory.sampling import decode, encode_prompts, sample
+from cory.task import Task
 
 
 class Turn(NamedTuple):
@@ -40,24 +43,26 @@ class Turn(NamedTuple):
 class Run:
     """One run: settings, task, reference, agents and log; after each iteration it evaluates, logs and saves."""
 
-    def __init__(self, cfg: Config, make_task):
+    def __init__(self, cfg: Config, task_class: type[Task]):
         self.cfg, self.device, self.run_dir = cfg, choose_device(cfg), choose_run_dir(cfg)
         if self.device.type == "cpu":
             keep_freed_memory()
         print(f"{cfg.method.upper()} on {cfg.task}: preset {cfg.preset}, model {shown(cfg.model)}, data {shown(cfg.dataset)}, {self.device} "
               f"{cfg.dtype}. The paper's setting: python train_{cfg.task}.py --method {cfg.method} --preset {cfg.paper_preset}", flush=True)
+        data = task_class.load_data(cfg)                            # before any model: its faults are the cheapest to find
         self.reference = load_language_model(cfg.model, cfg.temperature, cfg.dtype, self.device)
-        self.task = make_task(cfg, self.reference)
+        self.task = task_class(cfg, data, self.reference)
         names = ["llm1"] if cfg.method == "ppo" else ["llm1", "llm2"]
         self.agents = [Agent(name, self.reference, cfg, index) for index, name in enumerate(names)]
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        if cfg.save_every:
-            require_disk(self.run_dir, self.agents)
+        require_disk(cfg, self.run_dir, self.agents)
         self.start, self.roles, wandb_id = 0, self.agents, ""
-        if cfg.resume:
-            state = load_checkpoint(self.run_dir, self.agents)
+        state = load_checkpoint(self.run_dir, self.agents) if cfg.resume else None
+        if state:
             by_name = {agent.name: agent for agent in self.agents}
             self.start, self.roles, wandb_id = state["iteration"], [by_name[name] for name in state["roles"]], state["wandb_id"]
+            if cfg.iterations < self.start:
+                raise UserError("iterations", cfg.iterations, f"the run in {self.run_dir} has already done {self.start}; ask for more")
         replace_text(self.run_dir / "config.json", json.dumps(asdict(cfg), indent=1) + "\n")
         self.log = RunLog(cfg, self.run_dir, self.start, wandb_id)
 
@@ -69,31 +74,33 @@ class Run:
         self.clock = time.perf_counter()
         yield from range(self.start + 1, self.cfg.iterations + 1)
 
-    def finish_iteration(self, step: int, queries: list[str], turns: list[Turn], roles: list[Agent]) -> None:
-        """`turns` were played in this iteration; `roles` are (pioneer, observer) of the next one."""
+    def finish_iteration(self, step: int, queries: list[str], length: int, turns: list[Turn], roles: list[Agent]) -> None:
+        """`turns` were played on `queries` with at most `length` tokens; `roles` are (pioneer, observer) of the next iteration."""
         cfg, last = self.cfg, step == self.cfg.iterations
         metrics = {}
         for turn in turns:                                          # each figure under its role and under its identity
             for k, v in turn.metrics(cfg.init_kl_coef).items():
                 metrics[f"{turn.role}/{k}"] = metrics[f"{turn.agent.name}/{k}"] = v
-        samples = self.samples(step, queries, turns)
+        samples = self.samples(step, queries, length, turns)
         metrics["seconds"] = time.perf_counter() - self.clock
         if last or cfg.eval_every and step % cfg.eval_every == 0:
-            for agent in self.agents:
-                held_out = evaluate(agent.policy, self.reference, self.task, cfg)
-                metrics |= {f"eval/{agent.name}/{k}": v for k, v in held_out.items()}
+            metrics |= self.evaluate_agents()
         self.log.iteration(step, metrics, samples)
         if cfg.save_every and (last or step % cfg.save_every == 0):
             save_checkpoint(self.run_dir, step, self.agents, roles, self.log.wandb_id)
         self.clock = time.perf_counter()
 
-    def samples(self, step: int, queries: list[str], turns: list[Turn]) -> list[dict]:
+    def evaluate_agents(self) -> dict[str, float]:
+        return {f"eval/{agent.name}/{k}": v for agent in self.agents
+                for k, v in evaluate(agent.policy, self.reference, self.task, self.cfg).items()}
+
+    def samples(self, step: int, queries: list[str], length: int, turns: list[Turn]) -> list[dict]:
         """The first few queries with the response of each role, and of the base, and their rewards."""
         rows = min(self.cfg.sample_rows, len(queries))
         if rows == 0:
             return []
-        prompts = encode_prompts(self.reference, self.task.pioneer_prompts(queries[:rows]), self.cfg.max_response_length)
-        drawn = sample(self.reference, prompts, turns[0].rollout.mask_BT.shape[1], torch.Generator().manual_seed(EVALUATION_SEED + step))
+        prompts = encode_prompts(self.reference, self.task.pioneer_prompts(queries[:rows]), length)
+        drawn = sample(self.reference, prompts, length, torch.Generator().manual_seed(EVALUATION_SEED + step))
         base = decode(self.reference, drawn.response_BT, drawn.mask_BT)
         base_reward = self.task.reward(queries[:rows], base).tolist()
         table = []
@@ -108,12 +115,14 @@ class Run:
         """Final models, eval.json, curves.png, and the held-out table on the terminal."""
         self.log.bar.close()
         save_final(self.run_dir, self.agents)
-        rows = self.log.rows()
+        rows = read_jsonl(self.run_dir / "metrics.jsonl")
+        figures = rows[0] | rows[-1]                                # the base's stand in the first row
+        if "eval/llm1/kl" not in rows[-1]:                          # resumed at its end, which was not an end before
+            figures |= self.evaluate_agents()
         held_out = {"iteration": rows[-1]["iteration"], "queries": self.cfg.eval_queries}
         for name in ["base", *(agent.name for agent in self.agents)]:
             prefix = f"eval/{name}/"
-            row = rows[0] if name == "base" else rows[-1]
-            held_out[name] = {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
+            held_out[name] = {k.removeprefix(prefix): v for k, v in figures.items() if k.startswith(prefix)}
         replace_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_curves(self.run_dir)
         self.log.finish(held_out)
@@ -143,7 +152,8 @@ def peak_memory(device: torch.device) -> float:
     """GiB: the largest the process has been, or on a GPU what PyTorch has allocated there at most."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def keep_freed_memory() -> None:

@@ -2,6 +2,7 @@
 import math
 import random
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,19 +11,34 @@ from cory.config import Config
 from cory.errors import UserError
 
 
+class Data(NamedTuple):
+    train: list
+    held_out: list
+
+
+def checked_sizes(cfg: Config, splits: dict[str, list]) -> Data:
+    """Training and held-out rows: the splits train and test (or validation). Of a single split, the last rows are held out."""
+    train = splits.get("train") or next(iter(splits.values()))
+    held_out = splits.get("test") or splits.get("validation")
+    if held_out is None:
+        train, held_out = train[:-cfg.eval_queries], train[-cfg.eval_queries:]
+    for name, need, rows in (("eval_queries", cfg.eval_queries, held_out), ("batch_size", cfg.batch_size, train)):
+        if len(rows) < need:
+            raise UserError(name, need, f"{cfg.dataset} leaves only {len(rows)} rows for it; lower it or bring more data")
+    return Data(train, held_out)
+
+
 class Task:
     """A task has queries, a prompt for each role, and a reward; it knows nothing of agents or loops.
 
-    Subclasses define `query`, `pioneer_prompts`, `observer_prompts` and `reward_of`.
+    Subclasses define `load_data(cfg)`, which is called before any model is loaded, and `query`, `pioneer_prompts`,
+    `observer_prompts` and `reward_of`.
     """
 
-    def __init__(self, cfg: Config, train: list, held_out: list):
-        for name, need, rows in (("batch_size", cfg.batch_size, train), ("eval_queries", cfg.eval_queries, held_out)):
-            if len(rows) < need:
-                raise UserError(name, need, f"{cfg.dataset} has only {len(rows)} rows for it; lower it or bring more data")
-        self.cfg, self.train = cfg, train
+    def __init__(self, cfg: Config, data: Data):
+        self.cfg, self.train = cfg, data.train
         rng = random.Random("held-out queries")                     # the same for every seed, so that seeds share one yardstick
-        self.held_out_queries = [self.query(row, rng) for row in rng.sample(held_out, cfg.eval_queries)]
+        self.held_out_queries = [self.query(row, rng) for row in rng.sample(data.held_out, cfg.eval_queries)]
 
     def batch(self, iteration: int) -> tuple[list[str], int]:
         """Queries of an iteration (1, 2, ...) and its response length limit in tokens, uniform in the configured range.
@@ -40,19 +56,22 @@ class Task:
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response, (B,). Raises `UserError` for a wrong count or a value that is no finite number."""
         rewards = self.reward_of(queries, responses)
+        try:
+            rewards = list(rewards)
+        except TypeError as error:
+            raise UserError("reward", rewards, "is no list; return one number per response") from error
         if len(rewards) != len(responses):
             raise UserError("reward", f"{len(rewards)} values", f"for {len(responses)} responses; return one number per response")
         for i, value in enumerate(rewards):
             if not is_finite_number(value):
-                raise UserError("reward", value, f"sample {i} ({(queries[i] + responses[i])[:80]!r}) needs a finite number; no "
-                                "parameter was changed in this iteration")
+                raise UserError("reward", value, f"sample {i} ({(queries[i] + responses[i])[:80]!r}) needs a finite number")
         return torch.tensor([float(value) for value in rewards])
 
 
 def is_finite_number(value) -> bool:
     try:
         return math.isfinite(float(value))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

@@ -13,7 +13,7 @@ def train_ppo(run: Run) -> None:
         only = rollout(agent, reference, task.pioneer_prompts(queries), length, cfg)                # a ~ pi(. | s0)
         r = task.reward(queries, only.text)
         turns = [Turn("pioneer", agent, only, r, ppo_update(agent, only, r, cfg))]
-        run.finish_iteration(step, queries, turns, roles=[agent])
+        run.finish_iteration(step, queries, length, turns, roles=[agent])
 
 
 def train_cory(run: Run) -> None:
@@ -32,7 +32,7 @@ def train_cory(run: Run) -> None:
             pioneer, observer = observer, pioneer                                                   # roles move, state stays
             if cfg.reset_on_exchange:                                                               # as the released code does
                 pioneer.reset(), observer.reset()
-        run.finish_iteration(step, queries, turns, roles=[pioneer, observer])
+        run.finish_iteration(step, queries, length, turns, roles=[pioneer, observer])
 
 
 def train(run: Run) -> None:

@@ -4,7 +4,6 @@ import random
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")        # no test waits for a network; read when the libraries are imported
-os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
 import torch
@@ -51,9 +50,9 @@ def small(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small_flags(small) -> list[str]:
-    """Command line of a run over `small` that takes about a second."""
+    """Command line of a run over `small` that takes about a second. 7 iterations, T_REx = 2."""
     return ["--model", str(small / "lm"), "--reward_model", str(small / "classifier"), "--dataset", str(small / "openings"),
             "--batch_size", "8", "--mini_batch_size", "4", "--gradient_accumulation_steps", "2", "--iterations", "7", "--eval_queries",
             "8", "--eval_every", "3", "--save_every", "1", "--learning_rate", "1e-3", "--role_exchange_every", "2", "--wandb", "disabled",

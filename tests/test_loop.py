@@ -38,13 +38,10 @@ def same_weights(a, b) -> bool:
 
 
 @pytest.fixture(scope="module")
-def whole(small, tmp_path_factory):
-    """An undisturbed CORY run and PPO run of 7 iterations with T_REx = 2, for several tests."""
-    flags = ["--model", str(small / "lm"), "--reward_model", str(small / "classifier"), "--dataset", str(small / "openings"),
-             "--batch_size", "8", "--mini_batch_size", "4", "--gradient_accumulation_steps", "2", "--iterations", "7", "--eval_queries", "8",
-             "--eval_every", "3", "--save_every", "1", "--learning_rate", "1e-3", "--role_exchange_every", "2", "--wandb", "disabled"]
+def whole(small_flags, tmp_path_factory):
+    """An undisturbed CORY run and an undisturbed PPO run, for several tests."""
     folder = tmp_path_factory.mktemp("whole")
-    return {method: run(flags, folder / method, "--method", method) for method in ("ppo", "cory")}
+    return {method: run(small_flags, folder / method, "--method", method) for method in ("ppo", "cory")}
 
 
 def test_roles_follow_the_exchange_and_figures_stand_under_role_and_identity(whole):
@@ -79,7 +76,7 @@ def test_two_exchanges_are_the_identity_bit_for_bit(small_flags, small, tmp_path
     queued = []
     monkeypatch.setattr(loop, "rollout", lambda *a: type("T", (), {"text": ["x"] * 8}))
     monkeypatch.setattr(loop, "ppo_update", lambda *a: {})
-    monkeypatch.setattr(the_run, "finish_iteration", lambda step, q, turns, roles: queued.append([a.name for a in roles]))
+    monkeypatch.setattr(the_run, "finish_iteration", lambda step, q, length, turns, roles: queued.append([a.name for a in roles]))
     loop.train_cory(the_run)
     assert queued == [["llm2", "llm1"], ["llm1", "llm2"]]
     for old, agent in zip(before, the_run.agents):
@@ -117,7 +114,7 @@ def test_partner_reward_weighs_the_other_agents_task_reward(small_flags, tmp_pat
     cfg = parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--run_dir", str(tmp_path / "r"), "--partner_reward", "-0.5", "--iterations", "1"])
     the_run, trained_on, turns = Run(cfg, Imdb), {}, []
     monkeypatch.setattr(loop, "ppo_update", lambda agent, turn, score, c: trained_on.update({agent.name: score}) or {})
-    monkeypatch.setattr(the_run, "finish_iteration", lambda step, q, t, roles: turns.extend(t))
+    monkeypatch.setattr(the_run, "finish_iteration", lambda step, q, length, t, roles: turns.extend(t))
     train_cory(the_run)
     r1, r2 = (turn.reward_B for turn in turns)
     assert torch.equal(trained_on["llm1"], r1 - 0.5 * r2) and torch.equal(trained_on["llm2"], r2 - 0.5 * r1)
@@ -165,7 +162,7 @@ def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_pa
     import cory.checkpoint as checkpoint
     folder, kept = run(small_flags, tmp_path / "r", "--iterations", "2"), checkpoint.flush
 
-    def dies(path):
+    def dies(*paths):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint, "flush", dies)
@@ -178,11 +175,44 @@ def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_pa
     assert [p.name for p in (folder / "checkpoints").glob("iteration_*")] == ["iteration_000003"]
 
 
-def test_nothing_in_a_checkpoint_is_unpickled(whole, tmp_path):
-    for path in next((whole["cory"] / "checkpoints").glob("iteration_*")).iterdir():
-        if path.suffix == ".pt":
-            torch.load(path, weights_only=True)
-    assert "weights_only=True" in (ROOT / "cory" / "checkpoint.py").read_text() and "pickle.load" not in (ROOT / "cory" / "checkpoint.py").read_text()
+@pytest.mark.parametrize("name", ["llm1.training.pt", "random.pt"])
+def test_nothing_in_a_checkpoint_is_unpickled(name, small_flags, tmp_path):
+    """A file that would run code when unpickled is refused."""
+    folder = run(small_flags, tmp_path / "r", "--iterations", "1")
+    torch.save({"optimizer": Trap(), "cpu": Trap()}, folder / "checkpoints" / "iteration_000001" / name)
+    with pytest.raises(Exception, match="[Ww]eights.only"):
+        train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "2"])
+    assert not Trap.sprung
+
+
+class Trap:
+    sprung = False
+
+    def __reduce__(self):
+        return setattr, (Trap, "sprung", True)
+
+
+def test_a_run_killed_before_its_first_checkpoint_resumes_from_the_start(whole, small_flags, tmp_path):
+    folder = run(small_flags, tmp_path / "r", "--save_every", "0", "--iterations", "2")
+    assert not (folder / "checkpoints").exists()
+    train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "7", "--save_every", "1"])
+    assert metrics(folder) == metrics(whole["cory"])
+
+
+def test_a_finished_run_can_be_resumed_at_its_end_or_lengthened_but_not_shortened(small_flags, tmp_path, capsys):
+    folder = run(small_flags, tmp_path / "r", "--iterations", "5", "--eval_every", "0")
+    before = (folder / "eval.json").read_text()
+    train_imdb.main(["--resume", "--run_dir", str(folder)])
+    assert (folder / "eval.json").read_text() == before
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    unevaluated = {k: v for k, v in json.loads(rows[-1]).items() if not k.startswith("eval/")}
+    (folder / "metrics.jsonl").write_text("\n".join([*rows[:-1], json.dumps(unevaluated)]) + "\n")
+    train_imdb.main(["--resume", "--run_dir", str(folder)])             # an end that was none before has not been evaluated
+    assert (folder / "eval.json").read_text() == before
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "4"])
+    assert stop.value.code == 2 and "iterations is 4: the run" in capsys.readouterr().err
 
 
 def test_resume_with_changed_settings_shows_the_difference(whole, capsys):
@@ -190,6 +220,9 @@ def test_resume_with_changed_settings_shows_the_difference(whole, capsys):
         train_imdb.main(["--resume", "--run_dir", str(whole["cory"]), "--learning_rate", "0.5"])
     err = capsys.readouterr().err
     assert stop.value.code == 2 and "learning_rate was 0.001, now 0.5" in err and err.count("\n") == 1
+    with pytest.raises(SystemExit):                                     # what is right for the run is not judged by a preset
+        train_imdb.main(["--resume", "--run_dir", str(whole["cory"]), "--batch_size", "8", "--seed", "5"])
+    assert "seed was 0, now 5" in capsys.readouterr().err
 
 
 def test_a_folder_that_holds_another_run_is_not_touched(whole, small_flags, capsys):

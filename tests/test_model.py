@@ -1,12 +1,14 @@
 """The model as a policy: padding, alignment, dropout, precision, and what is refused at loading."""
+import io
 import json
 import shutil
 
 import pytest
 import torch
+import train_imdb
 from conftest import byte_tokenizer, save_gpt2
 from toys import bigram
-from transformers import BertConfig, BertModel, DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2Model
+from transformers import DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2Model
 
 from cory.agent import Agent
 from cory.errors import UserError
@@ -89,6 +91,19 @@ def test_bfloat16_keeps_the_ratio_of_an_untouched_policy_near_1(small):
     assert all(p.dtype == torch.float32 for p in agent.policy.parameters())
 
 
+def test_bfloat16_keeps_log_probabilities_where_all_logits_lie_near_minus_100(small):
+    """As GPT-2's do; neighbouring bfloat16 numbers are 0.5 apart there."""
+    logps = {}
+    for dtype in ("float32", "bfloat16"):
+        model = load_language_model(str(small / "lm"), dtype=dtype)
+        model.lm.transformer.ln_f.bias.data += 1.0
+        model.lm.transformer.wte.weight.data -= 100 / 32                # 32 hidden units: every logit falls by about 100
+        hidden = model.response_hidden(*encode_prompts(model, ["a film of"], 5), torch.tensor([[1, 2, 3, 4, 5]]))
+        logps[dtype] = model.logprobs(hidden)
+        assert model.lm.get_output_embeddings()(hidden.float()).mean() < -80
+    assert (logps["bfloat16"] - logps["float32"]).abs().max() < 0.1
+
+
 # --- what is refused, each with one line that says the way out ----------------------------------------------------------
 def broken(case: str, small, tmp_path) -> str:
     folder = tmp_path / "model"
@@ -97,6 +112,21 @@ def broken(case: str, small, tmp_path) -> str:
     elif case == "encoder":
         DistilBertForSequenceClassification(DistilBertConfig(vocab_size=257, dim=8, n_layers=1, n_heads=1, hidden_dim=8)).save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
+    elif case == "half of its layers":
+        save_gpt2(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"n_layer": 4}))
+    elif case == "broken weights":
+        save_gpt2(folder)
+        (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    elif case == "other shapes":
+        save_gpt2(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    elif case == "no tokenizer":
+        save_gpt2(folder)
+        for path in folder.glob("tokenizer*"):
+            path.unlink()
     elif case == "no head":
         GPT2Model(GPT2Config(vocab_size=257, n_positions=8, n_embd=8, n_layer=1, n_head=1, tie_word_embeddings=False)).save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
@@ -118,13 +148,29 @@ def broken(case: str, small, tmp_path) -> str:
 
 
 @pytest.mark.parametrize("case, says", [
-    ("no config", "no config.json"), ("encoder", "causal language model"), ("no head", "no language-model head"), ("no eos", "no EOS token"),
-    ("vocabulary", "257 tokens and its embedding 200 rows"), ("pickle", "no safetensors weights"), ("remote code", "never run here")])
-def test_models_that_cannot_be_used_are_refused(case, says, small, tmp_path):
+    ("no config", "no config.json"), ("encoder", "causal language model"), ("no head", "lack 1 tensors of a GPT2LMHeadModel (lm_head.weight"),
+    ("half of its layers", "lack 24 tensors"), ("broken weights", "could not be loaded"), ("other shapes", "could not be loaded"),
+    ("no tokenizer", "tokenizer"), ("no eos", "no EOS token"), ("vocabulary", "257 tokens and its embedding 200 rows"),
+    ("pickle", "no safetensors weights"), ("remote code", "never run here")])
+def test_models_that_cannot_be_used_are_refused(case, says, small, small_flags, tmp_path, capsys, monkeypatch):
     name = broken(case, small, tmp_path)
-    with pytest.raises(UserError, match="model is '" + name) as error:
-        load_language_model(name)
-    assert says in str(error.value)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))            # nobody may be asked whether to run a stranger's code
+    with pytest.raises(SystemExit) as stop:
+        train_imdb.main([*small_flags, "--model", name, "--run_dir", str(tmp_path / "run")])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and f"model is '{name}'" in err and says in err and err.count("\n") == 1, err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gated_model_says_so(monkeypatch):
+    from transformers import AutoConfig
+
+    def gated(*args, **kwargs):
+        raise OSError("You are trying to access a gated repo.")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", gated)
+    with pytest.raises(UserError, match="is gated: accept its licence"):
+        load_language_model("meta-llama/Llama-2-7b-chat-hf")
 
 
 def test_a_hub_name_without_a_network_says_how_to_fetch_it():

@@ -63,22 +63,48 @@ def test_auto_goes_online_only_with_a_key(environment, netrc, expected, tmp_path
     assert report.has_wandb_key() is expected
 
 
+@pytest.mark.parametrize("asked, environment, key, expected", [
+    ("auto", None, True, "online"), ("auto", None, False, "offline"), ("online", None, False, "offline"), ("offline", None, True, "offline"),
+    ("disabled", None, True, None), ("auto", "disabled", True, None), ("auto", "offline", True, "offline"), ("auto", None, "refused", "offline")])
+def test_wandb_mode(asked, environment, key, expected, tmp_path, capsys, monkeypatch):
+    import wandb
+    modes = []
+
+    def init(mode, **options):
+        if key == "refused" and mode == "online":
+            raise wandb.errors.CommError("no such server")
+        modes.append(mode)
+        return options
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(report, "has_wandb_key", lambda: bool(key))
+    monkeypatch.setenv("WANDB_MODE", environment) if environment else monkeypatch.delenv("WANDB_MODE", raising=False)
+    started = report.start_wandb(settings(wandb=asked), tmp_path, "abc")
+    assert modes == ([expected] if expected else []) and (started is None or started["id"] == "abc")
+    assert ("wandb sync --append" in capsys.readouterr().out) == (expected == "offline")
+
+
 def test_wandb_offline_receives_every_figure_and_the_table(small_flags, tmp_path, capsys, monkeypatch):
     import wandb
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     logged, kept = [], wandb.sdk.wandb_run.Run.log
     monkeypatch.setattr(wandb.sdk.wandb_run.Run, "log", lambda self, data, step=None: logged.append((step, data)) or kept(self, data, step=step))
     folder = tmp_path / "run"
     train_imdb.main([*small_flags, "--run_dir", str(folder), "--iterations", "3", "--wandb", "auto"])
     assert f"wandb sync {folder}/wandb/offline-run-" in capsys.readouterr().out
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
+    first_id = json.loads(next(folder.glob("checkpoints/*/state.json")).read_text())["wandb_id"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     assert [step for step, _ in logged] == [0, 1, 2, 3]
     for row, (_, data) in zip(rows, logged):
         assert {k: v for k, v in data.items() if k != "samples"} == {k: v for k, v in row.items() if k != "iteration"}
     table = logged[-1][1]["samples"]
     assert {"query", "pioneer", "observer", "base", "pioneer_reward", "observer_reward", "base_reward"} <= set(table.columns) and len(table.data) == 12
+    train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "4"])
+    assert json.loads(next(folder.glob("checkpoints/*/state.json")).read_text())["wandb_id"] == first_id and first_id
+    assert len(logged[-1][1]["samples"].data) == 16                     # rows of before the stop included
 
 
 def test_comparison_of_runs_draws_and_tabulates_mean_and_std(small_flags, tmp_path, capsys, monkeypatch):
@@ -92,9 +118,14 @@ def test_comparison_of_runs_draws_and_tabulates_mean_and_std(small_flags, tmp_pa
     report.main()
     out = capsys.readouterr().out
     held = [json.load(open(f"{f}/eval.json"))["llm1"]["kl"] for f in folders[:2]]
-    mean, std = sum(held) / 2, abs(held[0] - held[1]) / 2
+    mean, std = sum(held) / 2, abs(held[0] - held[1]) / 2**0.5          # sample std of two values
     assert f"{mean:.1f} ± {std:.1f}" in out and "PPO LLM1" in out and "CORY LLM2" in out
     assert (tmp_path / "c.png").stat().st_size > 20_000
+    train_imdb.main([*small_flags, "--run_dir", str(tmp_path / "other"), "--iterations", "2", "--gamma", "0.9"])
+    monkeypatch.setattr(sys, "argv", ["report", *folders, str(tmp_path / "other")])
+    with pytest.raises(SystemExit):
+        report.main()
+    assert "differs from" in (err := capsys.readouterr().err) and "gamma" in err
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     with pytest.raises(SystemExit) as stop:
         report.main()

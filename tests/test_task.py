@@ -17,7 +17,7 @@ from cory.model import load_language_model
 
 def imdb(small, reward=None, **changes) -> Imdb:
     cfg = settings(**{**dict(model=str(small / "lm"), dataset=str(small / "openings"), reward_model=str(small / "classifier")), **changes})
-    return Imdb(cfg, load_language_model(cfg.model), reward)
+    return Imdb(cfg, Imdb.load_data(cfg), load_language_model(cfg.model), reward)
 
 
 def test_prompts_are_the_papers(small):
@@ -80,7 +80,7 @@ def test_any_callable_is_a_reward(small):
 
 @pytest.mark.parametrize("values, says", [
     ([1.0], "1 values.*for 2 responses"), ([1.0, float("nan")], "reward is nan: sample 1 \\('cd'\\)"), ([float("inf"), 0.0], "reward is inf: sample 0"),
-    ([None, 0.0], "reward is None: sample 0"), (["good", 0.0], "reward is 'good'")])
+    ([None, 0.0], "reward is None: sample 0"), (["good", 0.0], "reward is 'good'"), ([10**400, 0.0], "sample 0"), (None, "reward is None: is no list")])
 def test_rewards_that_are_no_numbers_are_refused(values, says, small):
     task = imdb(small, reward=lambda texts: values)
     with pytest.raises(UserError, match=says):
@@ -97,18 +97,23 @@ def test_a_nan_reward_in_a_run_changes_no_parameter(small_flags, tmp_path, monke
     calls = []
     good = run.task.reward_model
     monkeypatch.setattr(run.task, "reward_model", lambda texts: calls.append(1) or ([float("nan")] * len(texts) if len(calls) == 3 else good(texts)))
-    with pytest.raises(UserError, match="no parameter was changed"):
+    with pytest.raises(UserError, match="reward is nan: sample 0"):
         train_cory(run)                                                 # call 1: base; 2: pioneer; 3: observer
     assert all(torch.equal(p, q) for old, a in zip(before, run.agents) for p, q in zip(old, a.policy.parameters()))
     run.log.bar.close()
 
 
-def test_classifiers_without_a_positive_label_are_refused(small, tmp_path):
+@pytest.mark.parametrize("changes, says", [
+    ({"id2label": {"0": "toxic", "1": "fine"}, "label2id": {"toxic": 0, "fine": 1}}, "labels found: toxic, fine"),
+    ({"n_layers": 2}, "its weights lack 16 tensors")])
+def test_classifiers_that_cannot_judge_are_refused(changes, says, small, small_flags, tmp_path, capsys):
     shutil.copytree(small / "classifier", tmp_path / "c")
     config = json.loads((tmp_path / "c" / "config.json").read_text())
-    (tmp_path / "c" / "config.json").write_text(json.dumps(config | {"id2label": {"0": "toxic", "1": "fine"}, "label2id": {"toxic": 0, "fine": 1}}))
-    with pytest.raises(UserError, match="labels found: toxic, fine"):
-        SentimentReward(str(tmp_path / "c"), torch.device("cpu"))
+    (tmp_path / "c" / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(SystemExit) as stop:
+        train_imdb.main([*small_flags, "--reward_model", str(tmp_path / "c"), "--run_dir", str(tmp_path / "run")])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and "reward_model is" in err and says in err and err.count("\n") == 1, err
 
 
 def test_real_reviews_load_by_the_same_flag(imdb_data):
@@ -126,7 +131,9 @@ BAD_DATA = {
     "missing column": ({"train.jsonl": b'{"review": "a", "label": 1}\n'}, "no column 'text'; columns found: review, label"),
     "empty prompt": ({"train.jsonl": GOOD * 2 + b'{"text": "  "}\n'}, "row 3': its 'text' is empty"),
     "undecodable": ({"train.jsonl": GOOD + b'{"text": "\xff"}\n'}, "train.jsonl:2': is not UTF-8"),
+    "no text": ({"train.jsonl": b'{"text": 5}\n'}, "row 1': its 'text' is 5, not text"),
     "too few rows": ({"train.jsonl": GOOD * 5, "test.jsonl": GOOD * 9}, "batch_size is 8: "),
+    "nothing left to train on": ({"train.jsonl": GOOD * 8}, "leaves only 0 rows for it"),
     "too few held out": ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 5}, "eval_queries is 8: "),
     "csv without the column": ({"train.csv": b"review\nx\n"}, "columns found: review"),
     "broken parquet": ({"train.parquet": b"PAR1 not really"}, "could not be read"),
@@ -145,6 +152,21 @@ def test_bad_data_exits_2_with_one_line_and_writes_nothing(case, small_flags, tm
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and says in err, err
     assert not (tmp_path / "run").exists()
+
+
+def test_data_is_checked_before_any_model_is_loaded(small_flags, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train_imdb.main([*small_flags, "--model", "nobody/nothing", "--dataset", str(tmp_path / "none"), "--run_dir", str(tmp_path / "run")])
+    assert "dataset is" in capsys.readouterr().err
+
+
+def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
+    from cory.run import choose_device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old GPU")
+    with pytest.raises(UserError, match="dtype is 'bfloat16': Old GPU has no bfloat16"):
+        choose_device(settings(dtype="bfloat16"))
 
 
 BAD_RUNS = {

@@ -19,8 +19,11 @@ import torch
 import torch.nn.functional as F
 from datasets import load_dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import (AutoModelForCausalLM, AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification,
+from transformers import (AutoTokenizer, DistilBertConfig, DistilBertForSequenceClassification,
                           GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast)
+
+from cory.model import load_language_model
+from cory.sampling import decode, encode_prompts, sample
 
 EOS = "<|endoftext|>"
 CONTEXT = 256                                   # tokens the language model sees
@@ -137,10 +140,10 @@ def train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def snippet_batches(documents, labels, rng: random.Random, cls: int, sep: int):
-    """Three batches in four: snippets of 8 to 32 tokens, half of them a review's opening. One in four: up to 384 tokens."""
+    """Seven batches in eight: snippets of 8 to 32 tokens, half of them a review's opening. One in eight: 128 to 384 tokens."""
     for count in iter(int, 1):
-        long = rng.random() < 0.25
-        picked = rng.choices(range(len(documents)), k=48 if long else 512)
+        long = rng.random() < 0.125
+        picked = rng.choices(range(len(documents)), k=32 if long else 384)
         length = rng.randint(128, 384) if long else rng.randint(8, 32)
         yield crops(documents, picked, length, rng, cls, sep), torch.tensor([labels[i] for i in picked])
 
@@ -161,8 +164,8 @@ def make_classifier(args):
     encode = lambda batch: tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
     documents = encode(texts)
     config = DistilBertConfig(vocab_size=len(tokenizer), dim=args.width, n_layers=args.layers, n_heads=args.width // 64,
-                              hidden_dim=4 * args.width, max_position_embeddings=512, dropout=0.1, attention_dropout=0.1,
-                              seq_classif_dropout=0.3, activation="gelu", id2label={0: "NEGATIVE", 1: "POSITIVE"},
+                              hidden_dim=4 * args.width, max_position_embeddings=512, dropout=0.1, attention_dropout=0.0,
+                              seq_classif_dropout=0.3, activation="relu", id2label={0: "NEGATIVE", 1: "POSITIVE"},
                               label2id={"NEGATIVE": 0, "POSITIVE": 1})
     model = DistilBertForSequenceClassification(config)
     print(f"{model.num_parameters():,} parameters", flush=True)
@@ -198,21 +201,17 @@ def make_classifier(args):
 @torch.no_grad()
 def make_openings(args):
     """Sample review openings from the language model (temperature 0.9); train and held-out share no first 8 tokens."""
-    model = AutoModelForCausalLM.from_pretrained(Path(args.out) / "lm", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(Path(args.out) / "lm")
-    torch.manual_seed(args.seed)
-    seen, openings = set(), []
+    model = load_language_model(str(Path(args.out) / "lm"), temperature=0.9)
+    start = encode_prompts(model, [EOS] * 512, 24)                  # a review begins where another ended
+    generator, seen, openings = torch.Generator().manual_seed(args.seed), set(), []
     while len(openings) < args.count:
-        start = torch.full((512, 1), tokenizer.eos_token_id)
-        out = model.generate(start, max_new_tokens=24, do_sample=True, top_k=0, temperature=0.9,
-                             pad_token_id=tokenizer.eos_token_id)[:, 1:]
-        for ids in out.tolist():
-            text = tokenizer.decode(ids, skip_special_tokens=True).strip()
-            key = tuple(tokenizer.encode(text)[:8])
-            if tokenizer.eos_token_id in ids or len(key) < 8 or key in seen or "\ufffd" in text:
-                continue
-            seen.add(key)
-            openings.append(text)
+        drawn = sample(model, start, 24, generator)
+        for text, length in zip(decode(model, drawn.response_BT, drawn.mask_BT), drawn.mask_BT.sum(1)):
+            text = text.strip()
+            key = tuple(model.tokenizer(text)["input_ids"][:8])
+            if length == 24 and len(key) == 8 and key not in seen and "\ufffd" not in text:
+                seen.add(key)
+                openings.append(text)
         print(f"{len(openings)} openings", flush=True)
     folder = Path(args.out) / "openings"
     folder.mkdir(parents=True, exist_ok=True)
