@@ -80,7 +80,7 @@ BAD = [
     (["--lam", "-0.5"], ["lam is -0.5", "between 0 and 1"]),
     (["--init_kl_coef", "-1"], ["init_kl_coef is -1.0", "0 or more"]),
     (["--kl_target", "0"], ["kl_target is 0.0", "above 0"]),
-    (["--adap_kl_ctrl", "true", "--kl_horizon", "12"], ["kl_horizon is 12.0", "0.2 x batch_size = 12.8"]),
+    (["--adap_kl_ctrl", "true", "--kl_horizon", "6"], ["kl_horizon is 6.0", "0.2 x batch_size = 6.4"]),
     (["--temperature", "0"], ["temperature is 0.0", "above 0"]),
     (["--min_response_length", "9", "--max_response_length", "8"], ["min_response_length is 9", "max_response_length = 8"]),
     (["--min_query_length", "9"], ["min_query_length is 9", "max_query_length = 8"]),

@@ -103,7 +103,7 @@ def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
 
 def test_each_ablation_changes_the_run(whole, small_flags, tmp_path):
     for i, flags in enumerate((["--knowledge_transfer", "false"], ["--partner_reward", "-1"], ["--role_exchange_every", "0"],
-                               ["--reset_on_exchange", "true"], ["--kl_penalty", "k1"])):
+                               ["--reset_on_exchange", "true"], ["--kl_penalty", "full"])):
         changed = run(small_flags, tmp_path / str(i), *flags, "--iterations", "4", "--eval_every", "0")
         old, new = metrics(whole["cory"])[4], metrics(changed)[4]
         assert old["llm1/kl"] != new["llm1/kl"], flags
@@ -250,6 +250,6 @@ def test_local_files_are_all_there_and_agree(whole):
         held_out, last = json.loads((folder / "eval.json").read_text()), metrics(folder)[-1]
         assert held_out["iteration"] == 7 and set(held_out) == {"iteration", "queries", "base", "llm1"} | ({"llm2"} if method == "cory" else set())
         assert held_out["llm1"]["kl"] == last["eval/llm1/kl"] and held_out["base"]["kl"] == 0
-        assert held_out["llm1"]["combined_reward"] == pytest.approx(held_out["llm1"]["task_reward"] - 0.1 * held_out["llm1"]["kl"])
+        assert held_out["llm1"]["combined_reward"] == pytest.approx(held_out["llm1"]["task_reward"] - 0.15 * held_out["llm1"]["kl"])
         assert (folder / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert ImdbConfig(**json.loads((folder / "config.json").read_text())).method == method
