@@ -77,7 +77,7 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         agent.policy.lm.save_pretrained(temporary)
         agent.policy.tokenizer.save_pretrained(temporary)
-        save_file({k: v.detach().cpu() for k, v in agent.policy.value_head.state_dict().items()}, temporary / "value_head.safetensors")
+        save_file(agent.policy.value_head.state_dict(), temporary / "value_head.safetensors")
         put_in_place(temporary, final)
 
 
@@ -87,8 +87,9 @@ def require_disk(cfg: Config, run_dir: Path, agents: list[Agent]) -> None:
     written = sum(p.stat().st_size for p in run_dir.rglob("*") if p.is_file())
     need, free = (7 if cfg.save_every else 1) * weights - written, shutil.disk_usage(run_dir).free
     if free < need:
-        raise UserError("run_dir", str(run_dir), f"its disk has {free / 1e9:.2f} GB free and this run needs {need / 1e9:.2f} GB; choose "
-                        "another folder" + (", or --save_every 0 for final models only" if cfg.save_every else ""))
+        fewer = ", or --save_every 0 for final models only" if cfg.save_every else ""
+        raise UserError("run_dir", str(run_dir), f"its disk has {free / 1e9:.2f} GB free and this run needs {need / 1e9:.2f} GB; "
+                        f"choose another folder{fewer}")
 
 
 def put_in_place(temporary: Path, final: Path) -> None:

@@ -38,7 +38,7 @@ class Config:
     partner_reward: float = setting(1.0, "weight on the partner's task reward: 1 cooperative (paper), 0 independent, "
                                     "negative competitive")
     reset_on_exchange: bool = setting(False, "forget Adam's moments, the KL coefficient and the agents' random streams at "
-                                      "each exchange, as the released code does (its repeating lengths are not imitated; paper: no)")
+                                      "each exchange, as the released code does, but for its repeating lengths (paper: no)")
     # rollout
     batch_size: int = setting(256, "queries per iteration (paper: 256)")
     temperature: float = setting(1.0, "softmax temperature, in sampling and in scoring alike (paper: 1)")
@@ -68,7 +68,8 @@ class Config:
     sample_rows: int = setting(4, "queries per iteration whose texts are kept in samples.jsonl (ours)")
     run_dir: str = setting("", "folder of this run; default: a new one under runs/")
     resume: bool = setting(False, "continue the run in run_dir from its last checkpoint, with its settings")
-    wandb: Literal["auto", "online", "offline", "disabled"] = setting("auto", "auto: online if a W&B key is found, else offline (ours)")
+    wandb: Literal["auto", "online", "offline", "disabled"] = setting("auto", "auto: online if a W&B key is found, else offline "
+                                                                      "(ours)")
     wandb_project: str = setting("cory", "W&B project name (ours)")
 
     @property
@@ -182,7 +183,9 @@ def continued(config_class: type, run_dir: str, argv: list[str]) -> Config:
     except json.JSONDecodeError as error:
         raise UserError("run_dir", run_dir, f"its config.json is not JSON ({error}); restore it, or start a new run") from error
     config = parse_over(config_class, saved, argv)
-    changed = [f"{k} was {saved.get(k)!r}, now {v!r}" for k, v in asdict(config).items() if k not in FREE_ON_RESUME and saved.get(k) != v]
+    changed = [f"{k} was {saved.get(k)!r}, now {v!r}" for k, v in asdict(config).items()
+               if k not in FREE_ON_RESUME and saved.get(k) != v]
     if changed:
-        raise UserError("resume", run_dir, f"the run has other settings ({'; '.join(changed)}); leave these flags out, or start a new run")
+        raise UserError("resume", run_dir, f"the run has other settings ({'; '.join(changed)}); leave these flags out, or start a new "
+                        "run")
     return config

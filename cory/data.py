@@ -27,9 +27,9 @@ def read_jsonl(path: Path) -> list[dict]:
         try:
             row = json.loads(line)
         except UnicodeDecodeError as error:
-            raise UserError("dataset", f"{path}:{number}", f"is not UTF-8 at byte {error.start} of the line; re-encode the file") from error
+            raise UserError("dataset", f"{path}:{number}", f"is not UTF-8 at byte {error.start} of the line; re-encode it") from error
         except json.JSONDecodeError as error:
-            raise UserError("dataset", f"{path}:{number}", f"is not JSON ({error.msg}, column {error.colno}); mend or remove the line") from error
+            raise UserError("dataset", f"{path}:{number}", f"is not JSON ({error.msg}, column {error.colno}); mend the line") from error
         if not isinstance(row, dict):
             raise UserError("dataset", f"{path}:{number}", "is not a JSON object with named columns")
         rows.append(row)
@@ -48,8 +48,9 @@ def read_with_datasets(dataset: str) -> dict:
     except UnicodeDecodeError as error:
         raise UserError("dataset", dataset, f"is not UTF-8 ({error.reason}); re-encode the file") from error
     except Exception as error:                                      # the Hub and each file format raise kinds of their own
-        why = (f"could not be read: {error}" if Path(dataset).exists() else "is neither a local path nor to be had from the Hub now; "
-               f"with a network run `hf download {dataset} --repo-type dataset --local-dir DIR`, then pass DIR")
+        why = f"could not be read: {error}" if Path(dataset).exists() else (
+            "is neither a local path nor to be had from the Hub now; with a network run "
+            f"`hf download {dataset} --repo-type dataset --local-dir DIR`, then pass DIR")
         raise UserError("dataset", dataset, why) from error
 
 

@@ -103,6 +103,8 @@ def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange
     """Clipped value loss (the paper's eq. 10 and 13), one loss per token; `old_value` is the rollout's and stays constant.
 
         V_clip = V_old + clip(V - V_old, -eps, eps)        loss = 1/2 max((V - R)^2, (V_clip - R)^2)
+
+    DIFFERS: the factor 1/2 is TRL's, not the paper's.
     """
     clipped_N = old_value_N + (value_N - old_value_N).clamp(-cliprange_value, cliprange_value)
     return 0.5 * torch.max((value_N - return_N) ** 2, (clipped_N - return_N) ** 2)

@@ -21,12 +21,13 @@ class SentimentReward:
             self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             self.model = load_weights(AutoModelForSequenceClassification, name)
         if self.tokenizer.pad_token is None:
-            raise UserError("reward_model", name, "its tokenizer has no padding token, so texts cannot be scored together; set pad_token")
+            raise UserError("reward_model", name, "its tokenizer has no padding token to score texts together; set pad_token")
         self.model.eval().requires_grad_(False).to(device)
         labels = {index: str(label) for index, label in self.model.config.id2label.items()}
         positive = [index for index, label in labels.items() if label.lower().startswith("pos")]
         if len(positive) != 1:
-            raise UserError("reward_model", name, f"needs one label that begins with 'pos'; labels found: {', '.join(labels.values())}")
+            raise UserError("reward_model", name, "needs one label that begins with 'pos'; labels found: "
+                            f"{', '.join(labels.values())}")
         self.positive = positive[0]
 
     @torch.no_grad()

@@ -20,7 +20,8 @@ class LanguageModel(nn.Module):
     """Any Hugging Face causal LM, its tokenizer, and the softmax temperature its distribution is meant at.
 
     Body and head are called separately, so that the (tokens, V) logits exist only where a response token is predicted.
-    Dropout is off for good: what sampling, scoring and the update call pi is then one function of the weights.
+    Dropout is off for good: what sampling, scoring and the update call pi is then one function of the weights. DIFFERS: the
+    released code samples and trains with it after its first update.
     """
 
     def __init__(self, lm: nn.Module, tokenizer, temperature: float = 1.0, dtype: str = "float32"):
@@ -73,7 +74,7 @@ class LanguageModel(nn.Module):
 class PolicyWithValue(LanguageModel):
     """The policy and its critic: a linear layer on the last hidden state (paper, sec. 3), in float32.
 
-    It starts at zero, so that V = 0 before the first update, whatever the model and the seed.
+    DIFFERS: it starts at zero, so that V = 0 before the first update, whatever the model and the seed; the paper does not say.
     """
 
     def __init__(self, base: LanguageModel):

@@ -61,7 +61,8 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     """Samples `a ~ pi(. | prompt)` for a batch until EOS or `max_new_tokens`, with a key/value cache.
 
     The distribution is that of `model.logprobs`, the very one that scoring and the update use: no top-k, no top-p, no
-    repetition penalty, no suppressed EOS. `generator` is a CPU generator; a step draws B numbers from it.
+    repetition penalty (DIFFERS: the released code samples with one and scores without), no suppressed EOS. `generator` is a
+    CPU generator; a step draws B numbers from it.
     """
     eos, B = model.tokenizer.eos_token_id, len(prompts.ids_BP)
     cache, mask = DynamicCache(), prompts.mask_BP

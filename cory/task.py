@@ -44,7 +44,8 @@ class Task:
         """Queries of an iteration (1, 2, ...) and its response length limit in tokens, uniform in the configured range.
 
         A function of seed and iteration alone, so that every method at a seed sees the same stream and a resumed run finds
-        its place without saved state. Each pass over the data is a fresh shuffle.
+        its place without saved state. Each pass over the data is a fresh shuffle. DIFFERS: the released code reseeds at every
+        exchange, so that its lengths repeat.
         """
         seed, size, n = self.cfg.seed, self.cfg.batch_size, len(self.train)
         places = (divmod(i, n) for i in range((iteration - 1) * size, iteration * size))

@@ -30,7 +30,7 @@ def train_cory(run: Run) -> None:
                  Turn("observer", observer, second, r2, ppo_update(observer, second, r2 + cfg.partner_reward * r1, cfg))]
         if cfg.role_exchange_every and step % cfg.role_exchange_every == 0:
             pioneer, observer = observer, pioneer                                                   # roles move, state stays
-            if cfg.reset_on_exchange:                                                               # as the released code does
+            if cfg.reset_on_exchange:                                                               # DIFFERS: the released code always does
                 pioneer.reset(), observer.reset()
         run.finish_iteration(step, queries, length, turns, roles=[pioneer, observer])
 
