@@ -22,7 +22,7 @@ def setting(default, help: str):
 class Config:
     """Settings shared by the experiments. A class's own defaults are the paper's; a preset changes some of them."""
     # what runs
-    method: Literal["ppo", "cory"] = setting("cory", "ppo: one agent; cory: pioneer and observer, exchanging roles")
+    method: Literal["ppo", "cory"] = setting("cory", "ppo: one agent; cory: pioneer and observer, exchanging roles (ours: cory)")
     preset: str = setting("tiny", "named settings; every other flag given overrides them (ours: tiny)")
     model: str = setting("gpt2-large", "causal LM of both agents and of the reference: local folder or Hub name (paper: "
                          "GPT2-Large)")
@@ -66,8 +66,8 @@ class Config:
     eval_every: int = setting(20, "iterations between held-out evaluations; 0 = only before and after training (ours)")
     save_every: int = setting(20, "iterations between checkpoints; 0 = only the final models (ours)")
     sample_rows: int = setting(4, "queries per iteration whose texts are kept in samples.jsonl (ours)")
-    run_dir: str = setting("", "folder of this run; default: a new one under runs/")
-    resume: bool = setting(False, "continue the run in run_dir from its last checkpoint, with its settings")
+    run_dir: str = setting("", "folder of this run; a new one under runs/ if empty (ours)")
+    resume: bool = setting(False, "continue the run in run_dir from its last checkpoint, with its settings (ours)")
     wandb: Literal["auto", "online", "offline", "disabled"] = setting("auto", "auto: online if a W&B key is found, else offline "
                                                                       "(ours)")
     wandb_project: str = setting("cory", "W&B project name (ours)")
@@ -180,8 +180,9 @@ def continued(config_class: type, run_dir: str, argv: list[str]) -> Config:
         raise UserError("run_dir", run_dir, "holds no run to resume (no config.json); name the folder of one")
     try:
         saved = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError("run_dir", run_dir, f"its config.json is not JSON ({error}); restore it, or start a new run") from error
+        config_class(**saved)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError("run_dir", run_dir, f"its config.json is not this version's ({error}); start a new run") from error
     config = parse_over(config_class, saved, argv)
     changed = [f"{k} was {saved.get(k)!r}, now {v!r}" for k, v in asdict(config).items()
                if k not in FREE_ON_RESUME and saved.get(k) != v]

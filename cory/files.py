@@ -7,6 +7,8 @@ from pathlib import Path
 def append_jsonl(path: Path, rows: list[dict]) -> None:
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())                     # no checkpoint may outlive the rows it follows
 
 
 def read_jsonl(path: Path) -> list[dict]:

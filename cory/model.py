@@ -160,7 +160,7 @@ class model_errors:
             why = "has no safetensors weights, and pickled ones are never loaded; convert it with save_pretrained"
         elif "Unrecognized configuration class" in text or "Unrecognized model" in text:
             why = "is not of the kind asked for here (a causal language model for --model, a sequence classifier for --reward_model)"
-        elif Path(self.name).is_dir():
+        elif Path(self.name).is_dir() or not isinstance(error, OSError):
             why = f"could not be loaded: {text[:300]}"
         else:
             why = ("is neither a local folder nor to be had from the Hub now; with a network run "

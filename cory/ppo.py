@@ -6,7 +6,7 @@ from cory import formulas
 from cory.agent import Agent
 from cory.config import Config
 from cory.errors import UserError
-from cory.rollout import LOGPROBS_AT_ONCE, Experience, Rollout, experience
+from cory.rollout import Experience, Rollout, experience, tokens_at_once
 
 SUMS = ("policy_loss", "value_loss", "entropy", "clip_fraction", "approx_kl", "error", "squared_error", "tokens")
 
@@ -24,9 +24,7 @@ def ppo_update(agent: Agent, turn: Rollout, score_B: Tensor, cfg: Config) -> dic
         for mini_batches in batch.optimizer_steps(cfg.mini_batch_size, cfg.gradient_accumulation_steps, agent.generator):
             step_tokens = sum(m.mask_BT.sum() for m in mini_batches)
             for mini_batch in mini_batches:
-                loss, parts = loss_sum(agent, mini_batch, cfg)
-                (loss / step_tokens).backward()
-                sums += parts
+                sums += add_gradient(agent, mini_batch, step_tokens, cfg)
             grad_norms.append(optimizer_step(agent, cfg.max_grad_norm))
     stats = summary(sums, batch) | {"kl_coef": agent.kl_coef, "grad_norm": sum(grad_norms) / len(grad_norms)}
     if cfg.adap_kl_ctrl:
@@ -35,25 +33,32 @@ def ppo_update(agent: Agent, turn: Rollout, score_B: Tensor, cfg: Config) -> dic
     return stats
 
 
-def loss_sum(agent: Agent, batch: Experience, cfg: Config) -> tuple[Tensor, Tensor]:
-    """Loss summed over the N real tokens of a mini-batch: `sum_t policy_loss_t + vf_coef value_loss_t`; and `SUMS` of it."""
+def add_gradient(agent: Agent, batch: Experience, step_tokens: Tensor, cfg: Config) -> Tensor:
+    """Adds the gradient of `sum_t (policy_loss_t + vf_coef value_loss_t) / step_tokens` over a mini-batch's N real tokens.
+
+    Returns `SUMS` of it, float64. The loss is a sum over tokens, so that the head runs forward and backward for a few tokens at
+    a time, down to the gradient of their hidden states; the transformer's backward pass follows once. Memory for (N, V) then
+    does not grow with the mini-batch, and nothing is computed twice.
+    """
     real = batch.mask_BT.bool()
-    take = lambda x_BT: x_BT[real]                                                              # (B, T) -> (N,)
-    hidden_NH = take(agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT))
-    logp_NV, value_N = agent.policy.logprobs(hidden_NH), agent.policy.values(hidden_NH)
-    logp_N, old_logp_N = formulas.token_logprobs(logp_NV, take(batch.response_BT)), take(batch.logp_BT)
-    policy_N = formulas.policy_loss(logp_N, old_logp_N, take(batch.advantage_BT), cfg.cliprange)
-    value_loss_N = formulas.value_loss(value_N, take(batch.value_BT), take(batch.return_BT), cfg.cliprange_value)
-    loss = policy_N.sum() + cfg.vf_coef * value_loss_N.sum()
-    with torch.no_grad():
-        chunk = max(1, LOGPROBS_AT_ONCE // logp_NV.shape[1])
-        entropy = sum(formulas.entropy(part).sum() for part in logp_NV.split(chunk))
-        clipped = ((logp_N - old_logp_N).exp() - 1).abs() > cfg.cliprange
-        approx_kl = formulas.kl_k3(old_logp_N, logp_N)                                          # of pi_old against pi
-        error_N = value_N - take(batch.return_BT)
-        parts = (policy_N.sum(), value_loss_N.sum(), entropy, clipped.sum(), approx_kl.sum(), error_N.sum(), (error_N**2).sum(),
-                 real.sum())
-    return loss, torch.stack([p.double() for p in parts]).cpu()
+    hidden_NH = agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)[real]
+    leaf_NH = hidden_NH.detach().requires_grad_()
+    columns = (leaf_NH, *(x_BT[real] for x_BT in (batch.response_BT, batch.logp_BT, batch.advantage_BT, batch.value_BT, batch.return_BT)))
+    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    for hidden, token, old_logp, advantage, old_value, returns in zip(*(x.split(tokens_at_once(agent.policy)) for x in columns)):
+        logp_NV, value = agent.policy.logprobs(hidden), agent.policy.values(hidden)
+        logp = formulas.token_logprobs(logp_NV, token)
+        policy_loss = formulas.policy_loss(logp, old_logp, advantage, cfg.cliprange)
+        value_loss = formulas.value_loss(value, old_value, returns, cfg.cliprange_value)
+        ((policy_loss.sum() + cfg.vf_coef * value_loss.sum()) / step_tokens).backward()
+        with torch.no_grad():
+            clipped = ((logp - old_logp).exp() - 1).abs() > cfg.cliprange
+            approx_kl = formulas.kl_k3(old_logp, logp)                                          # of pi_old against pi
+            error = value - returns
+            columns_of_sums = (policy_loss, value_loss, formulas.entropy(logp_NV), clipped, approx_kl, error, error**2)
+            sums += torch.stack([x.double().sum() for x in (*columns_of_sums, torch.ones_like(value))]).cpu()
+    hidden_NH.backward(leaf_NH.grad)
+    return sums
 
 
 def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
@@ -61,8 +66,8 @@ def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     gradients = [p.grad for p in agent.policy.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     if not norm.isfinite():
-        raise UserError("grad_norm", norm.item(), f"the gradient of {agent.name} is not finite; the parameters are as before this "
-                        "step. Lower --learning_rate or set --max_grad_norm 1, and --resume from the last checkpoint")
+        raise UserError("grad_norm", norm.item(), f"the gradient of {agent.name} is not finite; it was not applied. Start a new run "
+                        "with a lower --learning_rate or with --max_grad_norm 1")
     if max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(agent.policy.parameters(), max_grad_norm, norm)
     agent.optimizer.step()

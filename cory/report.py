@@ -64,6 +64,7 @@ class RunLog:
 def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
     """A W&B run, or None when disabled. Without a key, or if going online fails, it runs offline and says how to sync."""
     choice = os.environ.get("WANDB_MODE", "auto") if cfg.wandb == "auto" else cfg.wandb
+    choice = "offline" if choice == "dryrun" else choice            # W&B's older name
     if choice == "disabled":
         return None
     import wandb
@@ -113,7 +114,7 @@ PANELS = [("task_reward", "task reward"), ("kl", "KL per response (nats)"), ("co
           ("entropy", "entropy per token (nats)"), ("explained_variance", "explained variance")]
 COLORS = {"llm1": "tab:blue", "llm2": "tab:orange"}
 METHOD_COLORS = {"PPO LLM1": "tab:red", "CORY LLM1": "tab:blue", "CORY LLM2": "tab:cyan"}
-FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "wandb", "save_every", "sample_rows", "device"}
+FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "wandb", "wandb_project", "save_every", "sample_rows", "device"}
 
 
 def draw_curves(run_dir: Path) -> None:
@@ -151,7 +152,7 @@ def frontier(ax, rows: list[dict], name: str, color: str, label: str | None) -> 
 def compare(run_dirs: list[Path], out: Path) -> str:
     """Curves of methods over seeds (mean, band of one sample std), reward against KL of each run, and the held-out table.
 
-    Raises `UserError` if the runs differ in anything but method and seed.
+    Raises `UserError` if the runs differ in a setting that is not in `FREE_BETWEEN_RUNS`.
     """
     from matplotlib.figure import Figure
     runs = [(json.loads((d / "config.json").read_text()), read_jsonl(d / "metrics.jsonl"), json.loads((d / "eval.json").read_text()))
@@ -171,7 +172,9 @@ def compare(run_dirs: list[Path], out: Path) -> str:
     for ax, (key, title) in zip(figure.subplots(2, 3).flat, panels):
         for label, members in groups.items():
             name = key.format(label.split()[1].lower())
-            x, y = series(members[0][0], name)[0], np.array([series(rows, name)[1] for rows, _ in members])
+            found = [dict(zip(*series(rows, name))) for rows, _ in members]
+            x = sorted(set.intersection(*map(set, found)))              # iterations that every seed has
+            y = np.array([[values[i] for i in x] for values in found])
             mean, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
             ax.plot(x, mean, color=METHOD_COLORS[label], label=f"{label}, {len(members)} seeds", linewidth=1.4)
             ax.fill_between(x, mean - std, mean + std, color=METHOD_COLORS[label], alpha=0.2, linewidth=0)

@@ -11,7 +11,7 @@ from cory.config import Config
 from cory.model import LanguageModel
 from cory.sampling import decode, encode_prompts, sample
 
-LOGPROBS_AT_ONCE = 2**23    # elements of (tokens, V) looked at together: 32 MiB in float32
+LOGPROBS_AT_ONCE = 2**24    # elements of (tokens, V) that exist together: 64 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,10 @@ def rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_
     return Rollout(*columns, logp_BT, kl_BT, value_BT, decode(policy, drawn.response_BT, drawn.mask_BT), gap)
 
 
+def tokens_at_once(model: LanguageModel) -> int:
+    return max(1, LOGPROBS_AT_ONCE // model.vocab_size)
+
+
 @torch.no_grad()
 def sweep(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor, ref_hidden_NH: Tensor, token_N: Tensor,
           kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +107,7 @@ def sweep(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor, re
 
     The two distributions of a token exist at the same time, for a few tokens at a time: nothing of size (B, T, V) is made.
     """
-    chunk = max(1, LOGPROBS_AT_ONCE // policy.vocab_size)
+    chunk = tokens_at_once(policy)
     parts = []
     for hidden, ref_hidden, token in zip(hidden_NH.split(chunk), ref_hidden_NH.split(chunk), token_N.split(chunk)):
         logp_NV, ref_logp_NV = policy.logprobs(hidden), reference.logprobs(ref_hidden)

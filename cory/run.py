@@ -58,6 +58,8 @@ class Run:
         require_disk(cfg, self.run_dir, self.agents)
         self.start, self.roles, wandb_id = 0, self.agents, ""
         state = load_checkpoint(self.run_dir, self.agents) if cfg.resume else None
+        if cfg.resume and not state and (self.run_dir / "eval.json").exists():
+            raise UserError("run_dir", str(self.run_dir), "holds a finished run without a checkpoint to go on from; start a new one")
         if state:
             by_name = {agent.name: agent for agent in self.agents}
             self.start, self.roles, wandb_id = state["iteration"], [by_name[name] for name in state["roles"]], state["wandb_id"]
@@ -171,14 +173,14 @@ def choose_run_dir(cfg: Config) -> Path:
     """Nothing existing is overwritten: a folder with anything in it is refused, unless it is resumed."""
     name = f"{cfg.task}-{cfg.method}-{cfg.preset}-seed{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(cfg.run_dir or f"runs/{name}")
-    if folder.exists() and not folder.is_dir():
-        raise UserError("run_dir", str(folder), "is a file; name a folder")
-    if not cfg.resume and folder.exists() and any(folder.iterdir()):
-        what = "holds another run; continue it with --resume" if (folder / "config.json").exists() else "is not empty; name a new folder"
-        raise UserError("run_dir", str(folder), f"{what}, or name another --run_dir")
-    parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
     try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError("run_dir", str(folder), "is a file; name a folder")
+        if not cfg.resume and folder.exists() and any(folder.iterdir()):
+            what = "holds another run; continue it with --resume" if (folder / "config.json").exists() else "is not empty"
+            raise UserError("run_dir", str(folder), f"{what}, or name another --run_dir")
+        parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
-        raise UserError("run_dir", str(folder), f"{parent} is not writable ({error.strerror}); name another --run_dir") from error
+        raise UserError("run_dir", str(folder), f"is not writable ({error.strerror}); name another --run_dir") from error
     return folder

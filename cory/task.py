@@ -1,5 +1,4 @@
 """What every task shares: the stream of queries, held-out queries, and the check of rewards. Strings in, floats out."""
-import math
 import random
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,9 +16,10 @@ class Data(NamedTuple):
 
 
 def checked_sizes(cfg: Config, splits: dict[str, list]) -> Data:
-    """Training and held-out rows: the splits train and test (or validation). Of a single split, the last rows are held out."""
-    train = splits.get("train") or next(iter(splits.values()))
-    held_out = splits.get("test") or splits.get("validation")
+    """Training and held-out rows: the splits train and test (or validation). Without the second, the last of train are held out."""
+    if "train" not in splits:
+        raise UserError("dataset", cfg.dataset, f"has no split named train; splits found: {', '.join(splits)}")
+    train, held_out = splits["train"], splits.get("test") or splits.get("validation")
     if held_out is None:
         train, held_out = train[:-cfg.eval_queries], train[-cfg.eval_queries:]
     for name, need, rows in (("eval_queries", cfg.eval_queries, held_out), ("batch_size", cfg.batch_size, train)):
@@ -70,8 +70,9 @@ class Task:
 
 
 def is_finite_number(value) -> bool:
+    """Whether float32 can hold it."""
     try:
-        return math.isfinite(float(value))
+        return not isinstance(value, str) and abs(float(value)) < torch.finfo(torch.float32).max
     except (TypeError, ValueError, OverflowError):
         return False
 

@@ -194,9 +194,37 @@ class Trap:
 
 def test_a_run_killed_before_its_first_checkpoint_resumes_from_the_start(whole, small_flags, tmp_path):
     folder = run(small_flags, tmp_path / "r", "--save_every", "0", "--iterations", "2")
+    (folder / "eval.json").unlink()                                     # as if killed at its end
     assert not (folder / "checkpoints").exists()
     train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "7", "--save_every", "1"])
     assert metrics(folder) == metrics(whole["cory"])
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_started_over(small_flags, tmp_path, capsys):
+    folder = run(small_flags, tmp_path / "r", "--save_every", "0", "--iterations", "2")
+    before = metrics(folder)
+    with pytest.raises(SystemExit):
+        train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "7"])
+    assert "finished run without a checkpoint" in capsys.readouterr().err and metrics(folder) == before
+
+
+def test_checkpoints_hold_the_kl_coefficients_and_every_random_generator(small, tmp_path):
+    import random
+
+    import numpy as np
+    from cory.checkpoint import load_checkpoint, save_checkpoint
+    from cory.model import load_language_model
+    from toys import settings
+    base = load_language_model(str(small / "lm"))
+    agents = [Agent(name, base, settings(), i) for i, name in enumerate(("llm1", "llm2"))]
+    agents[0].kl_coef, agents[1].kl_coef = 0.125, 0.375
+    save_checkpoint(tmp_path, 3, agents, agents[::-1], "abc")
+    draw = lambda: (random.random(), np.random.rand(), torch.rand(1).item(), torch.rand(1, generator=agents[1].generator).item())
+    expected = draw()
+    agents[0].kl_coef = agents[1].kl_coef = 9.0
+    state = load_checkpoint(tmp_path, agents)
+    assert draw() == expected and [a.kl_coef for a in agents] == [0.125, 0.375]
+    assert state["roles"] == ["llm2", "llm1"] and state["iteration"] == 3 and state["wandb_id"] == "abc"
 
 
 def test_a_finished_run_can_be_resumed_at_its_end_or_lengthened_but_not_shortened(small_flags, tmp_path, capsys):

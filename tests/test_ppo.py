@@ -10,7 +10,7 @@ from cory import ppo
 from cory.agent import Agent
 from cory.errors import UserError
 from cory.model import load_language_model
-from cory.ppo import loss_sum, ppo_update
+from cory.ppo import add_gradient, ppo_update
 from cory.rollout import Experience, experience, rollout
 
 PROMPTS = ["a film", "one long story of a man", "x", "the dog and the man", "so", "every scene of it", "good", "bad old"]
@@ -49,6 +49,27 @@ def test_mini_batches_and_accumulation_do_not_change_the_gradient(small, monkeyp
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
+def test_running_the_head_in_chunks_does_not_change_gradient_or_sums(small, monkeypatch):
+    """Against plain autograd through one loss over all tokens."""
+    from cory import formulas
+    agent, _, turn = ragged_turn(small)
+    batch, cfg = experience(turn, torch.arange(8.0), 0.1, 1.0, 0.95), settings()
+    real = batch.mask_BT.bool()
+    hidden = agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)[real]
+    logp = formulas.token_logprobs(agent.policy.logprobs(hidden), batch.response_BT[real])
+    loss = (formulas.policy_loss(logp, batch.logp_BT[real], batch.advantage_BT[real], cfg.cliprange).mean()
+            + cfg.vf_coef * formulas.value_loss(agent.policy.values(hidden), batch.value_BT[real], batch.return_BT[real], 0.2).mean())
+    plain = torch.autograd.grad(loss, list(agent.policy.parameters()))
+    sums = []
+    for tokens in (1000, 7):
+        monkeypatch.setattr(ppo, "tokens_at_once", lambda model: tokens)
+        agent.optimizer.zero_grad()
+        sums.append(add_gradient(agent, batch, real.sum(), cfg))
+        for p, expected in zip(agent.policy.parameters(), plain):
+            torch.testing.assert_close(p.grad, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(*sums, atol=1e-4, rtol=1e-5)
+
+
 def test_padding_does_not_change_the_gradient(small, monkeypatch):
     """More padding on either side, filled with anything, leaves the update as it is, also where mini-batches do not cut it off."""
     from dataclasses import replace
@@ -67,13 +88,13 @@ def test_first_ratio_is_exactly_1(small):
     """The loss pass repeats the scoring pass: same rows, same shapes, no dropout, so the same bits."""
     agent, _, turn = ragged_turn(small)
     batch = experience(turn, torch.ones(8), 0.1, 1.0, 0.95)
-    _, sums = loss_sum(agent, batch, settings())
-    parts = dict(zip(ppo.SUMS, sums.tolist()))
+    parts = dict(zip(ppo.SUMS, add_gradient(agent, batch, batch.mask_BT.sum(), settings()).tolist()))
     assert parts["approx_kl"] == 0 and parts["clip_fraction"] == 0
     assert parts["policy_loss"] == pytest.approx(0, abs=1e-4)           # minus the sum of whitened advantages
     generator = torch.Generator().manual_seed(0)
     for (mini_batch,) in batch.optimizer_steps(2, 1, generator):        # cut and shuffled otherwise: the same up to rounding
-        assert loss_sum(agent, mini_batch, settings())[1][4] < 1e-9 and loss_sum(agent, mini_batch, settings())[1][3] == 0
+        parts = dict(zip(ppo.SUMS, add_gradient(agent, mini_batch, mini_batch.mask_BT.sum(), settings()).tolist()))
+        assert parts["approx_kl"] < 1e-9 and parts["clip_fraction"] == 0
 
 
 def test_reported_means_are_over_tokens_of_the_whole_update(small):
@@ -109,8 +130,7 @@ def test_an_eos_gets_gradient_and_padding_behind_it_does_not():
     from dataclasses import replace
     turn = replace(turn, response_BT=response, mask_BT=mask, logp_BT=torch.full((8, 3), -torch.tensor(7.0).log().item()) * mask,
                    kl_BT=torch.zeros(8, 3), value_BT=torch.zeros(8, 3))
-    loss, _ = loss_sum(agent, experience(turn, torch.tensor([1.0, -1.0] * 4), 0.0, 1.0, 1.0), settings())
-    loss.backward()
+    add_gradient(agent, experience(turn, torch.tensor([1.0, -1.0] * 4), 0.0, 1.0, 1.0), mask.sum(), settings())
     after = agent.policy.lm.head.weight.grad.T                         # row u: gradient of the logits after letter u
     assert after[0, 6] < 0 and after[0, 2] > 0                         # after "a", EOS was rewarded
     assert (after[6] == 0).all() and (after[4] == 0).all()             # nothing is predicted from EOS, or behind the last token
@@ -156,7 +176,7 @@ def test_adaptive_controller_moves_once_per_update_with_that_iterations_kl(small
 
 def test_max_grad_norm_bounds_the_step_and_zero_leaves_it(small):
     agent, _, turn = ragged_turn(small)
-    (10_000 * loss_sum(agent, experience(turn, torch.arange(8.0), 0.1, 1.0, 0.95), settings())[0]).backward()
+    add_gradient(agent, experience(turn, torch.arange(8.0), 0.1, 1.0, 0.95), torch.tensor(1e-4), settings())
     grads = [p.grad for p in agent.policy.parameters()]
     norm = torch.nn.utils.get_total_norm(grads).item()
     agent.optimizer.step = lambda: seen.append(torch.nn.utils.get_total_norm(grads).item())

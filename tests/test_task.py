@@ -80,7 +80,7 @@ def test_any_callable_is_a_reward(small):
 
 @pytest.mark.parametrize("values, says", [
     ([1.0], "1 values.*for 2 responses"), ([1.0, float("nan")], "reward is nan: sample 1 \\('cd'\\)"), ([float("inf"), 0.0], "reward is inf: sample 0"),
-    ([None, 0.0], "reward is None: sample 0"), (["good", 0.0], "reward is 'good'"), ([10**400, 0.0], "sample 0"), (None, "reward is None: is no list")])
+    ([None, 0.0], "reward is None: sample 0"), (["good", 0.0], "reward is 'good'"), (["1.5", 0.0], "sample 0"), ([1e300, 0.0], "sample 0"), ([10**400, 0.0], "sample 0"), (None, "reward is None: is no list")])
 def test_rewards_that_are_no_numbers_are_refused(values, says, small):
     task = imdb(small, reward=lambda texts: values)
     with pytest.raises(UserError, match=says):
@@ -134,6 +134,7 @@ BAD_DATA = {
     "no text": ({"train.jsonl": b'{"text": 5}\n'}, "row 1': its 'text' is 5, not text"),
     "too few rows": ({"train.jsonl": GOOD * 5, "test.jsonl": GOOD * 9}, "batch_size is 8: "),
     "nothing left to train on": ({"train.jsonl": GOOD * 8}, "leaves only 0 rows for it"),
+    "no split to train on": ({"test.jsonl": GOOD * 20}, "has no split named train; splits found: test"),
     "too few held out": ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 5}, "eval_queries is 8: "),
     "csv without the column": ({"train.csv": b"review\nx\n"}, "columns found: review"),
     "broken parquet": ({"train.parquet": b"PAR1 not really"}, "could not be read"),
