@@ -25,7 +25,7 @@ def test_the_command_of_the_readme_learns(method, tmp_path):
     assert first.startswith(f"{method.upper()} on imdb: preset tiny, model embedded") and f"--method {method} --preset gpt2-large" in first
     held_out = json.loads((tmp_path / "run" / "eval.json").read_text())
     for agent in ("llm1", "llm2")[:1 if method == "ppo" else 2]:
-        assert held_out[agent]["task_reward"] > held_out["base"]["task_reward"] + 0.15, held_out
+        assert held_out[agent]["task_reward"] > held_out["base"]["task_reward"] + 0.2, held_out
         assert 0 < held_out[agent]["kl"] < 60
 
 
