@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import load_model, save_file, save_model
+from safetensors.torch import load_file, save_file
 
 from cory.agent import Agent
 from cory.config import Config
 from cory.errors import UserError
 from cory.files import flush, replace_text
+from cory.lora import select
 
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> None:
@@ -28,7 +29,7 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     for agent in agents:
-        save_model(agent.policy, str(temporary / f"{agent.name}.safetensors"))
+        save_file({name: p.detach().contiguous() for name, p in agent.policy.trained().items()}, temporary / f"{agent.name}.safetensors")
         torch.save({"optimizer": agent.optimizer.state_dict(), "generator": agent.generator.get_state()},
                    temporary / f"{agent.name}.training.pt")
     torch.save({"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []},
@@ -54,7 +55,9 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     folder = latest.parent / latest.read_text().strip()
     state = json.loads((folder / "state.json").read_text())
     for agent in agents:
-        load_model(agent.policy, str(folder / f"{agent.name}.safetensors"))
+        saved = load_file(folder / f"{agent.name}.safetensors")
+        for name, parameter in agent.policy.trained().items():
+            parameter.data.copy_(saved[name])
         training = torch.load(folder / f"{agent.name}.training.pt", weights_only=True, map_location="cpu")
         agent.optimizer.load_state_dict(training["optimizer"])
         agent.generator.set_state(training["generator"])
@@ -71,10 +74,14 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
 
 
 def save_final(run_dir: Path, agents: list[Agent]) -> None:
-    """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy; its critic lies beside it."""
+    """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy; its critic lies beside it.
+
+    With LoRA the folder holds the adapter alone, and names the base that it belongs to.
+    """
     for agent in agents:
         final, temporary = run_dir / "final" / agent.name, run_dir / "final" / f"{agent.name}.writing"
         shutil.rmtree(temporary, ignore_errors=True)
+        select(agent.policy.lm, agent.policy.adapter)
         agent.policy.lm.save_pretrained(temporary)
         agent.policy.tokenizer.save_pretrained(temporary)
         save_file(agent.policy.value_head.state_dict(), temporary / "value_head.safetensors")
@@ -83,7 +90,7 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
 
 def require_disk(cfg: Config, run_dir: Path, agents: list[Agent]) -> None:
     """Final models, and two checkpoints of weights with two moments: the previous one stays until the next one is whole."""
-    weights = sum(p.numel() * p.element_size() for agent in agents for p in agent.policy.parameters())
+    weights = sum(p.numel() * p.element_size() for agent in agents for p in agent.policy.trained().values())
     written = sum(p.stat().st_size for p in run_dir.rglob("*") if p.is_file())
     need, free = (7 if cfg.save_every else 1) * weights - written, shutil.disk_usage(run_dir).free
     if free < need:

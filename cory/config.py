@@ -2,6 +2,7 @@
 import difflib
 import json
 import math
+import sys
 from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import ClassVar, Literal
 
 from transformers import HfArgumentParser
 
+from cory.answers import CHECKERS
 from cory.errors import UserError
 
 ASSETS = Path(__file__).parent / "assets"
@@ -29,9 +31,17 @@ class Config:
     dataset: str = setting("stanfordnlp/imdb", "queries: local folder, .jsonl file or Hub name (paper: IMDB)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA when there is one (ours)")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "arithmetic of the transformer's body; weights, "
-                                                    "head, log-softmax and losses stay float32 (ours)")
+                                                    "head, log-softmax and losses stay float32; a frozen base is also kept in it (ours)")
     seed: int = setting(0, "seeds queries, lengths, sampling and mini-batches; 0 to 2^31 - 1 (ours)")
     iterations: int = setting(100, "rollout and update rounds (paper: 100)")
+    # LoRA: two agents, one base
+    lora: bool = setting(False, "one frozen base for all: an adapter and a value head per agent, adapters off is the reference (paper: "
+                         "not stated)")
+    lora_rank: int = setting(16, "rank r of each adapter's matrices (ours)")
+    lora_alpha: float = setting(32.0, "adapters are scaled by lora_alpha / lora_rank (ours)")
+    lora_targets: str = setting("all-linear", "modules that get an adapter, separated by commas, or all-linear: every linear layer but the "
+                                "head (ours)")
+    load_in_4bit: bool = setting(False, "keep the frozen base in 4 bits by bitsandbytes, on CUDA (paper: yes for Llama-2)")
     # the two agents
     role_exchange_every: int = setting(5, "T_REx: iterations between role exchanges (paper: 5); 0 = never")
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
@@ -42,7 +52,8 @@ class Config:
     # rollout
     batch_size: int = setting(256, "queries per iteration (paper: 256)")
     temperature: float = setting(1.0, "softmax temperature, in sampling and in scoring alike (paper: 1)")
-    min_response_length: int = setting(4, "tokens; each iteration draws one length limit (released code: 4)")
+    min_response_length: int = setting(4, "tokens; each iteration draws one length limit from here to the largest (released code: "
+                                        "4); 0 = always the largest")
     max_response_length: int = setting(15, "tokens; largest length limit (released code: 15)")
     # PPO
     learning_rate: float = setting(1.41e-5, "Adam step size (paper: 1.41e-5)")
@@ -76,16 +87,22 @@ class Config:
     def rows_per_optimizer_step(self) -> int:
         return self.mini_batch_size * self.gradient_accumulation_steps
 
+    @property
+    def storage(self) -> str:
+        """What the base's weights are kept in: 4bit, or under LoRA, where they are frozen, `dtype`; else float32."""
+        return "4bit" if self.load_in_4bit else self.dtype if self.lora else "float32"
+
     def __post_init__(self):
         for f in fields(self):
             if isinstance(getattr(self, f.name), float) and not math.isfinite(getattr(self, f.name)):
                 raise UserError(f.name, getattr(self, f.name), "must be a finite number")
         for name in ("iterations", "batch_size", "mini_batch_size", "gradient_accumulation_steps", "num_ppo_epochs",
-                     "min_response_length", "eval_queries"):
+                     "max_response_length", "eval_queries", "lora_rank"):
             self.require(name, getattr(self, name) >= 1, "must be 1 or more")
-        for name in ("role_exchange_every", "eval_every", "save_every", "sample_rows", "init_kl_coef", "vf_coef", "max_grad_norm"):
+        for name in ("role_exchange_every", "eval_every", "save_every", "sample_rows", "init_kl_coef", "vf_coef", "max_grad_norm",
+                     "min_response_length"):
             self.require(name, getattr(self, name) >= 0, "must be 0 or more")
-        for name in ("learning_rate", "temperature", "cliprange", "cliprange_value", "kl_target"):
+        for name in ("learning_rate", "temperature", "cliprange", "cliprange_value", "kl_target", "lora_alpha"):
             self.require(name, getattr(self, name) > 0, "must be above 0")
         for name in ("gamma", "lam"):
             self.require(name, 0 <= getattr(self, name) <= 1, "must lie between 0 and 1")
@@ -97,6 +114,7 @@ class Config:
                      f"must exceed 0.2 x batch_size = {0.2 * self.batch_size:g}, or the KL coefficient could turn negative")
         self.require("min_response_length", self.min_response_length <= self.max_response_length,
                      f"must not exceed max_response_length = {self.max_response_length}")
+        self.require("load_in_4bit", self.lora or not self.load_in_4bit, "trains nothing by itself: 4-bit weights are frozen; add --lora true")
 
     def require(self, name: str, holds: bool, way_out: str) -> None:
         if not holds:
@@ -129,18 +147,57 @@ IMDB_PRESETS = {
     "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO with twice the parameters
 }
 
+
+@dataclass
+class Gsm8kConfig(Config):
+    task: ClassVar[str] = "gsm8k"
+    paper_preset: ClassVar[str] = "llama2-7b"
+
+    model: str = setting("meta-llama/Llama-2-7b-chat-hf", "causal LM of both agents and of the reference: local folder or Hub name (paper: "
+                         "4-bit Llama-2-7b-chat)")
+    dataset: str = setting("openai/gsm8k", "questions and worked answers: local folder, .jsonl file or Hub name (paper: GSM8K)")
+    checker: str = setting("last_number", f"how an answer is read from a response: {', '.join(CHECKERS)} (paper: the last number)")
+    one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
+    chat_template: bool = setting(False, "wrap each prompt as a user's message by the tokenizer's chat template (paper: not stated)")
+    batch_size: int = setting(32, "queries per iteration (paper: 32)")
+    min_response_length: int = setting(0, "tokens; each iteration draws one length limit from here to the largest; 0 = always the largest (ours)")
+    max_response_length: int = setting(256, "tokens; largest length limit (paper: not stated)")
+    learning_rate: float = setting(1e-5, "Adam step size (paper: 1e-5 for PPO, 1e-4 for CORY: preset llama2-7b-lr1e-4)")
+    mini_batch_size: int = setting(2, "rows per forward and backward pass (paper: 2)")
+    gradient_accumulation_steps: int = setting(16, "mini-batches per optimizer step (paper: 16)")
+    init_kl_coef: float = setting(0.01, "eta, weight of the KL penalty at the start, per nat (paper: 0.01)")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require("checker", self.checker in CHECKERS, f"unknown; choose from {', '.join(CHECKERS)}")
+
+
+LLAMA2 = dict(lora=True, load_in_4bit=True, dtype="bfloat16")       # the paper's 4-bit base; that it used LoRA is our reading
+GSM8K_PRESETS = {
+    "tiny": dict(model=str(ASSETS / "gsm8k/lm"), dataset=str(ASSETS / "gsm8k/problems"), one_shot=False, iterations=60, batch_size=64,
+                 mini_batch_size=64, gradient_accumulation_steps=1, learning_rate=1e-4, init_kl_coef=0.01, kl_penalty="k1", adap_kl_ctrl=False,
+                 max_response_length=48),
+    "llama2-7b": LLAMA2,                        # the paper's table 2, PPO's learning rate
+    "llama2-7b-lr1e-4": dict(learning_rate=1e-4, **LLAMA2),         # the paper's learning rate for CORY
+}
+
+CONFIGS = {config.task: config for config in (ImdbConfig, Gsm8kConfig)}
+
 # What may differ between a run and its continuation: none of these changes what an iteration computes.
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "wandb", "wandb_project"}
 
 
-class Parser(HfArgumentParser):
-    """HfArgumentParser whose complaints are one line, and which names the nearest flag for an unknown one."""
+class OneLineParser(ArgumentParser):
+    """argparse whose complaints are one line."""
 
     def error(self, message):
-        raise UserError("command line", " ".join(self.argv), message + " (--help lists every flag)")
+        raise UserError("command line", " ".join(sys.argv[1:]), message + " (--help lists every flag)")
+
+
+class Parser(HfArgumentParser, OneLineParser):
+    """HfArgumentParser that names the nearest flag for an unknown one."""
 
     def parse(self, argv: list[str]):
-        self.argv = argv
         config, unknown = self.parse_args_into_dataclasses(argv, return_remaining_strings=True)
         for word in unknown:
             known = [a for action in self._actions for a in action.option_strings]
@@ -175,18 +232,26 @@ def parse_over(config_class: type, defaults: dict, argv: list[str]) -> Config:
 
 def continued(config_class: type, run_dir: str, argv: list[str]) -> Config:
     """The settings of the run in run_dir, with what the command line may change of them."""
-    path = Path(run_dir) / "config.json"
-    if not run_dir or not path.exists():
-        raise UserError("run_dir", run_dir, "holds no run to resume (no config.json); name the folder of one")
-    try:
-        saved = json.loads(path.read_text())
-        config_class(**saved)
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError("run_dir", run_dir, f"its config.json is not this version's ({error}); start a new run") from error
-    config = parse_over(config_class, saved, argv)
-    changed = [f"{k} was {saved.get(k)!r}, now {v!r}" for k, v in asdict(config).items()
-               if k not in FREE_ON_RESUME and saved.get(k) != v]
+    if not run_dir:
+        raise UserError("run_dir", run_dir, "names no run to resume; give the folder of one")
+    saved = load_config(Path(run_dir))
+    if saved.task != config_class.task:
+        raise UserError("run_dir", run_dir, f"holds a run of {saved.task}; continue it with train_{saved.task}.py")
+    config = parse_over(config_class, asdict(saved), argv)
+    changed = [f"{k} was {getattr(saved, k)!r}, now {v!r}" for k, v in asdict(config).items() if k not in FREE_ON_RESUME and getattr(saved, k) != v]
     if changed:
         raise UserError("resume", run_dir, f"the run has other settings ({'; '.join(changed)}); leave these flags out, or start a new "
                         "run")
     return config
+
+
+def load_config(run_dir: Path) -> Config:
+    """The settings a run was started with. Raises `UserError`."""
+    path = run_dir / "config.json"
+    if not path.exists():
+        raise UserError("run_dir", str(run_dir), "holds no run (no config.json); name the folder of one")
+    try:
+        saved = json.loads(path.read_text())
+        return CONFIGS[saved.pop("task")](**saved)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError("run_dir", str(run_dir), f"its config.json is not this version's ({error}); start a new run") from error

@@ -6,19 +6,19 @@ from pathlib import Path
 from cory.errors import UserError
 
 
-def load_texts(dataset: str, column: str = "text") -> dict[str, list[str]]:
-    """{split: texts} of every split. A lone .jsonl file is the split `train`.
+def load_columns(dataset: str, columns: list[str], subset: str = "") -> dict[str, list[tuple[str, ...]]]:
+    """{split: one tuple of the columns' texts per row} of every split. A lone .jsonl file is the split `train`.
 
     Folders of `<split>.jsonl` are read here, so that a broken line can be named; any other layout (parquet, csv, Hub) is read
-    by `datasets`. Raises `UserError` naming file and row.
+    by `datasets`. `subset` names the part to take of a data set that comes in several. Raises `UserError` naming file and row.
     """
     path = Path(dataset)
     files = [path] if path.suffix == ".jsonl" and path.is_file() else sorted(path.glob("*.jsonl"))
     if files:
         splits = {("train" if file is path else file.stem): read_jsonl(file) for file in files}
     else:
-        splits = read_with_datasets(dataset)
-    return {split: texts_of(f"{dataset} ({split})", rows, column) for split, rows in splits.items()}
+        splits = read_with_datasets(dataset, subset)
+    return {split: list(zip(*(texts_of(f"{dataset} ({split})", rows, column) for column in columns))) for split, rows in splits.items()}
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -36,7 +36,7 @@ def read_jsonl(path: Path) -> list[dict]:
     return rows
 
 
-def read_with_datasets(dataset: str) -> dict:
+def read_with_datasets(dataset: str, subset: str) -> dict:
     from datasets import disable_progress_bars, load_dataset
     disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)        # what goes wrong is raised; its own traceback is not for users
@@ -44,7 +44,10 @@ def read_with_datasets(dataset: str) -> dict:
         if not Path(dataset).exists():
             raise UserError("dataset", dataset, "no such file or folder")
     try:
-        return dict(load_dataset(dataset))
+        if Path(dataset).is_dir():                                  # the Hub's own layout keeps a subset in a folder of its name
+            inner = Path(dataset) / subset
+            return dict(load_dataset(str(inner if inner.is_dir() else dataset)))
+        return dict(load_dataset(dataset, subset or None))
     except UnicodeDecodeError as error:
         raise UserError("dataset", dataset, f"is not UTF-8 ({error.reason}); re-encode the file") from error
     except Exception as error:                                      # the Hub and each file format raise kinds of their own

@@ -1,11 +1,25 @@
-"""Held-out evaluation: a model answers bare queries it was never trained on, with a fixed seed, beside the untrained base."""
+"""Held-out evaluation: a model answers bare queries it was never trained on, with a fixed seed, beside the untrained base.
+
+During training `evaluate` takes a few figures. Of finished runs, this takes greedy accuracy and pass@k, of the base and of each agent;
+several runs must differ in method and seed alone, and are shown as means over seeds:
+
+    python -m cory.evaluate RUN_DIR [RUN_DIR ...] --k 1 2 4 8 16 32 --samples 64
+"""
+import argparse
+import json
 import math
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from cory import formulas
-from cory.config import Config
-from cory.model import LanguageModel
+from cory.config import Config, OneLineParser, load_config
+from cory.errors import UserError, exit_on_user_error
+from cory.files import append_jsonl, read_jsonl, replace_text
+from cory.model import LanguageModel, load_language_model
 from cory.rollout import sweep
 from cory.sampling import decode, encode_prompts, sample
 from cory.task import Task
@@ -21,7 +35,8 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
     task_reward: mean r(s0, a). kl: exact KL(pi || pi0) summed over each response's tokens, nats, mean over responses.
     combined_reward: task_reward - init_kl_coef kl. length: tokens per response, EOS included. distinct_n: different n-grams
     over all n-grams of all responses. repeated_tokens: share of tokens that stood earlier in the same response.
-    base_perplexity: exp of the mean negative log-probability per token under the base, at the same temperature.
+    base_perplexity: exp of the mean negative log-probability per token under the base, at the same temperature. Then the task's own
+    figures, and, if it asks for them, those of greedy answers as greedy_NAME.
     """
     texts, ids, kl, ref_logp = [], [], 0.0, 0.0
     queries = task.held_out_queries
@@ -35,15 +50,130 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
         kl, ref_logp = kl + kl_N.sum().item(), ref_logp + ref_logp_N.sum().item()
         texts += decode(model, response_BT, mask_BT)
         ids += [row[keep].tolist() for row, keep in zip(response_BT, real)]
-    rewards = task.reward(queries, texts)
+    rewards, figures = task.reward(queries, texts), task.figures(queries, texts)
+    if task.greedy:
+        greedy = [text for at in range(0, len(queries), ROWS_AT_ONCE)
+                  for text in answer(model, task, queries[at:at + ROWS_AT_ONCE], cfg.max_response_length, seed=None)]
+        figures |= {f"greedy_{name}": value for name, value in task.figures(queries, greedy).items()}
     tokens, kl_coef = sum(map(len, ids)), cfg.init_kl_coef
     return {"task_reward": rewards.mean().item(), "kl": kl / len(queries),
             "combined_reward": rewards.mean().item() - kl_coef * kl / len(queries), "length": tokens / len(queries),
             "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
-            "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens, "base_perplexity": math.exp(-ref_logp / tokens)}
+            "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens, "base_perplexity": math.exp(-ref_logp / tokens), **figures}
+
+
+@torch.no_grad()
+def answer(model: LanguageModel, task: Task, queries: list[str], length: int, seed: int | None) -> list[str]:
+    """Responses of at most `length` tokens to one batch of bare queries; greedy without a seed."""
+    prompts = encode_prompts(model, task.pioneer_prompts(queries), length)
+    drawn = sample(model, prompts, length, None if seed is None else torch.Generator().manual_seed(seed))
+    return decode(model, drawn.response_BT, drawn.mask_BT)
 
 
 def distinct(ids: list[list[int]], n: int) -> float:
     """Different n-grams over all n-grams, pooled over responses; 0 if no response has n tokens."""
     grams = [tuple(row[i:i + n]) for row in ids for i in range(len(row) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
+
+
+# --- finished runs ----------------------------------------------------------------------------------------------------
+def solve(model: LanguageModel, task: Task, path: Path, samples: int, length: int, rows: int, bar: tqdm) -> list[dict]:
+    """One greedy answer (round 0) and `samples` drawn ones (rounds 1, 2, ...) to every held-out query, as lines of a file.
+
+    A line is one batch: {"round", "first" query, "responses", "rewards"}. Lines that stand there already are not made again, so that an
+    evaluation goes on where it was stopped, and more samples can be added.
+    """
+    lines = {(line["round"], line["first"]): line for line in read_jsonl(path)}
+    replace_text(path, "".join(json.dumps(line) + "\n" for line in lines.values()))
+    for number in range(samples + 1):
+        for first in range(0, len(task.held_out_queries), rows):
+            if (number, first) not in lines:
+                queries = task.held_out_queries[first:first + rows]
+                responses = answer(model, task, queries, length, None if number == 0 else EVALUATION_SEED + 1_000_003 * number + first)
+                line = {"round": number, "first": first, "responses": responses, "rewards": task.reward(queries, responses).tolist()}
+                append_jsonl(path, [line])
+                lines[number, first] = line
+            bar.update()
+    return [lines[number, first] for number in range(samples + 1) for first in range(0, len(task.held_out_queries), rows)]
+
+
+def solved_figures(task: Task, lines: list[dict], ks: list[int]) -> dict:
+    """Of greedy answers the mean reward, the share solved (reward > 0) and the task's own figures; of drawn ones pass@k for each k."""
+    greedy = [line for line in lines if line["round"] == 0]
+    responses, rewards = ([x for line in greedy for x in line[key]] for key in ("responses", "rewards"))
+    drawn = [[] for _ in task.held_out_queries]
+    for line in lines:
+        for i, reward in enumerate(line["rewards"] if line["round"] else []):
+            drawn[line["first"] + i].append(reward > 0)
+    figures = {"task_reward": sum(rewards) / len(rewards), "accuracy": sum(reward > 0 for reward in rewards) / len(rewards),
+               **task.figures(task.held_out_queries, responses)}
+    return {f"greedy_{name}": value for name, value in figures.items()} | {
+        f"pass@{k}": sum(formulas.pass_at_k(len(row), sum(row), k) for row in drawn) / len(drawn) for k in ks}
+
+
+def evaluate_run(run_dir: Path, task_class: type[Task], cfg: Config, args: argparse.Namespace, base_from: Path | None) -> dict:
+    """Evaluates base and agents of one finished run into RUN_DIR/evaluation, and returns {name: figures}.
+
+    `base_from` is the folder of an earlier run of the same settings: the base's answers are taken from there.
+    """
+    from cory.run import choose_device
+    folder, device = run_dir / "evaluation", choose_device(cfg)
+    iteration = json.loads((run_dir / "eval.json").read_text())["iteration"]
+    settings = {"iteration": iteration, "queries": cfg.eval_queries, "temperature": cfg.temperature, "rows": args.rows,
+                "max_response_length": cfg.max_response_length}
+    if (folder / "settings.json").exists() and (old := json.loads((folder / "settings.json").read_text())) != settings:
+        changed = "; ".join(f"{k} was {old.get(k)}, now {v}" for k, v in settings.items() if old.get(k) != v)
+        raise UserError("run_dirs", str(run_dir), f"has an evaluation with other settings ({changed}); move {folder} away to make a new one")
+    models = {"base": cfg.model} | {path.name: str(path) for path in sorted((run_dir / "final").glob("llm?"))}
+    load = lambda place: load_language_model(place, cfg.temperature, cfg.dtype, device, cfg.storage)
+    task, figures = task_class(cfg, task_class.load_data(cfg), load(cfg.model)), {}
+    folder.mkdir(exist_ok=True)                                     # from here on nothing can be wrong with what was asked for
+    replace_text(folder / "settings.json", json.dumps(settings) + "\n")
+    if base_from and not (folder / "base.jsonl").exists():
+        shutil.copy(base_from / "evaluation" / "base.jsonl", folder / "base.jsonl")
+    with tqdm(total=len(models) * (args.samples + 1) * math.ceil(cfg.eval_queries / args.rows), desc=run_dir.name, unit="batch", dynamic_ncols=True) as bar:
+        for name, place in models.items():
+            figures[name] = solved_figures(task, solve(load(place), task, folder / f"{name}.jsonl", args.samples, cfg.max_response_length, args.rows, bar), args.k)
+    replace_text(folder / "results.json", json.dumps({"samples": args.samples, **settings, **figures}, indent=1) + "\n")
+    return figures
+
+
+@exit_on_user_error
+def main(argv: list[str] | None = None) -> None:
+    parser = OneLineParser(prog="python -m cory.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
+    parser.add_argument("--k", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], help="the k of pass@k")
+    parser.add_argument("--samples", type=int, default=64, help="responses drawn per query; the more, the less pass@k varies")
+    parser.add_argument("--queries", type=int, default=0, help="held-out queries; 0 = as many as the run used")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0 = the run's own")
+    parser.add_argument("--rows", type=int, default=256, help="responses sampled together")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--out", type=Path, help="picture to write (default: RUN_DIR/evaluation/pass_at_k.png)")
+    args = parser.parse_args(argv)
+    for name, holds, way_out in (("k", min(args.k) >= 1, "must be 1 or more"), ("rows", args.rows >= 1, "must be 1 or more"),
+                                 ("samples", args.samples >= max(args.k), f"must be at least the largest k = {max(args.k)}"),
+                                 ("queries", args.queries >= 0, "must be 0 or more"),
+                                 ("temperature", 0 <= args.temperature < math.inf, "must be 0 or more")):
+        if not holds:
+            raise UserError(name, getattr(args, name), way_out)
+    from cory.gsm8k import Gsm8k
+    from cory.imdb import Imdb
+    from cory.report import draw_pass_at_k, pass_at_k_table, require_same_settings
+    configs = []
+    for run_dir in args.run_dirs:
+        if not (run_dir / "eval.json").exists():
+            raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); finish it with --resume")
+        cfg = load_config(run_dir)
+        configs.append(replace(cfg, eval_queries=args.queries or cfg.eval_queries, temperature=args.temperature or cfg.temperature, device=args.device))
+    require_same_settings(args.run_dirs, [asdict(cfg) for cfg in configs])
+    task_class = {"imdb": Imdb, "gsm8k": Gsm8k}[configs[0].task]
+    runs = [(cfg, evaluate_run(run_dir, task_class, cfg, args, args.run_dirs[0] if i else None))
+            for i, (run_dir, cfg) in enumerate(zip(args.run_dirs, configs))]
+    print(pass_at_k_table(runs))
+    out = args.out or args.run_dirs[0] / "evaluation" / "pass_at_k.png"
+    draw_pass_at_k(runs, args.k, out)
+    print(f"written: {out}, and answers and figures to {'/evaluation, '.join(map(str, args.run_dirs))}/evaluation")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,8 @@
 Shapes: B batch rows, T response tokens, N response tokens gathered from many rows, V vocabulary.
 Masks: 1 = real response token, 0 = padding. Log-probabilities, entropies and KL are in nats, in float32.
 """
+import math
+
 import torch
 from torch import Tensor
 
@@ -120,3 +122,13 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n:
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * n / horizon)
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """`1 - C(n - c, k) / C(n, k)`: the chance that k of n responses, drawn without replacement, hold one of the c right ones.
+
+    An unbiased estimate of the chance that one of k independent responses is right, for 1 <= k <= n (Chen et al., arXiv:2107.03374,
+    sec. 2.1). Exact integers until the last division.
+    """
+    return 1 - math.comb(n - c, k) / math.comb(n, k)

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from cory.config import ImdbConfig
-from cory.data import load_texts
+from cory.data import load_columns
 from cory.errors import UserError
 from cory.model import LanguageModel, load_weights, model_errors
 from cory.task import Data, Task, checked_sizes
@@ -50,7 +50,7 @@ class Imdb(Task):
 
     @staticmethod
     def load_data(cfg: ImdbConfig) -> Data:
-        return checked_sizes(cfg, load_texts(cfg.dataset))
+        return checked_sizes(cfg, {split: [text for text, in rows] for split, rows in load_columns(cfg.dataset, ["text"]).items()})
 
     def query(self, review: str, rng: random.Random) -> str:
         """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, both ends included.

@@ -4,16 +4,18 @@ Shapes: B rows, P prompt tokens (padded on the left), T response tokens (padded 
 N response tokens gathered from many rows.
 """
 import copy
+import importlib.util
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 
 from cory.errors import UserError
-
+from cory.lora import adapter_parameters, select
 
 
 class LanguageModel(nn.Module):
@@ -24,9 +26,9 @@ class LanguageModel(nn.Module):
     released code samples and trains with it after its first update.
     """
 
-    def __init__(self, lm: nn.Module, tokenizer, temperature: float = 1.0, dtype: str = "float32"):
+    def __init__(self, lm: nn.Module, tokenizer, temperature: float = 1.0, dtype: str = "float32", adapter: str | None = None):
         super().__init__()
-        self.lm, self.tokenizer, self.temperature, self.dtype = lm.eval(), tokenizer, temperature, dtype
+        self.lm, self.tokenizer, self.temperature, self.dtype, self.adapter = lm.eval(), tokenizer, temperature, dtype, adapter
 
     @property
     def device(self) -> torch.device:
@@ -55,7 +57,8 @@ class LanguageModel(nn.Module):
         return hidden[:, prompt_BP.shape[1] - 1:]
 
     def body(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache=None) -> tuple[Tensor, object]:
-        """Runs the transformer without its head: (last hidden states, key/value cache or None)."""
+        """Runs the transformer without its head, with this model's own adapter: (last hidden states, key/value cache or None)."""
+        select(self.lm, self.adapter)
         with self.autocast():
             out = self.lm.base_model(input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache,
                                      use_cache=cache is not None)
@@ -74,14 +77,22 @@ class LanguageModel(nn.Module):
 class PolicyWithValue(LanguageModel):
     """The policy and its critic: a linear layer on the last hidden state (paper, sec. 3), in float32.
 
-    DIFFERS: it starts at zero, so that V = 0 before the first update, whatever the model and the seed; the paper does not say.
+    The policy is a copy of the base, or the base itself with an adapter of that name. DIFFERS: the value head starts at zero, so
+    that V = 0 before the first update, whatever the model and the seed; the paper does not say.
     """
 
-    def __init__(self, base: LanguageModel):
-        super().__init__(copy.deepcopy(base.lm), base.tokenizer, base.temperature, base.dtype)
+    def __init__(self, base: LanguageModel, adapter: str | None = None):
+        super().__init__(base.lm if adapter else copy.deepcopy(base.lm), base.tokenizer, base.temperature, base.dtype, adapter)
         self.value_head = nn.Linear(self.lm.get_output_embeddings().in_features, 1, device=base.device, dtype=torch.float32)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
+        for parameter in self.trained().values():
+            parameter.requires_grad_(True)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What this agent owns, trains and saves: all weights or its adapter's, and the value head, by name."""
+        lm = adapter_parameters(self.lm, self.adapter) if self.adapter else dict(self.lm.named_parameters())
+        return {f"lm.{name}": p for name, p in lm.items()} | {f"value_head.{name}": p for name, p in self.value_head.named_parameters()}
 
     def values(self, hidden: Tensor) -> Tensor:
         """V(s) in units of reward for each hidden state (..., H) -> (...)."""
@@ -93,33 +104,58 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def load_language_model(name: str, temperature: float = 1.0, dtype: str = "float32", device: str = "cpu") -> LanguageModel:
-    """Loads a local folder or a Hub name by the same calls: safetensors only, remote code never. Raises `UserError`."""
+def load_language_model(name: str, temperature: float = 1.0, dtype: str = "float32", device: str = "cpu", storage: str = "float32") -> LanguageModel:
+    """Loads a local folder or a Hub name by the same calls: safetensors only, remote code never. Raises `UserError`.
+
+    A folder with a LoRA adapter loads the base that it names, then the adapter. `storage` is what the frozen weights are kept in: float32, bfloat16 or 4bit; the head is float32 always.
+    """
     with model_errors("model", name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(base_of(name), trust_remote_code=False)
         if getattr(config, "activation_function", None) == "gelu_new":
             config.activation_function = "gelu_pytorch_tanh"     # the same function, as one operation instead of eight
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        lm = load_weights(AutoModelForCausalLM, name, config=config)
-    if not tokenizer("a")["input_ids"]:
+        lm = load_weights(AutoModelForCausalLM, name, config=config, **storage_options(storage, device))
+    if not tokenizer("a", add_special_tokens=False)["input_ids"]:
         raise UserError("model", name, "holds no tokenizer that can encode text; save the model's own beside its weights")
     if tokenizer.eos_token_id is None:
         raise UserError("model", name, "its tokenizer has no EOS token, so a response could not end; set eos_token in "
                         "tokenizer_config.json")
+    if tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
+        raise UserError("model", name, "its tokenizer ends every text with EOS, so a prompt could not be continued; set add_eos_token "
+                        "to false in tokenizer_config.json")
     rows = lm.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError("model", name, f"its tokenizer has {len(tokenizer)} tokens and its embedding {rows} rows; use the "
                         "tokenizer that the model was trained with")
-    model = LanguageModel(lm.to(device), tokenizer, temperature, dtype)
+    model = LanguageModel(lm if storage == "4bit" else lm.to(device), tokenizer, temperature, dtype)
     model.requires_grad_(False)
     check_head(model, name)
+    lm.get_output_embeddings().float()
     return model
 
 
-def load_weights(auto_class, name: str, **kwargs) -> nn.Module:
-    """`from_pretrained` in float32 from safetensors; refuses weights that would leave a part of the model at random values."""
+def base_of(name: str) -> str:
+    """The model that a folder of a LoRA adapter belongs to; any other model is its own."""
+    adapter = Path(name) / "adapter_config.json"
+    return json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else name
+
+
+def storage_options(storage: str, device) -> dict:
+    """Arguments of `from_pretrained` for float32, bfloat16 or 4bit weights. 4 bits are NF4, by bitsandbytes, on CUDA."""
+    if storage != "4bit":
+        return {"dtype": getattr(torch, storage)}
+    if torch.device(device).type != "cuda":
+        raise UserError("load_in_4bit", True, f"needs a CUDA GPU and this run is on {device}; use --load_in_4bit false")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("load_in_4bit", True, "needs the package bitsandbytes (pip install bitsandbytes); or use --load_in_4bit false")
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    return {"dtype": torch.bfloat16, "quantization_config": quantization, "device_map": {"": device}}
+
+
+def load_weights(auto_class, name: str, dtype: torch.dtype = torch.float32, **kwargs) -> nn.Module:
+    """`from_pretrained` from safetensors; refuses weights that would leave a part of the model at random values."""
     transformers_logging.disable_progress_bar()
-    model, info = auto_class.from_pretrained(name, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+    model, info = auto_class.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False,
                                              output_loading_info=True, **kwargs)
     if info["missing_keys"]:
         raise ValueError(f"its weights lack {len(info['missing_keys'])} tensors of a {type(model).__name__} "
@@ -145,7 +181,7 @@ class model_errors:
         self.field, self.name = field, name
 
     def __enter__(self):
-        if Path(self.name).is_dir() and not (Path(self.name) / "config.json").exists():
+        if Path(self.name).is_dir() and not any((Path(self.name) / f"{kind}config.json").exists() for kind in ("", "adapter_")):
             raise UserError(self.field, self.name, "this folder has no config.json; pass a folder written by save_pretrained")
 
     def __exit__(self, kind, error, traceback):

@@ -63,13 +63,14 @@ def add_gradient(agent: Agent, batch: Experience, step_tokens: Tensor, cfg: Conf
 
 def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     """Clips if asked to, steps, clears. Returns the gradient's norm before clipping."""
-    gradients = [p.grad for p in agent.policy.parameters() if p.grad is not None]
+    parameters = list(agent.policy.trained().values())
+    gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     if not norm.isfinite():
         raise UserError("grad_norm", norm.item(), f"the gradient of {agent.name} is not finite; it was not applied. Start a new run "
                         "with a lower --learning_rate or with --max_grad_norm 1")
     if max_grad_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(agent.policy.parameters(), max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     agent.optimizer.step()
     agent.optimizer.zero_grad(set_to_none=True)
     return norm.item()

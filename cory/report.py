@@ -13,12 +13,13 @@ from urllib.parse import urlparse
 import numpy as np
 from tqdm import tqdm
 
-from cory.config import Config
+from cory.config import Config, OneLineParser
 from cory.errors import UserError, exit_on_user_error
 from cory.files import append_jsonl, read_jsonl, replace_text
 
 TABLE = {"task_reward": "{:.2f}", "kl": "{:.1f}", "combined_reward": "{:.2f}", "length": "{:.1f}", "distinct_1": "{:.3f}",
-         "distinct_2": "{:.3f}", "repeated_tokens": "{:.3f}", "base_perplexity": "{:.0f}"}
+         "distinct_2": "{:.3f}", "repeated_tokens": "{:.3f}", "base_perplexity": "{:.0f}", "accuracy": "{:.3f}", "strict_accuracy": "{:.3f}",
+         "unparsed": "{:.3f}", "greedy_accuracy": "{:.3f}", "greedy_strict_accuracy": "{:.3f}", "greedy_unparsed": "{:.3f}"}
 
 
 class RunLog:
@@ -96,7 +97,8 @@ def has_wandb_key() -> bool:
 def results_table(held_out: dict) -> str:
     """Markdown table of eval.json: held-out figures of the base and of each agent."""
     names = [name for name in ("base", "llm1", "llm2") if name in held_out]
-    return table(["held-out", *names], [[key.replace("_", " "), *(fmt.format(held_out[n][key]) for n in names)] for key, fmt in TABLE.items()])
+    return table(["held-out", *names], [[key.replace("_", " "), *(fmt.format(held_out[n][key]) for n in names)] for key, fmt in TABLE.items()
+                                          if key in held_out["base"]])
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -149,35 +151,60 @@ def frontier(ax, rows: list[dict], name: str, color: str, label: str | None) -> 
     ax.grid(alpha=0.3)
 
 
+def require_same_settings(run_dirs: list[Path], configs: list[dict]) -> None:
+    """Raises `UserError` if runs differ in a setting that is not in `FREE_BETWEEN_RUNS`."""
+    for folder, cfg in zip(run_dirs, configs):
+        differ = [k for k in {**cfg, **configs[0]} if cfg.get(k) != configs[0].get(k) and k not in FREE_BETWEEN_RUNS]
+        if differ:
+            raise UserError("run_dirs", str(folder), f"differs from {run_dirs[0]} in {', '.join(differ)}; compare runs of the same settings")
+
+
+def by_method_and_agent(runs: list[tuple[str, int, dict]]) -> dict[str, list]:
+    """[(method, seed, {agent: x})] -> {"PPO LLM1": [x of each seed], ...}, ordered by method, then agent."""
+    groups = {}
+    for method, _, of_agent in sorted(runs, key=lambda run: run[:2]):
+        for agent in ("llm1", "llm2")[:1 if method == "ppo" else 2]:
+            groups.setdefault(f"{method} {agent}".upper(), []).append(of_agent[agent])
+    return dict(sorted(groups.items()))
+
+
+def mean_and_std(values: list[float], fmt: str) -> str:
+    return fmt.format(np.mean(values)) + (" ± " + fmt.format(np.std(values, ddof=1)) if len(values) > 1 else "")
+
+
+def band(ax, x: list, y: np.ndarray, **style) -> None:
+    """A line at the mean over seeds, y (seeds, points), in a band of one sample standard deviation."""
+    mean, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
+    line, = ax.plot(x, mean, **style)
+    ax.fill_between(x, mean - std, mean + std, color=line.get_color(), alpha=0.2, linewidth=0)
+
+
 def compare(run_dirs: list[Path], out: Path) -> str:
     """Curves of methods over seeds (mean, band of one sample std), reward against KL of each run, and the held-out table.
 
     Raises `UserError` if the runs differ in a setting that is not in `FREE_BETWEEN_RUNS`.
     """
     from matplotlib.figure import Figure
-    runs = [(json.loads((d / "config.json").read_text()), read_jsonl(d / "metrics.jsonl"), json.loads((d / "eval.json").read_text()))
-            for d in run_dirs]
-    for folder, (cfg, *_) in zip(run_dirs, runs):
-        differ = [k for k, v in cfg.items() if v != runs[0][0].get(k) and k not in FREE_BETWEEN_RUNS]
-        if differ:
-            raise UserError("run_dirs", str(folder), f"differs from {run_dirs[0]} in {', '.join(differ)}; compare runs of the same settings")
-    groups = {}                                                     # "PPO LLM1": [(metrics, held-out figures) of each seed]
-    for cfg, rows, held_out in sorted(runs, key=lambda run: (run[0]["method"], run[0]["seed"])):
-        for agent in ("llm1", "llm2")[:1 if cfg["method"] == "ppo" else 2]:
-            groups.setdefault(f"{cfg['method']} {agent}".upper(), []).append((rows, held_out[agent]))
+    configs, metrics, finals = ([json.loads((d / name).read_text()) for d in run_dirs] if name != "metrics.jsonl" else
+                                [read_jsonl(d / name) for d in run_dirs] for name in ("config.json", "metrics.jsonl", "eval.json"))
+    require_same_settings(run_dirs, configs)
+    groups = by_method_and_agent([(cfg["method"], cfg["seed"], {agent: (rows, final.get(agent)) for agent in ("llm1", "llm2")})
+                                  for cfg, rows, final in zip(configs, metrics, finals)])
     figure = Figure(figsize=(12, 6.5), layout="constrained")
+    last = ("eval/{}/greedy_accuracy", "held-out greedy accuracy") if "greedy_accuracy" in finals[0]["base"] else (
+        "eval/{}/repeated_tokens", "held-out share of repeated tokens")
     panels = [(f"{{}}/{key}", f"{title}, training batches") for key, title in PANELS[:2]] + [
-        ("eval/{}/task_reward", "held-out task reward"), ("eval/{}/kl", "held-out KL per response (nats)"),
-        ("eval/{}/repeated_tokens", "held-out share of repeated tokens")]
+        ("eval/{}/task_reward", "held-out task reward"), ("eval/{}/kl", "held-out KL per response (nats)"), last]
     for ax, (key, title) in zip(figure.subplots(2, 3).flat, panels):
         for label, members in groups.items():
             name = key.format(label.split()[1].lower())
             found = [dict(zip(*series(rows, name))) for rows, _ in members]
             x = sorted(set.intersection(*map(set, found)))              # iterations that every seed has
-            y = np.array([[values[i] for i in x] for values in found])
-            mean, std = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]
-            ax.plot(x, mean, color=METHOD_COLORS[label], label=f"{label}, {len(members)} seeds", linewidth=1.4)
-            ax.fill_between(x, mean - std, mean + std, color=METHOD_COLORS[label], alpha=0.2, linewidth=0)
+            band(ax, x, np.array([[values[i] for i in x] for values in found]), color=METHOD_COLORS[label],
+                 label=f"{label}, {len(members)} seeds", linewidth=1.4)
+        base = series(metrics[0], key.format("base"))[1]
+        if base:
+            ax.axhline(base[0], color="gray", linestyle=":", label="base")
         ax.set(title=title, xlabel="iteration")
         ax.grid(alpha=0.3)
     for label, members in groups.items():
@@ -186,18 +213,47 @@ def compare(run_dirs: list[Path], out: Path) -> str:
     figure.axes[0].legend(fontsize=8)
     figure.axes[-1].legend(fontsize=8)
     figure.savefig(out, dpi=110)
-
-    def cell(values: list[float], fmt: str) -> str:
-        return fmt.format(np.mean(values)) + (" ± " + fmt.format(np.std(values, ddof=1)) if len(values) > 1 else "")
-
+    base = finals[0]["base"]
     return table(["held-out", "base", *groups],
-                 [[key.replace("_", " "), fmt.format(runs[0][2]["base"][key]), *(cell([held[key] for _, held in members], fmt)
-                   for members in groups.values())] for key, fmt in TABLE.items()])
+                 [[key.replace("_", " "), fmt.format(base[key]), *(mean_and_std([held[key] for _, held in members], fmt)
+                   for members in groups.values())] for key, fmt in TABLE.items() if key in base])
+
+
+def evaluation_groups(runs: list[tuple[Config, dict]]) -> dict[str, list[dict]]:
+    return {"base": [runs[0][1]["base"]]} | by_method_and_agent([(cfg.method, cfg.seed, figures) for cfg, figures in runs])
+
+
+def pass_at_k_table(runs: list[tuple[Config, dict]]) -> str:
+    """Greedy figures and pass@k of the base and of each method's agents, mean and sample std over runs."""
+    groups = evaluation_groups(runs)
+    return table([f"held-out, {runs[0][0].eval_queries} queries", *groups],
+                 [[key.replace("_", " "), *(mean_and_std([figures[key] for figures in members], "{:.3f}") for members in groups.values())]
+                  for key in groups["base"][0]])
+
+
+def draw_pass_at_k(runs: list[tuple[Config, dict]], ks: list[int], out: Path) -> None:
+    """pass@k against k, base and each method's agents, mean over runs in a band of one sample std."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+    figure = Figure(figsize=(6, 4.2), layout="constrained")
+    ax, ks = figure.subplots(), sorted(set(ks))
+    for label, members in evaluation_groups(runs).items():
+        seeds = f", {len(members)} seeds" if len(members) > 1 else ""
+        band(ax, ks, np.array([[figures[f"pass@{k}"] for k in ks] for figures in members]), color=METHOD_COLORS.get(label, "gray"),
+             label=label + seeds, marker="o", markersize=4, linewidth=1.4)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ks)
+    ax.xaxis.set_major_formatter(ScalarFormatter())
+    ax.set(title=f"{runs[0][0].task}: pass@k on {runs[0][0].eval_queries} held-out queries, temperature {runs[0][0].temperature:g}",
+           xlabel="k responses per query", ylabel="share of queries solved by one of k")
+    ax.grid(alpha=0.3)
+    ax.legend()
+    figure.savefig(out, dpi=110)
 
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(prog="python -m cory.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="picture to write")
     args = parser.parse_args()

@@ -50,7 +50,7 @@ class Run:
         print(f"{cfg.method.upper()} on {cfg.task}: preset {cfg.preset}, model {shown(cfg.model)}, data {shown(cfg.dataset)}, {self.device} "
               f"{cfg.dtype}. The paper's setting: python train_{cfg.task}.py --method {cfg.method} --preset {cfg.paper_preset}", flush=True)
         data = task_class.load_data(cfg)                            # before any model: its faults are the cheapest to find
-        self.reference = load_language_model(cfg.model, cfg.temperature, cfg.dtype, self.device)
+        self.reference = load_language_model(cfg.model, cfg.temperature, cfg.dtype, self.device, cfg.storage)
         self.task = task_class(cfg, data, self.reference)
         names = ["llm1"] if cfg.method == "ppo" else ["llm1", "llm2"]
         self.agents = [Agent(name, self.reference, cfg, index) for index, name in enumerate(names)]
@@ -65,7 +65,7 @@ class Run:
             self.start, self.roles, wandb_id = state["iteration"], [by_name[name] for name in state["roles"]], state["wandb_id"]
             if cfg.iterations < self.start:
                 raise UserError("iterations", cfg.iterations, f"the run in {self.run_dir} has already done {self.start}; ask for more")
-        replace_text(self.run_dir / "config.json", json.dumps(asdict(cfg), indent=1) + "\n")
+        replace_text(self.run_dir / "config.json", json.dumps({"task": cfg.task, **asdict(cfg)}, indent=1) + "\n")
         self.log = RunLog(cfg, self.run_dir, self.start, wandb_id)
 
     def iterations(self) -> Iterator[int]:
@@ -81,7 +81,8 @@ class Run:
         cfg, last = self.cfg, step == self.cfg.iterations
         metrics = {}
         for turn in turns:                                          # each figure under its role and under its identity
-            for k, v in turn.metrics(cfg.init_kl_coef).items():
+            figures = turn.metrics(cfg.init_kl_coef) | self.task.figures(queries, turn.rollout.text)
+            for k, v in figures.items():
                 metrics[f"{turn.role}/{k}"] = metrics[f"{turn.agent.name}/{k}"] = v
         samples = self.samples(step, queries, length, turns)
         metrics["seconds"] = time.perf_counter() - self.clock

@@ -3,8 +3,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
+from cory import formulas
 from cory.errors import UserError
 from cory.model import LanguageModel, positions
 
@@ -25,7 +26,7 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
 
     Raises `UserError` for a prompt without tokens, or one whose response would leave the model's context.
     """
-    rows = model.tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    rows = model.tokenizer(prompts)["input_ids"]                    # with the BOS that the model was trained with, if any
     for text, row in zip(prompts, rows):
         if not row:
             raise UserError("prompt", text, "has no tokens; remove the empty row from the data")
@@ -56,31 +57,65 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
 
 
+class GrowingLayer(DynamicLayer):
+    """One layer's keys and values (R, heads, L, D) in buffers with room to grow, for the R rows that are still being sampled.
+
+    transformers' own layer copies the whole cache for every new token; here a token is written into its place.
+    """
+
+    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            self.buffers = [x[:, :, :0] for x in (keys, values)]
+        start, end = self.get_seq_length(), self.get_seq_length() + keys.shape[2]
+        if end > self.buffers[0].shape[2]:
+            grown = [b.new_empty(*b.shape[:2], end + max(32, end // 4), b.shape[3]) for b in self.buffers]
+            for new, old in zip(grown, self.buffers):
+                new[:, :, :start] = old[:, :, :start]
+            self.buffers = grown
+        for buffer, new in zip(self.buffers, (keys, values)):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = (b[:, :, :end] for b in self.buffers)
+        return self.keys, self.values
+
+    def keep(self, rows: Tensor, first: int) -> None:
+        """Only these rows, and of them only the columns from `first` on."""
+        length = self.get_seq_length() - first
+        self.buffers = [b[rows, :, first:] for b in self.buffers]
+        self.keys, self.values = (b[:, :, :length] for b in self.buffers)
+
+
 @torch.no_grad()
-def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator) -> Sample:
-    """Samples `a ~ pi(. | prompt)` for a batch until EOS or `max_new_tokens`, with a key/value cache.
+def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator | None) -> Sample:
+    """Samples `a ~ pi(. | prompt)` for a batch until EOS or `max_new_tokens`, with a key/value cache; greedily without a generator.
 
     The distribution is that of `model.logprobs`, the very one that scoring and the update use: no top-k, no top-p, no
     repetition penalty (DIFFERS: the released code samples with one and scores without), no suppressed EOS. `generator` is a
-    CPU generator; a step draws B numbers from it.
+    CPU generator; a step draws B numbers from it, whichever rows still run. R rows are computed: once a quarter of them have ended,
+    those are dropped, and the columns with them that hold no token of any other row.
     """
-    eos, B = model.tokenizer.eos_token_id, len(prompts.ids_BP)
-    cache, mask = DynamicCache(), prompts.mask_BP
-    ids, position_ids = prompts.ids_BP, positions(mask)
-    alive_B = torch.ones(B, dtype=torch.bool, device=model.device)
-    tokens, alive, logps = [], [], []
-    for _ in range(max_new_tokens):
+    B, device, eos = len(prompts.ids_BP), model.device, model.tokenizer.eos_token_id
+    response_BT = torch.full((B, max_new_tokens), eos, device=device)
+    mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
+    row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
+    ids, mask, position_ids = prompts.ids_BP, prompts.mask_BP, positions(prompts.mask_BP)
+    cache = Cache(layer_class_to_replicate=GrowingLayer)
+    for t in range(max_new_tokens):
         hidden, cache = model.body(ids, mask, position_ids, cache)
-        logp_BV = model.logprobs(hidden[:, -1])
-        token_B = draw(logp_BV, torch.rand(B, generator=generator).to(model.device))
-        token_B = torch.where(alive_B, token_B, eos)
-        tokens.append(token_B)
-        alive.append(alive_B)
-        logps.append(logp_BV.gather(1, token_B[:, None]).squeeze(1))
-        alive_B = alive_B & (token_B != eos)
-        if not alive_B.any():
+        logp_RV = model.logprobs(hidden[:, -1])
+        token_R = logp_RV.argmax(-1) if generator is None else draw(logp_RV, torch.rand(B, generator=generator).to(device)[row_R])
+        at = row_R[running_R]
+        response_BT[at, t], mask_BT[at, t] = token_R[running_R], 1.0
+        logp_BT[at, t] = formulas.token_logprobs(logp_RV, token_R)[running_R]
+        running_R = running_R & (token_R != eos)
+        left = int(running_R.sum())
+        if left == 0:
             break
-        ids, position_ids = token_B[:, None], position_ids[:, -1:] + 1
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-    mask_BT = torch.stack(alive, dim=1).float()
-    return Sample(torch.stack(tokens, dim=1), mask_BT, torch.stack(logps, dim=1) * mask_BT)
+        mask, position_ids = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), position_ids[:, -1:] + 1
+        if left <= 3 / 4 * len(row_R):
+            first = int(mask[running_R].argmax(1).min())
+            for layer in cache.layers:
+                layer.keep(running_R, first)
+            row_R, token_R, mask, position_ids, running_R = (x[running_R] for x in (row_R, token_R, mask[:, first:], position_ids, running_R))
+        ids = token_R[:, None]
+    return Sample(*(x[:, :t + 1] for x in (response_BT, mask_BT, logp_BT)))

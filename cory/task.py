@@ -1,7 +1,7 @@
 """What every task shares: the stream of queries, held-out queries, and the check of rewards. Strings in, floats out."""
 import random
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,10 @@ class Task:
     """A task has queries, a prompt for each role, and a reward; it knows nothing of agents or loops.
 
     Subclasses define `load_data(cfg)`, which is called before any model is loaded, and `query`, `pioneer_prompts`,
-    `observer_prompts` and `reward_of`.
+    `observer_prompts` and `reward_of`; what else they measure goes into `figures`. A response counts as solved (greedy accuracy, pass@k)
+    if its reward is above 0.
     """
+    greedy: ClassVar[bool] = False                                  # whether held-out evaluation also answers greedily
 
     def __init__(self, cfg: Config, data: Data):
         self.cfg, self.train = cfg, data.train
@@ -51,7 +53,7 @@ class Task:
         places = (divmod(i, n) for i in range((iteration - 1) * size, iteration * size))
         rows = [self.train[shuffled(n, seed, epoch)[i]] for epoch, i in places]
         rng = random.Random(f"queries {seed} {iteration}")
-        length = rng.randint(self.cfg.min_response_length, self.cfg.max_response_length)
+        length = rng.randint(self.cfg.min_response_length or self.cfg.max_response_length, self.cfg.max_response_length)
         return [self.query(row, rng) for row in rows], length
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
@@ -67,6 +69,10 @@ class Task:
             if not is_finite_number(value):
                 raise UserError("reward", value, f"sample {i} ({(queries[i] + responses[i])[:80]!r}) needs a finite number")
         return torch.tensor([float(value) for value in rewards])
+
+    def figures(self, queries: list[str], responses: list[str]) -> dict[str, float]:
+        """What a task measures beside its reward, by name; means over the responses."""
+        return {}
 
 
 def is_finite_number(value) -> bool:

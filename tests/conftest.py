@@ -8,8 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")        # no test waits for a networ
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel,
-                          PreTrainedTokenizerFast)
+from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig,
+                          LlamaForCausalLM, PreTrainedTokenizerFast)
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -50,6 +50,35 @@ def small(tmp_path_factory) -> Path:
     return folder
 
 
+def save_llama(folder: Path, tokenizer=None, **changes) -> Path:
+    torch.manual_seed(0)
+    config = dict(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                  max_position_embeddings=1024, bos_token_id=256, eos_token_id=256, initializer_range=0.2)
+    LlamaForCausalLM(LlamaConfig(**{**config, **changes})).save_pretrained(folder)
+    (tokenizer or byte_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def problems(tmp_path_factory) -> Path:
+    """A random two-layer Llama and 60 problems in GSM8K's layout."""
+    folder = save_llama(tmp_path_factory.mktemp("problems") / "lm").parent
+    rng = random.Random(0)
+    for split, count in (("train", 40), ("test", 20)):
+        rows = [(a, rng.randint(1, 99)) for a in range(count)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps({"question": f"Ann has {a} {split} eggs and gets {b} more. How many?",
+                                                                   "answer": f"{a} + {b} = {a + b}.\n#### {a + b}"}) + "\n" for a, b in rows))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def problem_flags(problems) -> list[str]:
+    """Command line of a GSM8K run over `problems` that takes about a second. 5 iterations, T_REx = 2."""
+    return ["--model", str(problems / "lm"), "--dataset", str(problems), "--batch_size", "8", "--mini_batch_size", "4", "--gradient_accumulation_steps",
+            "2", "--iterations", "5", "--eval_queries", "8", "--eval_every", "3", "--save_every", "1", "--learning_rate", "1e-3", "--role_exchange_every",
+            "2", "--wandb", "disabled", "--device", "cpu", "--max_response_length", "12"]
+
+
 @pytest.fixture(scope="session")
 def small_flags(small) -> list[str]:
     """Command line of a run over `small` that takes about a second. 7 iterations, T_REx = 2."""
@@ -64,3 +93,10 @@ def imdb_data() -> Path:
     if not (SHARED / "imdb" / "train.parquet").exists():
         pytest.skip("real IMDB is not at ../shared/data/imdb: loading real reviews was not checked")
     return SHARED / "imdb"
+
+
+@pytest.fixture
+def gsm8k_data() -> Path:
+    if not (SHARED / "gsm8k" / "train.jsonl").exists():
+        pytest.skip("real GSM8K is not at ../shared/data/gsm8k: its questions and gold answers were not checked")
+    return SHARED / "gsm8k"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import train_imdb
 
-from cory.config import IMDB_PRESETS, ImdbConfig, parse
+from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig, parse
 from cory.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -32,11 +32,22 @@ def test_gpt2_large_is_the_papers_setting():
     assert IMDB_PRESETS["gpt2-xl"].keys() == IMDB_PRESETS["gpt2"].keys() == {"model"}
 
 
+def test_llama2_7b_is_the_papers_setting():
+    """The same table; what the paper leaves open (LoRA, response length, epochs) is not in it."""
+    paper = dict(model="meta-llama/Llama-2-7b-chat-hf", dataset="openai/gsm8k", load_in_4bit=True, learning_rate=1e-5, iterations=100, batch_size=32,
+                 mini_batch_size=2, gradient_accumulation_steps=16, init_kl_coef=0.01, gamma=1.0, lam=0.95, cliprange=0.2, cliprange_value=0.2,
+                 vf_coef=0.1, role_exchange_every=5, checker="last_number", one_shot=True, max_grad_norm=0.0, kl_penalty="full")
+    for method in ("ppo", "cory"):
+        for preset, lr in (("llama2-7b", 1e-5), ("llama2-7b-lr1e-4", 1e-4)):
+            cfg = parse(Gsm8kConfig, GSM8K_PRESETS, ["--method", method, "--preset", preset])
+            assert {k: getattr(cfg, k) for k in paper} == paper | {"learning_rate": lr}
+
+
 def test_default_preset_needs_no_flag_and_no_download():
-    cfg = of()
-    assert cfg.method == "cory" and cfg.preset == "tiny"
-    for name in ("model", "reward_model", "dataset"):
-        assert Path(getattr(cfg, name)).is_dir(), name
+    for cfg, names in ((of(), ("model", "reward_model", "dataset")), (parse(Gsm8kConfig, GSM8K_PRESETS, []), ("model", "dataset"))):
+        assert cfg.method == "cory" and cfg.preset == "tiny"
+        for name in names:
+            assert Path(getattr(cfg, name)).is_dir(), name
 
 
 def test_a_flag_overrides_the_preset_and_leaves_the_rest():
@@ -46,11 +57,11 @@ def test_a_flag_overrides_the_preset_and_leaves_the_rest():
 
 
 def test_every_setting_has_help_and_is_read_somewhere():
-    code = "".join(p.read_text() for p in [*ROOT.glob("cory/*.py"), ROOT / "train_imdb.py"] if p.name != "config.py")
+    code = "".join(p.read_text() for p in ROOT.glob("cory/*.py") if p.name != "config.py")
     config = (ROOT / "cory" / "config.py").read_text()
-    for f in fields(ImdbConfig):
+    for f in {f.name: f for config in (ImdbConfig, Gsm8kConfig) for f in fields(config)}.values():
         assert len(f.metadata["help"]) > 10, f.name
-        derived = f.name in ("mini_batch_size", "gradient_accumulation_steps", "resume", "run_dir")
+        derived = f.name in ("mini_batch_size", "gradient_accumulation_steps", "resume", "run_dir", "load_in_4bit")
         assert re.search(rf"cfg\.{f.name}\b", code) or derived and f.name in config, f"{f.name} is read nowhere"
 
 
@@ -91,7 +102,9 @@ BAD = [
     (["--max_grad_norm", "-1"], ["max_grad_norm is -1.0"]),
     (["--partner_reward", "inf"], ["partner_reward is inf"]),
     (["--resume"], ["run_dir is ''", "no run to resume"]),
-    (["--resume", "--run_dir", "/nowhere"], ["run_dir is '/nowhere'", "no run to resume"]),
+    (["--resume", "--run_dir", "/nowhere"], ["run_dir is '/nowhere'", "holds no run (no config.json)"]),
+    (["--lora", "true", "--lora_rank", "0"], ["lora_rank is 0", "1 or more"]), (["--lora_alpha", "0"], ["lora_alpha is 0.0", "above 0"]),
+    (["--load_in_4bit", "true"], ["load_in_4bit is True", "add --lora true"]),
 ]
 
 

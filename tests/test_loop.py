@@ -11,7 +11,7 @@ import train_imdb
 from safetensors.torch import load_file
 
 from cory.agent import Agent
-from cory.config import IMDB_PRESETS, ImdbConfig, parse
+from cory.config import IMDB_PRESETS, ImdbConfig, load_config, parse
 from cory.imdb import Imdb
 from cory.run import Run
 from cory.train import train, train_cory
@@ -280,4 +280,4 @@ def test_local_files_are_all_there_and_agree(whole):
         assert held_out["llm1"]["kl"] == last["eval/llm1/kl"] and held_out["base"]["kl"] == 0
         assert held_out["llm1"]["combined_reward"] == pytest.approx(held_out["llm1"]["task_reward"] - 0.15 * held_out["llm1"]["kl"])
         assert (folder / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-        assert ImdbConfig(**json.loads((folder / "config.json").read_text())).method == method
+        assert type(load_config(folder)) is ImdbConfig and load_config(folder).method == method

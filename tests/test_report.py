@@ -23,6 +23,7 @@ class Letters:
     held_out_queries = ["a"] * 8
     pioneer_prompts = staticmethod(lambda queries: queries)
     reward = staticmethod(lambda queries, responses: torch.tensor([float(len(r)) for r in responses]))
+    figures, greedy = staticmethod(lambda queries, responses: {"longest": max(map(len, responses))}), False
 
 
 def test_evaluation_figures_by_hand():
@@ -33,7 +34,7 @@ def test_evaluation_figures_by_hand():
     log7 = torch.tensor(7.0).log().item()
     # each token costs log 7 nats: KL 5 log 7; 2 kinds among 40 tokens, (b,c) and (c,b) among 32 pairs; 3 of 5 repeat; perplexity 7
     assert got == pytest.approx({"task_reward": 5.0, "kl": 5 * log7, "combined_reward": 5 - 0.5 * 5 * log7, "length": 5.0,
-                                 "distinct_1": 2 / 40, "distinct_2": 2 / 32, "repeated_tokens": 0.6, "base_perplexity": 7.0}, rel=1e-4)
+                                 "distinct_1": 2 / 40, "distinct_2": 2 / 32, "repeated_tokens": 0.6, "base_perplexity": 7.0, "longest": 5}, rel=1e-4)
 
 
 def test_evaluation_leaves_every_random_stream_and_repeats_itself(small):

@@ -1,12 +1,14 @@
 """The sampling loop: what is masked, what distribution is drawn from, what crosses as text."""
 import pytest
 import torch
+from conftest import byte_tokenizer
 from toys import LetterTokenizer, agent_of, bigram, settings
 
+from cory import sampling
 from cory.errors import UserError
 from cory.model import load_language_model
 from cory.rollout import rollout
-from cory.sampling import decode, draw, encode_prompts, sample
+from cory.sampling import GrowingLayer, decode, draw, encode_prompts, sample
 
 
 def path_model(*letters) -> torch.Tensor:
@@ -97,3 +99,71 @@ def test_prompts_beyond_the_context_or_empty_are_refused_with_numbers(small):
     encode_prompts(model, ["x" * 154], 6)
     with pytest.raises(UserError, match="no tokens"):
         encode_prompts(model, ["a", ""], 6)
+
+
+def test_greedy_takes_the_likeliest_token_and_no_random_number():
+    logits = torch.zeros(7, 7)
+    logits[0, 3], logits[3, 4], logits[4, 6] = 1.0, 0.5, 0.5            # a -> d -> e -> EOS, each only a little likelier
+    model = bigram(logits)
+    drawn = sample(model, encode_prompts(model, ["a", "d"], 9), 9, None)
+    assert decode(model, drawn.response_BT, drawn.mask_BT) == ["de", "e"]
+
+
+def test_finished_rows_are_dropped_and_the_rest_computed_as_before(small):
+    """Counted, not timed: what the body computes falls with the rows that run; and nobody notices."""
+    model = load_language_model(str(small / "lm"))
+    head, likely = model.logprobs, torch.zeros(257)
+    likely[256] = 3.0                                                   # EOS at about one token in 13, so that rows end all the time
+    model.logprobs = lambda hidden: (head(hidden) + likely).log_softmax(-1)
+    texts = ["a", "some longer prompt", "z" * 30, "one story", "xy"] * 8
+    prompts, rows, body = encode_prompts(model, texts, 40), [], model.body
+    model.body = lambda ids, *rest: rows.append(len(ids)) or body(ids, *rest)
+    together = sample(model, prompts, 40, generator())
+    lengths = together.mask_BT.sum(1)
+    assert len(rows) == lengths.max() > 10 and rows[0] == 40 and rows[-1] < 10
+    for step, computed in enumerate(rows):                              # at most a quarter of what is computed has ended
+        running = int((lengths > step).sum())
+        assert running <= computed <= max(running / 0.75, running + 1)
+    hidden = model.response_hidden(*prompts, together.response_BT)
+    again = model.logprobs(hidden).gather(-1, together.response_BT[..., None]).squeeze(-1) * together.mask_BT
+    torch.testing.assert_close(together.logp_BT, again, atol=1e-4, rtol=1e-4)
+
+
+def test_columns_that_hold_no_token_any_more_are_dropped(small):
+    """The long prompt ends at once; from then on the short ones do not carry its width."""
+    model = load_language_model(str(small / "lm"))
+    widths, body = [], model.body
+    model.body = lambda ids, mask, *rest: widths.append(tuple(mask.shape)) or body(ids, mask, *rest)
+    prompts, original = encode_prompts(model, ["z" * 100, "ab", "cde", "xy"], 6), sampling.draw
+    try:
+        sampling.draw = lambda logp, uniform: torch.tensor([256, 1, 2, 3])[:len(logp)] if len(logp) == 4 else torch.full((len(logp),), 5)
+        sample(model, prompts, 6, generator())
+    finally:
+        sampling.draw = original
+    assert widths == [(4, 100), (3, 4), (3, 5), (3, 6), (3, 7), (3, 8)]
+
+
+def test_the_cache_writes_a_token_into_its_place_and_copies_seldom():
+    layer, made = GrowingLayer(), 0
+    keys = torch.randn(3, 2, 200, 4)
+    k, v = layer.update(keys[:, :, :50], -keys[:, :, :50])
+    for t in range(50, 200):
+        before = layer.buffers[0].data_ptr()
+        k, v = layer.update(keys[:, :, t:t + 1], -keys[:, :, t:t + 1])
+        made += layer.buffers[0].data_ptr() != before
+    assert torch.equal(k, keys) and torch.equal(v, -keys) and layer.get_seq_length() == 200 and made <= 4
+    layer.keep(torch.tensor([True, False, True]), 30)
+    k, v = layer.update(keys[:2, :, :1], keys[:2, :, :1])
+    assert torch.equal(k, torch.cat([keys[[0, 2], :, 30:], keys[:2, :, :1]], 2)) and torch.equal(v[:, :, :-1], -keys[[0, 2], :, 30:])
+
+
+def test_a_tokenizers_bos_stands_before_the_prompt():
+    """Llama's does; the response then follows it."""
+    from tokenizers import processors
+    tokenizer = byte_tokenizer(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    model = bigram()
+    model.tokenizer = tokenizer
+    prompts = encode_prompts(model, ["ab", "c"], 3)
+    assert prompts.ids_BP[:, -1].tolist() == tokenizer("bc", add_special_tokens=False)["input_ids"] and prompts.ids_BP[0, 0] == 256
+    assert prompts.mask_BP.tolist() == [[1, 1, 1], [0, 1, 1]] and prompts.ids_BP[1, 1] == 256

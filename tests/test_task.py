@@ -9,7 +9,7 @@ import train_imdb
 from toys import settings
 
 from cory.config import IMDB_PRESETS, ImdbConfig, parse
-from cory.data import load_texts
+from cory.data import load_columns
 from cory.errors import UserError
 from cory.imdb import Imdb, SentimentReward
 from cory.model import load_language_model
@@ -117,7 +117,7 @@ def test_classifiers_that_cannot_judge_are_refused(changes, says, small, small_f
 
 
 def test_real_reviews_load_by_the_same_flag(imdb_data):
-    splits = load_texts(str(imdb_data))
+    splits = {name: [text for text, in rows] for name, rows in load_columns(str(imdb_data), ["text"]).items()}
     assert {name: len(texts) for name, texts in splits.items()} == {"train": 25_000, "test": 25_000}
     assert splits["train"][0].startswith("Story of a man who has unnatural feelings")
 

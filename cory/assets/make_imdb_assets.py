@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import random
-import time
 from pathlib import Path
 
 import torch
@@ -25,10 +24,10 @@ from datasets import load_dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast)
 
+from cory.assets.pretraining import EOS, byte_level_tokenizer, fit, save
 from cory.model import load_language_model
 from cory.sampling import decode, encode_prompts, sample
 
-EOS = "<|endoftext|>"
 CONTEXT = 256                                   # tokens the language model sees
 
 
@@ -37,52 +36,7 @@ def reviews(dataset: str, split: str) -> tuple[list[str], list[int]]:
     return [" ".join(text.replace("<br />", " ").split()) for text in rows["text"]], list(rows["label"])
 
 
-def optimizers(model: torch.nn.Module, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices of the blocks, AdamW on embeddings, norms, biases and heads."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and (".h." in n or ".layer." in n)]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    return [torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
-
-
-def fit(model, batches, loss_of, steps: int, lr: float, weight_decay: float, minutes: float) -> dict:
-    """Warm up, hold, then decay linearly to zero over the last 40%; `minutes` shortens the schedule if the machine is slow."""
-    opts, start, log = optimizers(model, lr, weight_decay), time.time(), []
-    for step in range(steps):
-        progress = max(step / steps, (time.time() - start) / (60 * minutes))
-        if progress >= 1:
-            break
-        scale = min(1.0, (step + 1) / 100, (1 - progress) / 0.4)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = lr * scale
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, next(batches))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        log.append(loss.item())
-        if step % 50 == 0:
-            mean = sum(log[-50:]) / len(log[-50:])
-            print(f"step {step:5d}  loss {mean:.4f}  progress {progress:.3f}  {time.time() - start:.0f} s", flush=True)
-    return {"steps": len(log), "minutes": round((time.time() - start) / 60, 1)}
-
-
 # --- language model ---------------------------------------------------------------------------------------------------
-def train_lm_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.post_processor = processors.ByteLevel(trim_offsets=False)
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[EOS],
-                                                       initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=EOS, eos_token=EOS, unk_token=EOS,
-                                   model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
-
-
 def lm_batches(documents: list[list[int]], rows: int, rng: random.Random):
     """Rows of CONTEXT tokens: half begin where a review begins (queries do), half anywhere in the stream."""
     stream, starts = [], []
@@ -103,7 +57,7 @@ def lm_loss(model, tokens):
 
 def make_lm(args):
     texts, _ = reviews(args.dataset, "train")
-    tokenizer = train_lm_tokenizer(texts, args.vocab)
+    tokenizer = byte_level_tokenizer(texts, args.vocab, CONTEXT)
     eos = tokenizer.eos_token_id
     documents = [ids + [eos] for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
     print(f"{sum(map(len, documents)):,} tokens in {len(documents):,} reviews", flush=True)
@@ -220,13 +174,6 @@ def make_openings(args):
     folder.mkdir(parents=True, exist_ok=True)
     for split, rows in (("train", openings[args.held_out:args.count]), ("test", openings[:args.held_out])):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in rows))
-
-
-def save(model, tokenizer, folder: Path, info: dict) -> None:
-    model.half().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "training.json").write_text(json.dumps(info, indent=1) + "\n")
-    print(json.dumps(info))
 
 
 def main():

@@ -1,0 +1,145 @@
+"""Make what the `tiny` GSM8K preset ships: word problems, and a small Llama-architecture model half taught to solve them.
+
+    python -m cory.assets.make_gsm8k_assets problems --out build/gsm8k
+    python -m cory.assets.make_gsm8k_assets lm       --out build/gsm8k
+
+The model is fitted on problems of the training share (`cory.assets.word_problems`) in the prompts of `cory.gsm8k`, its loss on the
+answers alone, and stopped when its greedy accuracy on other held-out problems than those shipped reaches `--stop_at`: reinforcement
+learning is to have room. A share of the prompts carries a reference, right or with a mistake in it, so that the observer's prompt
+is not strange to the model, as it is not to one of ordinary size. Nothing here was fitted on GSM8K itself.
+"""
+import argparse
+import itertools
+import json
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cory.assets.pretraining import EOS, byte_level_tokenizer, fit, save
+from cory.assets.word_problems import Problem, problem, wrong_answer
+
+CONTEXT = 2048                                  # tokens; rotary positions cost no weights
+
+
+def make_problems(args):
+    folder = Path(args.out) / "problems"
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", args.train), ("test", args.test)):
+        rng = random.Random(f"{split} {args.seed}")
+        rows = {made.question: made for made in (problem(rng, split == "test") for _ in range(2 * count))}      # no question twice
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps({"question": made.question, "answer": made.answer}) + "\n"
+                                                       for made in list(rows.values())[:count]))
+
+
+def prompt_of(made: Problem, reference: str | None = None) -> str:
+    return f"Question: {made.question}" + (f" Reference: {reference}" if reference else "") + " Answer:"
+
+
+def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float):
+    """((B, L) token ids padded with EOS, (B, L) mask: 1 = token that is learned: those of an answer, its EOS included).
+
+    Each batch is of one kind: bare problems, problems with a reference, or plain sums, which teach arithmetic at fewer tokens. The first
+    `sums_first` batches are sums alone: what is left to learn is then reading.
+    """
+    eos = tokenizer.eos_token_id
+    for count in itertools.count():
+        kind = "sums" if count < sums_first else rng.choices(("bare", "reference", "sums"), weights=(4, 2, 2))[0]
+        made = [problem(rng, held_out=False) for _ in range(rows)]
+        if kind == "sums":
+            prompts, answers = [""] * rows, [" ".join(sums_of(problem(rng, held_out=False)) for _ in range(3)) for _ in range(rows)]
+        else:
+            told = lambda answer: answer if rng.random() < worked else answer[answer.index("####"):]
+            references = [told(m.answer if rng.random() < 0.5 else wrong_answer(rng, m)) if kind == "reference" else None for m in made]
+            prompts, answers = [prompt_of(m, r) for m, r in zip(made, references)], [told(m.answer) for m in made]
+        prompts = tokenizer(prompts)["input_ids"]
+        answers = [ids + [eos] * (kind != "sums") for ids in tokenizer([" " + answer for answer in answers])["input_ids"]]
+        width = max(len(p) + len(a) for p, a in zip(prompts, answers))
+        ids = torch.tensor([p + a + [eos] * (width - len(p) - len(a)) for p, a in zip(prompts, answers)])
+        mask = torch.tensor([[0] * len(p) + [1] * len(a) + [0] * (width - len(p) - len(a)) for p, a in zip(prompts, answers)])
+        yield ids, mask
+
+
+def sums_of(made: Problem) -> str:
+    return made.answer.split(" ####")[0]
+
+
+def loss_of(model, batch):
+    ids, mask = batch
+    hidden = model.model(ids[:, :-1]).last_hidden_state[mask[:, 1:].bool()]
+    return F.cross_entropy(model.lm_head(hidden).float(), ids[:, 1:][mask[:, 1:].bool()])
+
+
+@torch.no_grad()
+def greedy_accuracy(model, tokenizer, problems: list[Problem], reference=None) -> float:
+    """Share of problems whose greedy answer ends in the right number, with an optional reference for each."""
+    model.eval()
+    right = 0
+    tokenizer.pad_token, tokenizer.padding_side = EOS, "left"
+    for at in range(0, len(problems), 128):
+        some = problems[at:at + 128]
+        batch = tokenizer([prompt_of(m, reference(m) if reference else None) for m in some], padding=True, return_tensors="pt")
+        out = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=48, do_sample=False,
+                             pad_token_id=tokenizer.eos_token_id)
+        texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
+        right += sum(text.split("####")[-1].strip() == m.answer.split("#### ")[1] for text, m in zip(texts, some))
+    model.train()
+    return right / len(problems)
+
+
+def make_lm(args):
+    rng = random.Random(args.seed)
+    seen = [problem(rng, held_out=False) for _ in range(20_000)]
+    tokenizer = byte_level_tokenizer([f"{prompt_of(m, wrong_answer(rng, m))} {m.answer}" for m in seen], args.vocab, CONTEXT, single_digits=True)
+    eos = tokenizer.eos_token_id
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=int(args.width * 8 / 3) // 32 * 32,
+                         num_hidden_layers=args.layers, num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64,
+                         max_position_embeddings=CONTEXT, bos_token_id=eos, eos_token_id=eos, pad_token_id=None, tie_word_embeddings=True,
+                         initializer_range=args.width ** -0.5 / 2)
+    model = LlamaForCausalLM(config)
+    print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
+    measure = [problem(rng, held_out=True) for _ in range(256)]
+    reached = {}
+
+    def enough(step: int) -> bool:
+        if step and step % args.every == 0:
+            reached[step] = greedy_accuracy(model, tokenizer, measure)
+            print(f"step {step:5d}  greedy accuracy {reached[step]:.3f}", flush=True)
+        return bool(reached) and list(reached.values())[-1] >= args.stop_at
+
+    model.train()
+    info = fit(model, batches(tokenizer, args.rows, rng, args.sums_first, args.worked), loss_of, args.steps, args.lr, 0.1, args.minutes, decay=0.0, enough=enough)
+    measure = [problem(rng, held_out=True) for _ in range(512)]
+    info |= {"parameters": model.num_parameters(), "greedy_accuracy": greedy_accuracy(model, tokenizer, measure),
+             "greedy_accuracy_right_reference": greedy_accuracy(model, tokenizer, measure, lambda m: m.answer),
+             "greedy_accuracy_wrong_reference": greedy_accuracy(model, tokenizer, measure, lambda m: wrong_answer(rng, m))}
+    save(model, tokenizer, Path(args.out) / "lm", info | {"options": vars(args)})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=["problems", "lm"])
+    parser.add_argument("--out", default="build/gsm8k", help="folder the assets are written to")
+    parser.add_argument("--train", type=int, default=4000, help="training problems")
+    parser.add_argument("--test", type=int, default=1000, help="held-out problems")
+    parser.add_argument("--stop_at", type=float, default=0.35, help="greedy accuracy to stop at")
+    parser.add_argument("--every", type=int, default=200, help="optimizer steps between measurements of it")
+    parser.add_argument("--steps", type=int, default=20_000, help="most optimizer steps")
+    parser.add_argument("--minutes", type=float, default=30, help="longest training time")
+    parser.add_argument("--width", type=int, default=128, help="hidden size")
+    parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
+    parser.add_argument("--vocab", type=int, default=1024, help="vocabulary size")
+    parser.add_argument("--rows", type=int, default=64, help="problems in a batch")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
+    parser.add_argument("--sums_first", type=int, default=800, help="batches of plain sums before the first problem")
+    parser.add_argument("--worked", type=float, default=0.5, help="share of answers that show their working; the others are the number alone")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    {"problems": make_problems, "lm": make_lm}[args.stage](args)
+
+
+if __name__ == "__main__":
+    main()

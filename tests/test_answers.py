@@ -1,0 +1,51 @@
+"""Reading answers: every form that correctness.md lists, and every gold answer of the real data."""
+import json
+from decimal import Decimal
+
+import pytest
+
+from cory.answers import CHECKERS, gold_answer, last_number, strict
+
+ANSWERS = [                         # response, the last number, OpenAI's strict rule
+    ("42.", 42, None), ("$42", 42, None), ("1,234", 1234, None), ("-7", -7, None),
+    ("- 7", 7, None),               # a dash
+    ("5-7", 7, None), ("5 - 7 = -2", -2, None), ("-$7.50", "-7.5", None), ("(-7)", -7, None), ("−7", -7, None),
+    ("3.50", "3.5", None), ("007", 7, None), ("5%", 5, None), (".5", "0.5", None), ("1.2.3", 3, None),
+    ("#### 42", 42, 42), ("#### -1,234", -1234, -1234), ("#### $42", 42, None), ("####42", 42, None), ("#### 42 apples.", 42, 42),
+    ("#### 4 or rather #### 5", 5, 4), ("#### 1.2.3", 3, None), ("**42**", 42, None), (r"\boxed{42}", 42, None), ("42 apples.", 42, None),
+    ("1/2", 2, None),               # two numbers
+    ("1e3", 1000, None), ("1E-2", "0.01", None), ("2eggs", 2, None), ("12:30", 30, None), ("x = 4, so 4 dozen", 4, None), ("", None, None), ("no number", None, None),
+    ("9" * 400, Decimal("9" * 400), None), ("5 + 4 = 9.", 9, None), ("４２", 42, None), ("１，２３４", 1234, None), ("5²", 5, None), ("15", 15, None), ("NaN", None, None), ("inf", None, None),
+    ("-inf", None, None), ("1,23", 23, None), ("1234,567", 567, None), ("12,345,678", 12345678, None), ("1,000,00", 0, None),
+    ("So 9. Question: Ann has 3. Answer: 7", 9, None), ("#### 9\nQuestion: b? #### 7", 9, 9), ("Question: 5 #### 7", None, None),
+    ("$1,234.", 1234, None), ("covid-19", 19, None), ("a\x00\x07 12\ufffd", 12, None),
+]
+
+
+@pytest.mark.parametrize("response, last, marked", ANSWERS, ids=lambda x: str(x)[:20])
+def test_answers_are_read_as_numbers(response, last, marked):
+    assert last_number(response) == (None if last is None else Decimal(last))
+    assert strict(response) == (None if marked is None else Decimal(marked))
+
+
+def test_equal_numbers_are_equal_and_others_are_not():
+    assert last_number("3.50") == last_number("3.5") and last_number("007") == Decimal(7) and last_number("1e3") == Decimal(1000)
+    assert last_number("15") != Decimal(5) and last_number("9" * 400) != last_number("9" * 399 + "8")
+
+
+def test_checkers_go_by_name():
+    assert CHECKERS["last_number"] is last_number and CHECKERS["strict"] is strict
+
+
+@pytest.mark.parametrize("solution, gold", [("5 + 4 = 9. #### 9", 9), ("#### 1,000,000", 1000000), ("#### -3", -3), ("#### 0.5", "0.5"), ("9", None), ("####", None),
+                                            ("#### nine", None), ("#### 3 4", None), ("#### 1 #### 2", 2), ("#### NaN", None)])
+def test_gold_answers(solution, gold):
+    assert gold_answer(solution) == (None if gold is None else Decimal(gold))
+
+
+def test_every_real_gold_answer_parses(gsm8k_data):
+    solutions = [json.loads(line)["answer"] for split in ("train", "test") for line in (gsm8k_data / f"{split}.jsonl").open()]
+    gold = [gold_answer(s) for s in solutions]
+    assert len(gold) == 8792 and None not in gold
+    assert sum("," in s.rpartition("####")[2] for s in solutions) == 93 and sum(g < 0 for g in gold) == 5      # the data's README counts them
+    assert all(last_number(s) == strict(s) == g for s, g in zip(solutions, gold))

@@ -1,0 +1,161 @@
+"""The GSM8K task: prompts, rewards, data, and a whole run of both methods with and without LoRA."""
+import json
+import shutil
+
+import pytest
+import train_gsm8k
+from conftest import byte_tokenizer, save_llama
+
+from cory.answers import CHECKERS
+from cory.config import Gsm8kConfig
+from cory.errors import UserError
+from cory.gsm8k import Gsm8k
+from cory.model import load_language_model
+from cory.sampling import encode_prompts
+
+
+def gsm8k(problems, **changes) -> Gsm8k:
+    cfg = Gsm8kConfig(**{**dict(model=str(problems / "lm"), dataset=str(problems), batch_size=8, mini_batch_size=8, gradient_accumulation_steps=1,
+                                eval_queries=8, max_response_length=12), **changes})
+    return Gsm8k(cfg, Gsm8k.load_data(cfg), load_language_model(cfg.model))
+
+
+EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each from his mom and dad. How many toys does he have now? Answer: "
+           "Shawn started with 5 toys. If he got 2 toys each from his mom and dad, then that is 4 more toys. 5 + 4 = 9.")
+
+
+def test_prompts_are_the_papers(problems):
+    task = gsm8k(problems)
+    assert task.pioneer_prompts(["How many?"]) == [EXAMPLE + " Question: How many? Answer:"]
+    assert task.observer_prompts(["How many?"], [" 1 + 1 = 2.\n"]) == [EXAMPLE + " Question: How many? Reference: 1 + 1 = 2. Answer:"]
+    bare = gsm8k(problems, one_shot=False)
+    assert bare.pioneer_prompts(["How many?"]) == ["Question: How many? Answer:"]
+    assert bare.observer_prompts(["How many?"], [""]) == ["Question: How many? Reference:  Answer:"]
+
+
+def test_a_chat_template_wraps_the_prompt_and_bos_is_written_once(problems, tmp_path):
+    from tokenizers import processors
+    tokenizer = byte_tokenizer(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    model = str(save_llama(tmp_path / "chat", tokenizer))
+    task = gsm8k(problems, model=model, chat_template=True, one_shot=False)
+    prompt, = task.pioneer_prompts(["How?"])
+    assert prompt == "[user]Question: How? Answer:[assistant]"
+    assert task.observer_prompts(["How?"], ["7"]) == ["[user]Question: How? Reference: 7 Answer:[assistant]"]
+    ids = encode_prompts(load_language_model(model), [prompt], 5).ids_BP[0].tolist()
+    assert ids.count(256) == 1 and ids[0] == 256
+    with pytest.raises(UserError, match="chat_template is True: the tokenizer of .* has none"):
+        gsm8k(problems, chat_template=True)
+
+
+def test_reward_is_1_for_the_right_number_and_figures_count_the_rest(problems):
+    task = gsm8k(problems)
+    queries = task.batch(1)[0][:5]
+    gold = [task.gold[q] for q in queries]
+    responses = [f" so {gold[0]}.", f"#### {gold[1]}", f" {gold[2]} + 1 = {gold[2] + 1}", " none", ""]
+    assert task.reward(queries, responses).tolist() == [1, 1, 0, 0, 0]
+    assert task.figures(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.4}
+    strict = gsm8k(problems, checker="strict")
+    assert strict.reward(queries, responses).tolist() == [0, 1, 0, 0, 0]
+    assert strict.figures(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.8}
+
+
+def test_a_checker_of_ones_own_goes_by_name(problems, monkeypatch):
+    from decimal import Decimal
+    monkeypatch.setitem(CHECKERS, "first", lambda response: Decimal(response.split()[0]))
+    task = gsm8k(problems, checker="first")
+    query = task.held_out_queries[0]
+    assert task.reward([query], [f"{task.gold[query]} or 5"]).tolist() == [1]
+
+
+def test_every_iteration_has_the_longest_limit_unless_a_shortest_is_set(problems):
+    assert {gsm8k(problems).batch(i)[1] for i in range(1, 30)} == {12}
+    ranged = gsm8k(problems, min_response_length=10)
+    assert {ranged.batch(i)[1] for i in range(1, 60)} == {10, 11, 12}
+
+
+def test_real_questions_load_from_every_layout(gsm8k_data, problems, tmp_path):
+    """A folder of .jsonl; the Hub's own layout, whose subset `main` lies in a folder of its name."""
+    flat = Gsm8k.load_data(Gsm8kConfig(dataset=str(gsm8k_data)))
+    assert (len(flat.train), len(flat.held_out)) == (7473, 1319) and flat.held_out[0].gold == 18
+    from datasets import load_dataset
+    (tmp_path / "hub" / "main").mkdir(parents=True)
+    for split in ("train", "test"):
+        load_dataset("json", data_files=str(gsm8k_data / f"{split}.jsonl"), split="train").to_parquet(tmp_path / "hub" / "main" / f"{split}-00000-of-00001.parquet")
+    hub = Gsm8k.load_data(Gsm8kConfig(dataset=str(tmp_path / "hub")))
+    assert hub == flat
+
+
+@pytest.mark.parametrize("lora", ["false", "true"])
+def test_real_questions_train_a_local_model(gsm8k_data, problem_flags, tmp_path, lora):
+    train_gsm8k.main([*problem_flags, "--dataset", str(gsm8k_data), "--run_dir", str(tmp_path / "r"), "--iterations", "1", "--lora", lora,
+                      "--max_response_length", "4", "--model", str(save_llama(tmp_path / "lm", max_position_embeddings=4096))])
+    held_out = json.loads((tmp_path / "r" / "eval.json").read_text())
+    assert held_out["llm2"].keys() >= {"accuracy", "strict_accuracy", "unparsed", "greedy_accuracy", "greedy_strict_accuracy", "greedy_unparsed", "kl"}
+
+
+def test_observers_see_the_pioneers_answer(problem_flags, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Gsm8k, "observer_prompts", lambda self, queries, responses, old=Gsm8k.observer_prompts: seen.append(old(self, queries, responses)) or seen[-1])
+    train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
+    samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").open()]
+    assert all(f"Question: {row['query']} Reference: {row['pioneer'].strip()} Answer:" in prompt for row, prompt in zip(samples, seen[1]))
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+ROW = '{"question": "a?", "answer": "#### 1"}\n'
+BAD = {
+    "no gold": (ROW + '{"question": "b?", "answer": "2"}\n', [], "(train), row 2': its answer does not end in '####'"),
+    "gold is no number": ('{"question": "b?", "answer": "#### two"}\n', [], "row 1': its answer"),
+    "two answers": (ROW + '{"question": "a?", "answer": "#### 2"}\n', [], "row 2': asks the question of"),
+    "missing column": ('{"question": "a?"}\n', [], "has no column 'answer'; columns found: question"),
+    "empty question": ('{"question": " ", "answer": "#### 1"}\n', [], "row 1': its 'question' is empty"),
+    "checker": (None, ["--checker", "regex"], "checker is 'regex': unknown; choose from last_number, strict"),
+    "context": (None, ["--max_response_length", "600"], "max_response_length is 600: an observer's prompt has up to"),
+    "4 bits without CUDA": (None, ["--lora", "true", "--load_in_4bit", "true"], "load_in_4bit is True: needs a CUDA GPU"),
+    "lora targets": (None, ["--lora", "true", "--lora_targets", "attn,mlp2"], "lora_targets is 'attn,mlp2': match no layer"),
+    "chat": (None, ["--chat_template", "true"], "chat_template is True: the tokenizer"),
+    "lengths": (None, ["--min_response_length", "13"], "min_response_length is 13: must not exceed max_response_length = 12"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_exits_2_with_one_line_and_writes_nothing(case, problem_flags, tmp_path, capsys):
+    rows, flags, says = BAD[case]
+    if rows:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "train.jsonl").write_text(rows)
+        flags = ["--dataset", str(tmp_path / "data")]
+    with pytest.raises(SystemExit) as stop:
+        train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "run"), *flags])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and says in err, err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_the_other_task_is_not_resumed(problem_flags, tmp_path, capsys):
+    import train_imdb
+    train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
+    with pytest.raises(SystemExit):
+        train_imdb.main(["--resume", "--run_dir", str(tmp_path / "r")])
+    assert "holds a run of gsm8k; continue it with train_gsm8k.py" in capsys.readouterr().err
+
+
+def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):
+    from cory import model
+    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install bitsandbytes"):
+        model.storage_options("4bit", "cuda")
+    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: object())
+    options = model.storage_options("4bit", "cuda")
+    assert options["quantization_config"].load_in_4bit and options["quantization_config"].bnb_4bit_quant_type == "nf4" and options["device_map"] == {"": "cuda"}
+
+
+def test_a_tokenizer_that_ends_every_text_is_refused(tmp_path):
+    from tokenizers import processors
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 256)])
+    with pytest.raises(UserError, match="its tokenizer ends every text with EOS"):
+        load_language_model(str(save_llama(tmp_path / "m", tokenizer)))
+    shutil.rmtree(tmp_path / "m")

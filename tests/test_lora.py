@@ -1,0 +1,177 @@
+"""Two agents and the reference on one frozen base."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import train_gsm8k
+from conftest import save_gpt2
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cory.agent import Agent
+from cory.config import Gsm8kConfig
+from cory.gsm8k import Gsm8k
+from cory.lora import select
+from cory.model import load_language_model
+from cory.ppo import ppo_update
+from cory.rollout import rollout
+from cory.sampling import encode_prompts
+
+PROMPTS = ["Ann has 3 eggs.", "How many?", "5 + 4 =", "Question: a? Answer:"] * 2
+
+
+def config(**changes) -> Gsm8kConfig:
+    return Gsm8kConfig(**{**dict(lora=True, lora_rank=4, batch_size=8, mini_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2, eval_queries=8,
+                                 adap_kl_ctrl=False, kl_penalty="k1"), **changes})
+
+
+def two_agents(name, cfg):
+    reference = load_language_model(str(name), dtype=cfg.dtype, storage=cfg.storage)
+    return reference, [Agent(agent, reference, cfg, i) for i, agent in enumerate(("llm1", "llm2"))]
+
+
+def hidden_of(model, seed=0):
+    response = torch.randint(0, 256, (8, 6), generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return model.response_hidden(*encode_prompts(model, PROMPTS, 6), response)
+
+
+def trained(agent, reference, cfg, prompts=PROMPTS):
+    """One PPO step towards long responses."""
+    turn = rollout(agent, reference, prompts, 6, cfg)
+    ppo_update(agent, turn, torch.arange(8.0), cfg)
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def base(request, problems, tmp_path) -> Path:
+    return problems / "lm" if request.param == "llama" else save_gpt2(tmp_path / "gpt2")
+
+
+def test_only_the_adapter_and_the_value_head_train_and_the_base_stays_bit_identical(base):
+    cfg = config()
+    untouched = load_language_model(str(base)).lm.state_dict()
+    reference, (one, two) = two_agents(base, cfg)
+    before = {name: p.clone() for name, p in two.policy.trained().items()}
+    start = {name: p.clone() for name, p in one.policy.trained().items()}
+    trained(one, reference, cfg)
+    assert all("lora_" in name and ".llm1." in name or name.startswith("value_head") for name in start)
+    assert all(not torch.equal(p, start[name]) for name, p in one.policy.trained().items())       # every A, every B and the head
+    assert all(torch.equal(p, before[name]) for name, p in two.policy.trained().items())
+    now = {name.replace(".base_layer", ""): p for name, p in reference.lm.state_dict().items() if "lora_" not in name}
+    assert now.keys() == untouched.keys() and all(torch.equal(now[name], p) for name, p in untouched.items())
+
+
+def test_agents_start_as_the_base_and_the_reference_stays_the_untouched_base_exactly(base):
+    cfg, untouched = config(), load_language_model(str(base))
+    reference, (one, two) = two_agents(base, cfg)
+    expected = hidden_of(untouched)
+    assert all(torch.equal(hidden_of(model), expected) for model in (reference, one.policy, two.policy))
+    trained(one, reference, cfg)
+    trained(two, reference, cfg)
+    outputs = [hidden_of(model) for model in (one.policy, reference, two.policy, one.policy, two.policy, reference)]
+    assert torch.equal(outputs[1], expected) and torch.equal(outputs[5], expected)
+    assert torch.equal(outputs[0], outputs[3]) and torch.equal(outputs[2], outputs[4])            # switching there and back
+    for a, b in ((0, 1), (1, 2), (0, 2)):
+        assert (outputs[a] - outputs[b]).abs().max() > 1e-3
+
+
+def test_one_model_is_in_memory_and_each_agent_adds_its_adapter_alone(base):
+    cfg = config()
+    reference, agents = two_agents(base, cfg)
+    assert all(agent.policy.lm is reference.lm for agent in agents)
+    size = sum(p.numel() for p in load_language_model(str(base)).lm.parameters())
+    own = [sum(p.numel() for name, p in agent.policy.trained().items() if name.startswith("lm.")) for agent in agents]
+    assert own[0] == own[1] < size and sum(p.numel() for p in reference.lm.parameters()) == size + sum(own)
+    moments = agents[0].optimizer.param_groups[0]["params"]
+    assert sum(p.numel() for p in moments) == own[0] + 33
+
+
+def test_adapters_are_drawn_by_agent_and_seed_alone(problems):
+    a = {name: two_agents(problems / "lm", config(seed=seed))[1][i].policy.trained() for name, seed, i in (("one", 0, 0), ("again", 0, 0), ("two", 0, 1), ("seed", 1, 0))}
+    first = {name: next(p for path, p in weights.items() if "lora_A" in path) for name, weights in a.items()}
+    assert torch.equal(first["one"], first["again"]) and not torch.equal(first["one"], first["two"]) and not torch.equal(first["one"], first["seed"])
+
+
+def test_a_frozen_base_in_bfloat16_keeps_adapters_head_and_losses_in_float32(problems):
+    cfg = config(dtype="bfloat16")
+    reference, (one, two) = two_agents(problems / "lm", cfg)
+    assert {p.dtype for p in one.policy.trained().values()} == {torch.float32}
+    assert reference.lm.get_output_embeddings().weight.dtype == torch.float32
+    assert sum(p.dtype == torch.bfloat16 for p in reference.lm.parameters()) >= 14
+    turn = rollout(one, reference, PROMPTS, 6, cfg)
+    assert turn.kl_BT.abs().max() == 0 and turn.sampling_gap < 2e-2
+    trained(one, reference, cfg)
+    assert (hidden_of(one.policy).float() - hidden_of(reference).float()).abs().max() > 1e-3
+
+
+def run(flags, folder, *changes):
+    train_gsm8k.main([*flags, "--lora", "true", "--lora_rank", "4", "--run_dir", str(folder), *changes])
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (folder / "metrics.jsonl").open()]
+
+
+@pytest.fixture
+def reward_by_length(monkeypatch):
+    """A random model is never right; this reward gives it something to learn."""
+    monkeypatch.setattr(Gsm8k, "reward_of", lambda self, queries, responses: [len(response) / 10 for response in responses])
+
+
+def test_exchange_and_resume_with_adapters_are_bit_for_bit(problem_flags, tmp_path, reward_by_length):
+    """5 iterations with exchanges after 2 and 4, in one go and stopped after 3."""
+    whole = run(problem_flags, tmp_path / "whole")
+    assert whole[3]["pioneer/kl"] == whole[3]["llm2/kl"] and whole[5]["pioneer/kl"] == whole[5]["llm1/kl"] != whole[5]["llm2/kl"]
+    run(problem_flags, tmp_path / "parts", "--iterations", "3")
+    resumed = run(problem_flags, tmp_path / "parts", "--resume", "--iterations", "5")
+    assert resumed == whole
+    for agent in ("llm1", "llm2"):
+        one, two = (load_file(tmp_path / name / "final" / agent / "adapter_model.safetensors") for name in ("whole", "parts"))
+        assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+    assert not torch.equal(*(next(iter(load_file(tmp_path / "whole" / "final" / a / "adapter_model.safetensors").values())) for a in ("llm1", "llm2")))
+
+
+def test_cory_without_its_three_ideas_is_ppo_with_adapters_too(problem_flags, tmp_path, reward_by_length):
+    ppo = run(problem_flags, tmp_path / "ppo", "--method", "ppo", "--iterations", "3")
+    bare = run(problem_flags, tmp_path / "bare", "--knowledge_transfer", "false", "--partner_reward", "0", "--role_exchange_every", "0", "--iterations", "3")
+    assert all(b[k] == v for a, b in zip(ppo, bare) for k, v in a.items())
+
+
+def test_final_adapters_load_in_plain_transformers_and_answer_alike(problem_flags, tmp_path, reward_by_length):
+    from transformers import AutoModelForCausalLM
+    run(problem_flags, tmp_path / "r", "--iterations", "2")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "final" / "llm2").eval()
+    ours = load_language_model(str(tmp_path / "r" / "final" / "llm2"))
+    saved = load_file(next((tmp_path / "r" / "checkpoints").glob("iteration_*")) / "llm2.safetensors")
+    assert any(torch.equal(p, saved[next(k for k in saved if "lora_B" in k)]) for name, p in plain.named_parameters() if "lora_B" in name)
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(plain(ids).logits, ours.lm(ids).logits)
+    select(ours.lm, None)                                               # a loaded adapter is not switched off by accident
+    torch.testing.assert_close(plain(ids).logits, ours.lm(ids).logits)
+
+
+# --- long responses ---------------------------------------------------------------------------------------------------
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any tensor had which an operation returned."""
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_memory_of_an_update_does_not_grow_with_vocabulary_times_length(problems, monkeypatch, lora):
+    """Responses of 256 tokens over 257 words, logits of 64 tokens at a time: no tensor of an iteration is as large as a quarter of (T, V)."""
+    import cory.rollout
+    monkeypatch.setattr(cory.rollout, "LOGPROBS_AT_ONCE", 64 * 257)
+    cfg = config(lora=lora, batch_size=2, mini_batch_size=1, num_ppo_epochs=1, kl_penalty="full")
+    reference, (agent, _) = two_agents(problems / "lm", cfg)
+    head, likely = agent.policy.logprobs, torch.zeros(257)
+    likely[256] = -20.0                                                 # never ends
+    monkeypatch.setattr(agent.policy, "logprobs", lambda hidden: (head(hidden) + likely).log_softmax(-1))
+    with LargestTensor() as largest:
+        turn = rollout(agent, reference, ["a", "b"], 256, cfg)
+        ppo_update(agent, turn, torch.tensor([0.0, 1.0]), cfg)
+    assert turn.mask_BT.sum() == 512 and 64 * 257 <= largest.elements <= 257 * 64 + 1
