@@ -114,6 +114,7 @@ def series(rows: list[dict], key: str) -> tuple[list[int], list[float]]:
 
 PANELS = [("task_reward", "task reward"), ("kl", "KL per response (nats)"), ("combined_reward", "reward - eta KL"),
           ("entropy", "entropy per token (nats)"), ("explained_variance", "explained variance")]
+GREEDY = ("greedy_accuracy", "held-out greedy accuracy")           # in the place of the last panel, for tasks that have it
 COLORS = {"llm1": "tab:blue", "llm2": "tab:orange"}
 METHOD_COLORS = {"PPO LLM1": "tab:red", "CORY LLM1": "tab:blue", "CORY LLM2": "tab:cyan"}
 FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "wandb", "wandb_project", "save_every", "sample_rows", "device"}
@@ -126,7 +127,7 @@ def draw_curves(run_dir: Path) -> None:
     figure = Figure(figsize=(12, 6.5), layout="constrained")
     axes = figure.subplots(2, 3).flat
     agents = [name for name in ("llm1", "llm2") if any(f"{name}/kl" in row for row in rows)]
-    for ax, (key, title) in zip(axes, PANELS):
+    for ax, (key, title) in zip(axes, [*PANELS[:-1], GREEDY] if "eval/base/greedy_accuracy" in rows[0] else PANELS):
         for name in agents:
             ax.plot(*series(rows, f"{name}/{key}"), color=COLORS[name], label=name, linewidth=1.2)
             ax.plot(*series(rows, f"eval/{name}/{key}"), "o", color=COLORS[name], markersize=5, markeredgecolor="white")
@@ -191,10 +192,9 @@ def compare(run_dirs: list[Path], out: Path) -> str:
     groups = by_method_and_agent([(cfg["method"], cfg["seed"], {agent: (rows, final.get(agent)) for agent in ("llm1", "llm2")})
                                   for cfg, rows, final in zip(configs, metrics, finals)])
     figure = Figure(figsize=(12, 6.5), layout="constrained")
-    last = ("eval/{}/greedy_accuracy", "held-out greedy accuracy") if "greedy_accuracy" in finals[0]["base"] else (
-        "eval/{}/repeated_tokens", "held-out share of repeated tokens")
+    last = GREEDY if "greedy_accuracy" in finals[0]["base"] else ("repeated_tokens", "held-out share of repeated tokens")
     panels = [(f"{{}}/{key}", f"{title}, training batches") for key, title in PANELS[:2]] + [
-        ("eval/{}/task_reward", "held-out task reward"), ("eval/{}/kl", "held-out KL per response (nats)"), last]
+        ("eval/{}/task_reward", "held-out task reward"), ("eval/{}/kl", "held-out KL per response (nats)"), (f"eval/{{}}/{last[0]}", last[1])]
     for ax, (key, title) in zip(figure.subplots(2, 3).flat, panels):
         for label, members in groups.items():
             name = key.format(label.split()[1].lower())

@@ -52,7 +52,7 @@ class Experience:
 
     def rows(self, index: Tensor) -> "Experience":
         """The experience of some rows, cut to the longest prompt and the longest response among them."""
-        P, T = int(self.prompt_mask_BP[index].sum(1).max()), int(self.mask_BT[index].sum(1).max())
+        P, T = longest(self.prompt_mask_BP[index]), longest(self.mask_BT[index])
         cut = {f.name: slice(-P, None) if f.name.endswith("_BP") else slice(0, T) for f in fields(self)}
         return replace(self, **{name: getattr(self, name)[index, columns] for name, columns in cut.items()})
 
@@ -86,14 +86,20 @@ def rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_
     columns = (*encoded, drawn.response_BT, drawn.mask_BT)
     logp_BT, kl_BT, value_BT = (torch.zeros_like(drawn.mask_BT) for _ in range(3))
     for chunk in torch.arange(len(prompts), device=policy.device).split(cfg.mini_batch_size):
-        rows = [x[chunk] for x in columns]
-        real = rows[-1].bool()
-        hidden_NH, ref_hidden_NH = policy.response_hidden(*rows[:3])[real], reference.response_hidden(*rows[:3])[real]
+        prompt, prompt_mask, response, mask = (x[chunk] for x in columns)
+        P, T = longest(prompt_mask), longest(mask)
+        rows, real = (prompt[:, -P:], prompt_mask[:, -P:], response[:, :T]), mask[:, :T].bool()
+        hidden_NH, ref_hidden_NH = policy.response_hidden(*rows)[real], reference.response_hidden(*rows)[real]
         logp_N, _, kl_N = sweep(policy, reference, hidden_NH, ref_hidden_NH, rows[2][real], cfg.kl_penalty)
         for x_BT, x_N in ((logp_BT, logp_N), (kl_BT, kl_N), (value_BT, policy.values(hidden_NH))):
-            x_BT[chunk] = x_BT[chunk].masked_scatter(real, x_N)
+            x_BT[chunk] = x_BT[chunk].masked_scatter(mask.bool(), x_N)
     gap = formulas.masked_mean((drawn.logp_BT - logp_BT).abs(), drawn.mask_BT).item()
     return Rollout(*columns, logp_BT, kl_BT, value_BT, decode(policy, drawn.response_BT, drawn.mask_BT), gap)
+
+
+def longest(mask: Tensor) -> int:
+    """Most real tokens of any row."""
+    return int(mask.sum(1).max())
 
 
 def tokens_at_once(model: LanguageModel) -> int:

@@ -1,5 +1,7 @@
 """Each method with what the package ships, by the command of the README; and what it ships."""
 import json
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,24 +18,57 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("method", ["ppo", "cory"])
-def test_the_command_of_the_readme_learns(method, tmp_path):
-    """A short version of it: the held-out reward of every agent rises above the base's."""
-    done = subprocess.run([sys.executable, "train_imdb.py", "--method", method, "--iterations", "18", "--eval_queries", "128", "--eval_every", "0",
-                           "--wandb", "disabled", "--run_dir", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("task, paper_preset, iterations, gain", [("imdb", "gpt2-large", 18, 0.2), ("gsm8k", "llama2-7b", 12, 0.1)])
+def test_the_commands_of_the_readme_learn(task, paper_preset, iterations, gain, method, tmp_path):
+    """A short version of each: the held-out reward of every agent rises above the base's."""
+    done = subprocess.run([sys.executable, f"train_{task}.py", "--method", method, "--iterations", str(iterations), "--eval_queries", "128", "--eval_every",
+                           "0", "--wandb", "disabled", "--run_dir", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     first = done.stdout.splitlines()[0]
-    assert first.startswith(f"{method.upper()} on imdb: preset tiny, model embedded") and f"--method {method} --preset gpt2-large" in first
+    assert first.startswith(f"{method.upper()} on {task}: preset tiny, model embedded") and f"--method {method} --preset {paper_preset}" in first
     held_out = json.loads((tmp_path / "run" / "eval.json").read_text())
     for agent in ("llm1", "llm2")[:1 if method == "ppo" else 2]:
-        assert held_out[agent]["task_reward"] > held_out["base"]["task_reward"] + 0.2, held_out
+        assert held_out[agent]["task_reward"] > held_out["base"]["task_reward"] + gain, held_out
         assert 0 < held_out[agent]["kl"] < 60
 
 
+def test_shipped_problems_do_not_overlap_in_numbers_templates_or_questions():
+    from cory.assets.word_problems import NAMES, THINGS
+    from cory.answers import gold_answer, last_number, strict
+    words, numbers, questions = {}, {}, {}
+    for split in ("train", "test"):
+        rows = [json.loads(line) for line in (ASSETS / "gsm8k" / "problems" / f"{split}.jsonl").open()]
+        assert all(gold_answer(r["answer"]) == last_number(r["answer"]) == strict(r["answer"]) is not None for r in rows)
+        assert all(2 <= r["answer"].count("=") <= 4 for r in rows)
+        questions[split] = {r["question"] for r in rows}
+        numbers[split] = {tuple(re.findall(r"\d+", q)) for q in questions[split]}
+        blank = re.compile(rf"\b({'|'.join(map(re.escape, [*NAMES, *THINGS]))}|\d+)\b")
+        words[split] = {blank.sub("_", q) for q in questions[split]}
+        assert len(questions[split]) == len(rows)
+    assert len(questions["train"]) >= 4000 and len(questions["test"]) >= 1000
+    for found in (words, numbers, questions):
+        assert not found["train"] & found["test"]
+
+
+def test_worked_answers_are_right_and_wrong_ones_are_wrong():
+    """Each sum of a worked answer holds and feeds the next; a wrong one goes wrong at one sum and carries on."""
+    from cory.assets.word_problems import problem, wrong_answer
+    rng = random.Random(0)
+    for _ in range(300):
+        made = problem(rng, held_out=rng.random() < 0.5)
+        for answer, mistakes in ((made.answer, {0}), (wrong_answer(rng, made), {0, 1})):
+            sums = re.findall(r"(-?\d+) ([-+*/]) (\d+) = (-?\d+)", answer)
+            wrong = sum(int({"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) // int(b)}[o]) != int(c) for a, o, b, c in sums)
+            assert wrong in mistakes and all(left[3] == right[0] for left, right in zip(sums, sums[1:]))
+            assert answer.endswith(f"#### {sums[-1][3]}")
+        assert made.answer != wrong_answer(rng, made)
+
+
 def test_shipped_assets_are_small_and_in_the_hubs_formats():
-    files = [p for p in (ASSETS / "imdb").rglob("*") if p.is_file()]
-    assert sum(p.stat().st_size for p in files) <= 30e6
-    for part in ("lm", "classifier"):
-        assert {"config.json", "model.safetensors", "tokenizer.json", "training.json"} <= {p.name for p in (ASSETS / "imdb" / part).iterdir()}
+    for task, limit in (("imdb", 30e6), ("gsm8k", 20e6)):
+        assert sum(p.stat().st_size for p in (ASSETS / task).rglob("*") if p.is_file()) <= limit
+    for part in ("imdb/lm", "imdb/classifier", "gsm8k/lm"):
+        assert {"config.json", "model.safetensors", "tokenizer.json", "training.json"} <= {p.name for p in (ASSETS / part).iterdir()}
 
 
 def test_shipped_openings_do_not_overlap_and_are_no_rows_of_the_data_set():

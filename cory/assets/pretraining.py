@@ -2,7 +2,6 @@
 import json
 import time
 from pathlib import Path
-from typing import Callable
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -34,14 +33,13 @@ def optimizers(model: torch.nn.Module, lr: float, weight_decay: float) -> list[t
             torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
 
 
-def fit(model, batches, loss_of, steps: int, lr: float, weight_decay: float, minutes: float, decay: float = 0.4,
-        enough: Callable[[int], bool] = lambda step: False) -> dict:
+def fit(model, batches, loss_of, steps: int, lr: float, weight_decay: float, minutes: float, decay: float = 0.4) -> dict:
     """Warm up, hold, then decay linearly to zero over the last share `decay` of the steps; `minutes` shortens the schedule if the
-    machine is slow. Stops early when `enough(step)` says so."""
+    machine is slow."""
     opts, start, log = optimizers(model, lr, weight_decay), time.time(), []
     for step in range(steps):
         progress = max(step / steps, (time.time() - start) / (60 * minutes))
-        if progress >= 1 or enough(step):
+        if progress >= 1:
             break
         scale = min(1.0, (step + 1) / 100, (1 - progress) / max(decay, 1e-9))
         for opt in opts:
