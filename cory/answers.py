@@ -8,10 +8,10 @@ from decimal import Decimal, InvalidOperation
 from typing import Callable
 
 NUMBER = re.compile(r"""
-    ((?<![\w.)\]]) - [$€£]?)?                                       # a sign: touches the number, follows no word or bracket
+    ((?<![A-Za-z0-9.)\]}%]) - (?:\\?[$€£¥₹])?)?                      # a sign: touches the number, follows no word, number or bracket
     ( (?: \d{1,3} (?:,\d{3})+ (?!\d) | \d+ ) (?: \.\d+ )?           # 1,234 or 1234, with or without a fraction
-      | (?<!\w) \.\d+ )                                             # .5
-    ( e[+-]?\d{1,3} (?!\w) )?                                       # an exponent
+      | (?<![\w.]) \.\d+ )                                          # .5
+    ( e[+-]?\d{1,6} (?!\w) )?                                       # an exponent
     """, re.ASCII | re.IGNORECASE | re.VERBOSE)
 STRICT = re.compile(r"#### (-?[0-9.,]+)")                           # the pattern published with the data set
 PLAIN = str.maketrans("０１２３４５６７８９，．－−", "0123456789,.--")     # full-width forms, and the typographic minus
@@ -31,7 +31,7 @@ def last_number(response: str) -> Decimal | None:
     before it: `-7` is -7, while `5-7` and `- 7` (a dash) end in 7. `1/2` is the two numbers 1 and 2, `12:30` is 12 and 30. `NaN` and `inf`
     are no numbers.
     """
-    found = list(NUMBER.finditer(own_part(response).translate(PLAIN)))
+    found = list(NUMBER.finditer(own_part(response).translate(PLAIN).replace("{,}", ",")))      # LaTeX writes 1{,}234
     if not found:
         return None
     sign, digits, exponent = found[-1].groups(default="")
@@ -39,7 +39,8 @@ def last_number(response: str) -> Decimal | None:
 
 
 def strict(response: str) -> Decimal | None:
-    """OpenAI's rule for GSM8K: the number right behind the first `#### `; any other form is no answer (arXiv:2110.14168)."""
+    """The number right behind the first `#### `; any other form is no answer. OpenAI's rule for GSM8K (arXiv:2110.14168), but compared as
+    a number like everything here: `#### 42.` is 42."""
     found = STRICT.search(own_part(response))
     return decimal(found[1]) if found else None
 

@@ -37,7 +37,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def read_with_datasets(dataset: str, subset: str) -> dict:
-    from datasets import disable_progress_bars, load_dataset
+    from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
     disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)        # what goes wrong is raised; its own traceback is not for users
     if Path(dataset).is_absolute() or dataset.startswith(".") or dataset.count("/") > 1:
@@ -47,7 +47,8 @@ def read_with_datasets(dataset: str, subset: str) -> dict:
         if Path(dataset).is_dir():                                  # the Hub's own layout keeps a subset in a folder of its name
             inner = Path(dataset) / subset
             return dict(load_dataset(str(inner if inner.is_dir() else dataset)))
-        return dict(load_dataset(dataset, subset or None))
+        names = get_dataset_config_names(dataset)
+        return dict(load_dataset(dataset, subset if subset in names else None))
     except UnicodeDecodeError as error:
         raise UserError("dataset", dataset, f"is not UTF-8 ({error.reason}); re-encode the file") from error
     except Exception as error:                                      # the Hub and each file format raise kinds of their own

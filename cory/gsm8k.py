@@ -15,6 +15,14 @@ EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each f
            "Answer: Shawn started with 5 toys. If he got 2 toys each from his mom and dad, then that is 4 more toys. 5 + 4 = 9. ")
 
 
+def pioneer_prompt(question: str, example: str = EXAMPLE) -> str:
+    return f"{example}Question: {question} Answer:"
+
+
+def observer_prompt(question: str, response: str, example: str = EXAMPLE) -> str:
+    return f"{example}Question: {question} Reference: {response.strip()} Answer:"
+
+
 class Problem(NamedTuple):
     question: str
     gold: Decimal
@@ -27,8 +35,7 @@ class Gsm8k(Task):
     def __init__(self, cfg: Gsm8kConfig, data: Data, model: LanguageModel):
         self.tokenizer, self.gold = model.tokenizer, {p.question: p.gold for p in [*data.train, *data.held_out]}
         self.example = EXAMPLE if cfg.one_shot else ""
-        self.chat = cfg.chat_template
-        if self.chat and not self.tokenizer.chat_template:
+        if cfg.chat_template and not self.tokenizer.chat_template:
             raise UserError("chat_template", True, f"the tokenizer of {cfg.model} has none; use --chat_template false, or a chat model")
         super().__init__(cfg, data)
         lengths = {q: len(ids) for q, ids in zip(self.gold, self.tokenizer(self.observer_prompts([*self.gold], [""] * len(self.gold)))["input_ids"])}
@@ -56,17 +63,18 @@ class Gsm8k(Task):
         return problem.question
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:
-        return [self.prompt(f"{self.example}Question: {query} Answer:") for query in queries]
+        return [self.message(pioneer_prompt(query, self.example)) for query in queries]
 
     def observer_prompts(self, queries: list[str], responses: list[str]) -> list[str]:
-        return [self.prompt(f"{self.example}Question: {query} Reference: {response.strip()} Answer:") for query, response in zip(queries, responses)]
+        return [self.message(observer_prompt(query, self.cut(response), self.example)) for query, response in zip(queries, responses)]
 
-    def prompt(self, text: str) -> str:
-        """The text itself, or as a user's message; without the BOS that a template writes, because encoding adds it."""
-        if not self.chat:
+    def message(self, text: str) -> str:
+        """The text itself, or as a user's message by the chat template, whose BOS is left out where encoding adds one."""
+        if not self.cfg.chat_template:
             return text
         chat = self.tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-        return chat.removeprefix(self.tokenizer.bos_token or "")
+        adds_bos = self.tokenizer("a")["input_ids"][0] == self.tokenizer.bos_token_id
+        return chat.removeprefix(self.tokenizer.bos_token) if adds_bos else chat
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
         checker = CHECKERS[self.cfg.checker]

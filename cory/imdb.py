@@ -65,7 +65,7 @@ class Imdb(Task):
         return queries
 
     def observer_prompts(self, queries: list[str], responses: list[str]) -> list[str]:
-        return [OBSERVER_TEMPLATE.format(query=query, response=response) for query, response in zip(queries, responses)]
+        return [OBSERVER_TEMPLATE.format(query=query, response=self.cut(response)) for query, response in zip(queries, responses)]
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
         return self.reward_model([query + response for query, response in zip(queries, responses)])

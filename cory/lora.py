@@ -4,10 +4,13 @@ An adapted layer computes `W x + (lora_alpha / lora_rank) B A x` with W frozen. 
 """
 import re
 import warnings
+from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.errors import UserError
@@ -18,13 +21,31 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     targets = cfg.lora_targets if cfg.lora_targets == "all-linear" else cfg.lora_targets.replace(" ", "").split(",")
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             lm.add_adapter(LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"), name)
-    except ValueError as error:
-        layers = {path.rpartition(".")[2] for path, module in lm.named_modules() if getattr(module, "weight", torch.zeros(0)).ndim == 2}
-        raise UserError("lora_targets", cfg.lora_targets, f"match no layer that can be adapted; layers found: {', '.join(sorted(layers))}") from error
+    except ValueError:
+        pass                                                        # nothing matched: said below
+    ends = (lm.get_input_embeddings(), lm.get_output_embeddings())
+    adapted = {path.rpartition(".")[2] for path, module in lm.named_modules() if isinstance(module, BaseTunerLayer) and module not in ends}
+    wrong = [] if targets == "all-linear" else [target for target in targets if target.rpartition(".")[2] not in adapted]
+    if wrong or not adapted:
+        layers = {path.rpartition(".")[2] for path, module in lm.named_modules() if isinstance(module, (nn.Linear, Conv1D, BaseTunerLayer))
+                  and module not in ends and ".lora_" not in path and not path.endswith("base_layer")}
+        raise UserError("lora_targets", cfg.lora_targets, f"{', '.join(wrong or targets)} names no layer that can be adapted; those of this model: "
+                        f"{', '.join(sorted(layers))}")
     for parameter in adapter_parameters(lm, name).values():
         parameter.data = parameter.data.float()
+    if Path(lm.name_or_path).exists():
+        lm.peft_config[name].base_model_name_or_path = str(Path(lm.name_or_path).resolve())         # to be found from any folder
+    lm.selected = "unknown"
+    select(lm, None)
+    return name
+
+
+def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
+    """Puts an adapter that a run has saved into the model's layers, in place. Returns the name."""
+    with warnings.catch_warnings(action="ignore"):
+        lm.load_adapter(str(folder), adapter_name=name)
     lm.selected = "unknown"
     select(lm, None)
     return name

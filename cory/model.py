@@ -5,15 +5,16 @@ N response tokens gathered from many rows.
 """
 import copy
 import importlib.util
-import json
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
+from cory.cache import GrowingLayer
 from cory.errors import UserError
 from cory.lora import adapter_parameters, select
 
@@ -41,6 +42,12 @@ class LanguageModel(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self.lm.get_output_embeddings().weight.shape[0]
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Tokens that end a response: EOS, and what else the model's generation_config ends on (chat models may end a turn otherwise)."""
+        more = getattr(getattr(self.lm, "generation_config", None), "eos_token_id", None) or []
+        return sorted({self.tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])})
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
@@ -107,10 +114,10 @@ def positions(mask: Tensor) -> Tensor:
 def load_language_model(name: str, temperature: float = 1.0, dtype: str = "float32", device: str = "cpu", storage: str = "float32") -> LanguageModel:
     """Loads a local folder or a Hub name by the same calls: safetensors only, remote code never. Raises `UserError`.
 
-    A folder with a LoRA adapter loads the base that it names, then the adapter. `storage` is what the frozen weights are kept in: float32, bfloat16 or 4bit; the head is float32 always.
+    `storage` is what the frozen weights are kept in: float32, bfloat16 or 4bit; the head is float32 always.
     """
     with model_errors("model", name):
-        config = AutoConfig.from_pretrained(base_of(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if getattr(config, "activation_function", None) == "gelu_new":
             config.activation_function = "gelu_pytorch_tanh"     # the same function, as one operation instead of eight
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -132,12 +139,6 @@ def load_language_model(name: str, temperature: float = 1.0, dtype: str = "float
     check_head(model, name)
     lm.get_output_embeddings().float()
     return model
-
-
-def base_of(name: str) -> str:
-    """The model that a folder of a LoRA adapter belongs to; any other model is its own."""
-    adapter = Path(name) / "adapter_config.json"
-    return json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.exists() else name
 
 
 def storage_options(storage: str, device) -> dict:
@@ -165,13 +166,19 @@ def load_weights(auto_class, name: str, dtype: torch.dtype = torch.float32, **kw
 
 @torch.no_grad()
 def check_head(model: LanguageModel, name: str) -> None:
-    """Refuses architectures that do more to their logits than the head (soft-capping, scaling): we would train another policy."""
+    """Refuses architectures that do more to their logits than the head (soft-capping, scaling): we would train another policy; and
+    those that need another cache than keys and values."""
     ids = torch.arange(4, device=model.device)[None] % model.lm.get_input_embeddings().weight.shape[0]
     mask = torch.ones_like(ids)
     ours = model.lm.get_output_embeddings()(model.lm.base_model(input_ids=ids, attention_mask=mask).last_hidden_state)
     if not torch.allclose(ours, model.lm(input_ids=ids, attention_mask=mask).logits, atol=1e-4, rtol=1e-4):
         raise UserError("model", name, f"{type(model.lm).__name__} changes its logits behind the head, which LanguageModel.logprobs "
                         "does not; add that step there")
+    try:
+        model.body(ids, mask, positions(mask), Cache(layer_class_to_replicate=GrowingLayer))
+    except Exception as error:                                      # each architecture misses something else
+        raise UserError("model", name, f"{type(model.lm).__name__} cannot be sampled from with a cache of keys and values alone "
+                        f"({type(error).__name__}); pass a model whose layers are all attention") from error
 
 
 class model_errors:
@@ -181,7 +188,9 @@ class model_errors:
         self.field, self.name = field, name
 
     def __enter__(self):
-        if Path(self.name).is_dir() and not any((Path(self.name) / f"{kind}config.json").exists() for kind in ("", "adapter_")):
+        if (Path(self.name) / "adapter_config.json").exists():
+            raise UserError(self.field, self.name, "is a LoRA adapter, no model; merge it into its base (peft: merge_and_unload) and pass that")
+        if Path(self.name).is_dir() and not (Path(self.name) / "config.json").exists():
             raise UserError(self.field, self.name, "this folder has no config.json; pass a folder written by save_pretrained")
 
     def __exit__(self, kind, error, traceback):

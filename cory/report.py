@@ -152,6 +152,22 @@ def frontier(ax, rows: list[dict], name: str, color: str, label: str | None) -> 
     ax.grid(alpha=0.3)
 
 
+def require_finished(run_dirs: list[Path]) -> None:
+    for i, run_dir in enumerate(run_dirs):
+        if not (run_dir / "eval.json").exists():
+            raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); finish it with --resume")
+        if run_dir.resolve() in [other.resolve() for other in run_dirs[:i]]:
+            raise UserError("run_dirs", str(run_dir), "is named twice; name each run once")
+
+
+def require_picture(path: Path | None) -> None:
+    """A picture can be written there: said before work is done for it."""
+    if path and path.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError("out", str(path), "must end in .png, .pdf or .svg")
+    if path and not os.access(path.absolute().parent, os.W_OK):
+        raise UserError("out", str(path), "its folder is missing or not writable; name another place")
+
+
 def require_same_settings(run_dirs: list[Path], configs: list[dict]) -> None:
     """Raises `UserError` if runs differ in a setting that is not in `FREE_BETWEEN_RUNS`."""
     for folder, cfg in zip(run_dirs, configs):
@@ -257,9 +273,8 @@ def main() -> None:
     parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="picture to write")
     args = parser.parse_args()
-    for run_dir in args.run_dirs:
-        if not (run_dir / "eval.json").exists():
-            raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); finish it with --resume")
+    require_finished(args.run_dirs)
+    require_picture(args.out)
     print(compare(args.run_dirs, args.out))
     print(f"written: {args.out}")
 

@@ -1,9 +1,6 @@
 """Everything around the loops: from a configuration to a finished run folder."""
-import ctypes
 import json
-import resource
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -18,7 +15,8 @@ from cory.config import Config
 from cory.errors import UserError
 from cory.evaluate import EVALUATION_SEED, evaluate
 from cory.files import read_jsonl, replace_text
-from cory.model import load_language_model
+from cory.machine import choose_device, keep_freed_memory, peak_memory
+from cory.model import load_language_model, storage_options
 from cory.report import RunLog, draw_curves, results_table
 from cory.rollout import Rollout
 from cory.sampling import decode, encode_prompts, sample
@@ -49,7 +47,8 @@ class Run:
             keep_freed_memory()
         print(f"{cfg.method.upper()} on {cfg.task}: preset {cfg.preset}, model {shown(cfg.model)}, data {shown(cfg.dataset)}, {self.device} "
               f"{cfg.dtype}. The paper's setting: python train_{cfg.task}.py --method {cfg.method} --preset {cfg.paper_preset}", flush=True)
-        data = task_class.load_data(cfg)                            # before any model: its faults are the cheapest to find
+        storage_options(cfg.storage, self.device)                   # what cannot be is said before anything is loaded
+        data = task_class.load_data(cfg)                            # and data before any model: its faults are the cheapest to find
         self.reference = load_language_model(cfg.model, cfg.temperature, cfg.dtype, self.device, cfg.storage)
         self.task = task_class(cfg, data, self.reference)
         names = ["llm1"] if cfg.method == "ppo" else ["llm1", "llm2"]
@@ -139,35 +138,6 @@ def shown(path: str) -> str:
     """A name as typed; the embedded assets by their short name."""
     from cory.config import ASSETS
     return f"embedded {Path(path).relative_to(ASSETS)}" if Path(path).is_relative_to(ASSETS) else path
-
-
-def choose_device(cfg: Config) -> torch.device:
-    available = torch.cuda.is_available()
-    if cfg.device == "cuda" and not available:
-        raise UserError("device", cfg.device, "this machine shows PyTorch no CUDA GPU; use --device auto or cpu")
-    device = torch.device("cuda" if available and cfg.device != "cpu" else "cpu")
-    if cfg.dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise UserError("dtype", cfg.dtype, f"{torch.cuda.get_device_name()} has no bfloat16 arithmetic; use --dtype float32")
-    return device
-
-
-def peak_memory(device: torch.device) -> float:
-    """GiB: the largest the process has been, or on a GPU what PyTorch has allocated there at most."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks for the next step, instead of handing them back to a kernel that must then zero every page
-    of each (N, V) tensor anew: about a quarter of an iteration's time on a CPU (README, Speed). No effect on other C libraries."""
-    m_trim_threshold, m_mmap_max = -1, -4                           # names of the two settings in malloc.h
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(m_mmap_max, 0), libc.mallopt(m_trim_threshold, 2**31 - 1)
-    except (OSError, AttributeError):
-        pass
 
 
 def choose_run_dir(cfg: Config) -> Path:

@@ -3,9 +3,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from cory import formulas
+from cory.cache import GrowingLayer
 from cory.errors import UserError
 from cory.model import LanguageModel, positions
 
@@ -57,34 +58,6 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
 
 
-class GrowingLayer(DynamicLayer):
-    """One layer's keys and values (R, heads, L, D) in buffers with room to grow, for the R rows that are still being sampled.
-
-    transformers' own layer copies the whole cache for every new token; here a token is written into its place.
-    """
-
-    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-            self.buffers = [x[:, :, :0] for x in (keys, values)]
-        start, end = self.get_seq_length(), self.get_seq_length() + keys.shape[2]
-        if end > self.buffers[0].shape[2]:
-            grown = [b.new_empty(*b.shape[:2], end + max(32, end // 4), b.shape[3]) for b in self.buffers]
-            for new, old in zip(grown, self.buffers):
-                new[:, :, :start] = old[:, :, :start]
-            self.buffers = grown
-        for buffer, new in zip(self.buffers, (keys, values)):
-            buffer[:, :, start:end] = new
-        self.keys, self.values = (b[:, :, :end] for b in self.buffers)
-        return self.keys, self.values
-
-    def keep(self, rows: Tensor, first: int) -> None:
-        """Only these rows, and of them only the columns from `first` on."""
-        length = self.get_seq_length() - first
-        self.buffers = [b[rows, :, first:] for b in self.buffers]
-        self.keys, self.values = (b[:, :, :length] for b in self.buffers)
-
-
 @torch.no_grad()
 def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator | None) -> Sample:
     """Samples `a ~ pi(. | prompt)` for a batch until EOS or `max_new_tokens`, with a key/value cache; greedily without a generator.
@@ -94,8 +67,8 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     CPU generator; a step draws B numbers from it, whichever rows still run. R rows are computed: once a quarter of them have ended,
     those are dropped, and the columns with them that hold no token of any other row.
     """
-    B, device, eos = len(prompts.ids_BP), model.device, model.tokenizer.eos_token_id
-    response_BT = torch.full((B, max_new_tokens), eos, device=device)
+    B, device, ends = len(prompts.ids_BP), model.device, torch.tensor(model.end_ids, device=model.device)
+    response_BT = torch.full((B, max_new_tokens), model.tokenizer.eos_token_id, device=device)
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
     ids, mask, position_ids = prompts.ids_BP, prompts.mask_BP, positions(prompts.mask_BP)
@@ -107,7 +80,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
         at = row_R[running_R]
         response_BT[at, t], mask_BT[at, t] = token_R[running_R], 1.0
         logp_BT[at, t] = formulas.token_logprobs(logp_RV, token_R)[running_R]
-        running_R = running_R & (token_R != eos)
+        running_R = running_R & ~torch.isin(token_R, ends)
         left = int(running_R.sum())
         if left == 0:
             break

@@ -70,6 +70,12 @@ class Task:
                 raise UserError("reward", value, f"sample {i} ({(queries[i] + responses[i])[:80]!r}) needs a finite number")
         return torch.tensor([float(value) for value in rewards])
 
+    def cut(self, response: str) -> str:
+        """A response for another agent's prompt: its first max_response_length tokens. It has no more of them, unless sampled bytes that
+        are no text were replaced by signs of several tokens."""
+        limit, ids = self.cfg.max_response_length, self.tokenizer(response, add_special_tokens=False)["input_ids"]
+        return response if len(ids) <= limit else self.tokenizer.decode(ids[:max(0, limit - 2)], clean_up_tokenization_spaces=False)
+
     def figures(self, queries: list[str], responses: list[str]) -> dict[str, float]:
         """What a task measures beside its reward, by name; means over the responses."""
         return {}

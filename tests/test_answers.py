@@ -18,6 +18,8 @@ ANSWERS = [                         # response, the last number, OpenAI's strict
     ("9" * 400, Decimal("9" * 400), None), ("5 + 4 = 9.", 9, None), ("４２", 42, None), ("１，２３４", 1234, None), ("5²", 5, None), ("15", 15, None), ("NaN", None, None), ("inf", None, None),
     ("-inf", None, None), ("1,23", 23, None), ("1234,567", 567, None), ("12,345,678", 12345678, None), ("1,000,00", 0, None),
     ("So 9. Question: Ann has 3. Answer: 7", 9, None), ("#### 9\nQuestion: b? #### 7", 9, 9), ("Question: 5 #### 7", None, None),
+    ("The answer is...42", 42, None), ("_-7_", -7, None), ("10%-15%", 15, None), (r"\frac{14}{2}-7", 7, None), ("-¥7", -7, None), (r"-\$7", -7, None),
+    ("1e1000", Decimal("1e1000"), None), ("1{,}234", 1234, None), ("#### 42.", 42, 42), ("#### 042", 42, 42),
     ("$1,234.", 1234, None), ("covid-19", 19, None), ("a\x00\x07 12\ufffd", 12, None),
 ]
 

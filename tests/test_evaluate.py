@@ -31,7 +31,7 @@ def test_figures_of_greedy_and_drawn_answers_by_hand():
     lines = [{"round": 0, "first": 0, "responses": ["x", ""], "rewards": [1.0, 0.0]}]
     lines += [{"round": i + 1, "first": 0, "responses": ["", ""], "rewards": [a, -1.0]} for i, a in enumerate((0.5, 0.0, 2.0))]
     assert solved_figures(TwoQueries, lines, [1, 2]) == pytest.approx(
-        {"greedy_task_reward": 0.5, "greedy_accuracy": 0.5, "greedy_unparsed": 0.5, "pass@1": 1 / 3, "pass@2": 0.5})
+        {"greedy_task_reward": 0.5, "greedy_solved": 0.5, "greedy_unparsed": 0.5, "pass@1": 1 / 3, "pass@2": 0.5})
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,8 @@ def test_finished_runs_are_evaluated_by_agent_and_for_the_base(finished, tmp_pat
     runs = copied(finished, tmp_path, "cory-0", "cory-1")
     evaluate.main([*runs, *FLAGS, "--out", str(tmp_path / "both.png")])
     out = capsys.readouterr().out
-    assert "| base | CORY LLM1 | CORY LLM2 |" in out.replace("  ", "").replace("| base|", "| base |") or "CORY LLM2" in out
+    head = next(line for line in out.splitlines() if line.startswith("| held-out"))
+    assert [cell.strip() for cell in head.strip("|").split("|")] == ["held-out, 7 queries", "base", "CORY LLM1", "CORY LLM2"]
     assert "pass@4" in out and "greedy strict accuracy" in out and (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
     for run in runs:
         results = json.loads((tmp_path / run / "evaluation" / "results.json").read_text())
@@ -63,7 +64,7 @@ def test_finished_runs_are_evaluated_by_agent_and_for_the_base(finished, tmp_pat
         for agent in ("base", "llm1", "llm2"):
             lines = [json.loads(line) for line in (tmp_path / run / "evaluation" / f"{agent}.jsonl").open()]
             assert [(x["round"], x["first"], len(x["responses"])) for x in lines] == [(r, f, min(3, 7 - f)) for r in range(6) for f in (0, 3, 6)]
-            assert {"greedy_accuracy", "greedy_strict_accuracy", "greedy_unparsed", "pass@1", "pass@2", "pass@4"} <= results[agent].keys()
+            assert {"greedy_accuracy", "greedy_solved", "greedy_strict_accuracy", "greedy_unparsed", "pass@1", "pass@2", "pass@4"} <= results[agent].keys()
     texts = {agent: (tmp_path / "cory-0" / "evaluation" / f"{agent}.jsonl").read_text() for agent in ("base", "llm1", "llm2")}
     assert texts["base"] == (tmp_path / "cory-1" / "evaluation" / "base.jsonl").read_text()
     rounds = [x["responses"] for x in map(json.loads, texts["base"].splitlines()) if x["first"] == 0]
@@ -88,13 +89,14 @@ def test_runs_of_imdb_are_evaluated_too(small_flags, tmp_path, capsys):
     train_imdb.main([*small_flags, "--iterations", "1", "--run_dir", str(tmp_path / "r")])
     evaluate.main([str(tmp_path / "r"), "--k", "1", "2", "--samples", "2", "--queries", "6"])
     results = json.loads((tmp_path / "r" / "evaluation" / "results.json").read_text())
-    assert results["llm2"].keys() == {"greedy_task_reward", "greedy_accuracy", "pass@1", "pass@2"}
+    assert results["llm2"].keys() == {"greedy_task_reward", "greedy_solved", "pass@1", "pass@2"}
     assert (tmp_path / "r" / "evaluation" / "pass_at_k.png").exists()
 
 
 @pytest.mark.parametrize("flags, says", [
     (["--k", "0"], "k is [0]: must be 1 or more"), (["--samples", "3"], "samples is 3: must be at least the largest k = 32"),
-    (["--queries", "500"], "eval_queries is 500"), (["--rows", "0"], "rows is 0"), (["--temperature", "-1"], "temperature is -1.0"), (["--zzz"], "unrecognized arguments: --zzz")])
+    (["--queries", "500"], "queries is 500: the run held out 20 rows"), (["--rows", "-1"], "rows is -1"), (["--out", "/nowhere/p.png"], "out is '/nowhere/p.png'"),
+    (["--out", "p.txt"], "must end in .png"), (["--temperature", "-1"], "temperature is -1.0"), (["--zzz"], "unrecognized arguments: --zzz")])
 def test_bad_requests_exit_2_with_one_line(flags, says, finished, capsys):
     with pytest.raises(SystemExit) as stop:
         evaluate.main([str(finished / "ppo"), *flags])
@@ -103,7 +105,7 @@ def test_bad_requests_exit_2_with_one_line(flags, says, finished, capsys):
 
 
 def test_runs_that_do_not_compare_and_folders_without_a_run_are_refused(finished, tmp_path, capsys):
-    for argv, says in (([finished / "cory-0", finished / "ppo"], "differs from"), ([tmp_path], "is no finished run (no eval.json)")):
+    for argv, says in (([finished / "cory-0", finished / "ppo"], "differs from"), ([tmp_path], "is no finished run (no eval.json)"), ([finished / "ppo"] * 2, "is named twice")):
         with pytest.raises(SystemExit):
             evaluate.main([str(a) for a in argv])
         assert says in capsys.readouterr().err
@@ -112,3 +114,21 @@ def test_runs_that_do_not_compare_and_folders_without_a_run_are_refused(finished
     with pytest.raises(SystemExit):
         evaluate.main([run, *FLAGS, "--queries", "5"])
     assert "has an evaluation with other settings (queries was 7, now 5)" in capsys.readouterr().err
+
+
+def test_rows_the_run_trained_on_are_never_evaluated(problem_flags, problems, tmp_path, capsys):
+    """One file without a test split: the run held its last 8 rows out, and more are not to be had."""
+    train_gsm8k.main([*problem_flags, "--dataset", str(problems / "train.jsonl"), "--iterations", "1", "--run_dir", str(tmp_path / "r")])
+    with pytest.raises(SystemExit):
+        evaluate.main([str(tmp_path / "r"), *FLAGS, "--queries", "20"])
+    assert "queries is 20: the run held out 8 rows" in capsys.readouterr().err
+    evaluate.main([str(tmp_path / "r"), *FLAGS])
+
+
+def test_a_run_without_its_final_models_is_refused(finished, tmp_path, capsys):
+    import shutil
+    run, = copied(finished, tmp_path, "ppo")
+    shutil.rmtree(tmp_path / "ppo" / "final" / "llm1")
+    with pytest.raises(SystemExit):
+        evaluate.main([run, *FLAGS])
+    assert "has no final/llm1" in capsys.readouterr().err and not (tmp_path / "ppo" / "evaluation").exists()

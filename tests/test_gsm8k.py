@@ -45,6 +45,9 @@ def test_a_chat_template_wraps_the_prompt_and_bos_is_written_once(problems, tmp_
     assert task.observer_prompts(["How?"], ["7"]) == ["[user]Question: How? Reference: 7 Answer:[assistant]"]
     ids = encode_prompts(load_language_model(model), [prompt], 5).ids_BP[0].tolist()
     assert ids.count(256) == 1 and ids[0] == 256
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)     # one that adds no BOS: the template's stays
+    task = gsm8k(problems, model=str(save_llama(tmp_path / "chatml", tokenizer)), chat_template=True, one_shot=False)
+    assert task.pioneer_prompts(["How?"]) == ["<|endoftext|>[user]Question: How? Answer:[assistant]"]
     with pytest.raises(UserError, match="chat_template is True: the tokenizer of .* has none"):
         gsm8k(problems, chat_template=True)
 
@@ -96,11 +99,19 @@ def test_real_questions_train_a_local_model(gsm8k_data, problem_flags, tmp_path,
 
 
 def test_observers_see_the_pioneers_answer(problem_flags, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(Gsm8k, "observer_prompts", lambda self, queries, responses, old=Gsm8k.observer_prompts: seen.append(old(self, queries, responses)) or seen[-1])
+    seen, tasks, old = [], [], Gsm8k.observer_prompts
+    monkeypatch.setattr(Gsm8k, "observer_prompts", lambda self, *a: tasks.append(self) or seen.append(old(self, *a)) or seen[-1])
     train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
     samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").open()]
-    assert all(f"Question: {row['query']} Reference: {row['pioneer'].strip()} Answer:" in prompt for row, prompt in zip(samples, seen[1]))
+    assert all(f"Question: {row['query']} Reference: {tasks[1].cut(row['pioneer']).strip()} Answer:" in prompt for row, prompt in zip(samples, seen[1]))
+
+
+def test_a_response_that_grew_as_text_is_cut_for_the_observer(problems):
+    """Sampled bytes that are no UTF-8 become signs of three bytes each; the observer's prompt still keeps its bound."""
+    task = gsm8k(problems)
+    count = lambda text: len(task.tokenizer(text)["input_ids"])
+    assert task.cut("x" * 12) == "x" * 12 and count("\ufffd" * 12) == 36 and 8 <= count(task.cut("\ufffd" * 12)) <= 12
+    assert f"Reference: {task.cut(chr(0xfffd) * 12)} Answer:" in task.observer_prompts(["How?"], ["\ufffd" * 12])[0]
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -114,7 +125,7 @@ BAD = {
     "checker": (None, ["--checker", "regex"], "checker is 'regex': unknown; choose from last_number, strict"),
     "context": (None, ["--max_response_length", "600"], "max_response_length is 600: an observer's prompt has up to"),
     "4 bits without CUDA": (None, ["--lora", "true", "--load_in_4bit", "true"], "load_in_4bit is True: needs a CUDA GPU"),
-    "lora targets": (None, ["--lora", "true", "--lora_targets", "attn,mlp2"], "lora_targets is 'attn,mlp2': match no layer"),
+    "lora targets": (None, ["--lora", "true", "--lora_targets", "attn,mlp2"], "lora_targets is 'attn,mlp2': attn, mlp2 names no layer"),
     "chat": (None, ["--chat_template", "true"], "chat_template is True: the tokenizer"),
     "lengths": (None, ["--min_response_length", "13"], "min_response_length is 13: must not exceed max_response_length = 12"),
 }

@@ -1,5 +1,6 @@
 """Two agents and the reference on one frozen base."""
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cory.agent import Agent
 from cory.config import Gsm8kConfig
+from cory.errors import UserError
 from cory.gsm8k import Gsm8k
-from cory.lora import select
-from cory.model import load_language_model
+from cory.lora import load_adapter
+from cory.model import LanguageModel, load_language_model
 from cory.ppo import ppo_update
 from cory.rollout import rollout
 from cory.sampling import encode_prompts
@@ -138,40 +140,89 @@ def test_cory_without_its_three_ideas_is_ppo_with_adapters_too(problem_flags, tm
 def test_final_adapters_load_in_plain_transformers_and_answer_alike(problem_flags, tmp_path, reward_by_length):
     from transformers import AutoModelForCausalLM
     run(problem_flags, tmp_path / "r", "--iterations", "2")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "r" / "final" / "llm2").eval()
-    ours = load_language_model(str(tmp_path / "r" / "final" / "llm2"))
+    folder = tmp_path / "r" / "final" / "llm2"
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     saved = load_file(next((tmp_path / "r" / "checkpoints").glob("iteration_*")) / "llm2.safetensors")
     assert any(torch.equal(p, saved[next(k for k in saved if "lora_B" in k)]) for name, p in plain.named_parameters() if "lora_B" in name)
-    ids = torch.arange(20)[None]
-    torch.testing.assert_close(plain(ids).logits, ours.lm(ids).logits)
-    select(ours.lm, None)                                               # a loaded adapter is not switched off by accident
-    torch.testing.assert_close(plain(ids).logits, ours.lm(ids).logits)
+    base = load_language_model(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
+    ours, ids = LanguageModel(base.lm, base.tokenizer, adapter=load_adapter(base.lm, "llm2", folder)), torch.arange(20)[None]
+    hidden = ours.body(ids, torch.ones_like(ids), torch.arange(20)[None])[0]
+    torch.testing.assert_close(plain(ids).logits.log_softmax(-1), ours.logprobs(hidden))
+
+
+def test_the_base_is_found_again_from_any_folder(problem_flags, problems, tmp_path, monkeypatch):
+    monkeypatch.chdir(problems)
+    run(problem_flags, tmp_path / "r", "--model", "lm", "--iterations", "1")
+    config = json.loads((tmp_path / "r" / "final" / "llm1" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str((problems / "lm").resolve())
+
+
+def test_an_adapter_is_no_model_to_start_from(problem_flags, tmp_path, capsys):
+    """Its base would train without what the adapter learned, or be lost when only the adapter is saved."""
+    run(problem_flags, tmp_path / "r", "--iterations", "1")
+    with pytest.raises(SystemExit):
+        run(problem_flags, tmp_path / "s", "--model", str(tmp_path / "r" / "final" / "llm1"))
+    assert "is a LoRA adapter, no model; merge it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("targets, wrong", [("q_proj,lm_head", "lm_head"), ("embed_tokens", "embed_tokens"), ("q_proj,v_porj", "v_porj")])
+def test_targets_that_would_not_be_trained_as_they_are_sampled_are_refused(targets, wrong, problems):
+    with pytest.raises(UserError, match=f"{wrong} names no layer that can be adapted; those of this model: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"):
+        two_agents(problems / "lm", config(lora_targets=targets))
+    _, (one, _) = two_agents(problems / "lm", config(lora_targets="q_proj,v_proj"))
+    assert {name.split(".")[-4] for name in one.policy.trained() if "lora_" in name} == {"q_proj", "v_proj"}
 
 
 # --- long responses ---------------------------------------------------------------------------------------------------
-class LargestTensor(TorchDispatchMode):
-    """The most elements that any tensor had which an operation returned."""
-    elements = 0
+class Elements(TorchDispatchMode):
+    """Counts, while it is on: the most elements of any tensor that an operation returned, and of all tensors with V columns that
+    the graph keeps for a backward pass at one time."""
+
+    def __init__(self, vocab: int):
+        super().__init__()
+        self.vocab, self.largest, self.kept, self.most_kept = vocab, 0, 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
+                self.largest = max(self.largest, x.numel())
         return out
+
+    def keep(self, x):
+        if x.shape[-1:] == (self.vocab,) and not x.is_leaf:
+            self.kept += x.numel()
+            self.most_kept = max(self.most_kept, self.kept)
+            kept = Kept(x)
+            weakref.finalize(kept, self.drop, x.numel())
+            return kept
+        return x
+
+    def drop(self, n):
+        self.kept -= n
+
+
+class Kept:
+    """A tensor in the graph, whose going can be told."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_memory_of_an_update_does_not_grow_with_vocabulary_times_length(problems, monkeypatch, lora):
-    """Responses of 256 tokens over 257 words, logits of 64 tokens at a time: no tensor of an iteration is as large as a quarter of (T, V)."""
+    """Responses of 256 tokens over 257 words, logits of 16 tokens at a time: nothing of (T, V) is made, nor kept for the backward pass."""
     import cory.rollout
-    monkeypatch.setattr(cory.rollout, "LOGPROBS_AT_ONCE", 64 * 257)
+    chunk, vocab = 16, 257
+    monkeypatch.setattr(cory.rollout, "LOGPROBS_AT_ONCE", chunk * vocab)
     cfg = config(lora=lora, batch_size=2, mini_batch_size=1, num_ppo_epochs=1, kl_penalty="full")
     reference, (agent, _) = two_agents(problems / "lm", cfg)
-    head, likely = agent.policy.logprobs, torch.zeros(257)
+    head, likely = agent.policy.logprobs, torch.zeros(vocab)
     likely[256] = -20.0                                                 # never ends
     monkeypatch.setattr(agent.policy, "logprobs", lambda hidden: (head(hidden) + likely).log_softmax(-1))
-    with LargestTensor() as largest:
+    counted = Elements(vocab)
+    with counted, torch.autograd.graph.saved_tensors_hooks(counted.keep, lambda x: x.tensor if isinstance(x, Kept) else x):
         turn = rollout(agent, reference, ["a", "b"], 256, cfg)
         ppo_update(agent, turn, torch.tensor([0.0, 1.0]), cfg)
-    assert turn.mask_BT.sum() == 512 and 64 * 257 <= largest.elements <= 257 * 64 + 1
+    assert turn.mask_BT.sum() == 512 and counted.largest < 256 * vocab / 2
+    assert 0 < counted.most_kept <= 6 * chunk * vocab < 256 * vocab

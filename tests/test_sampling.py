@@ -5,10 +5,11 @@ from conftest import byte_tokenizer
 from toys import LetterTokenizer, agent_of, bigram, settings
 
 from cory import sampling
+from cory.cache import GrowingLayer
 from cory.errors import UserError
 from cory.model import load_language_model
 from cory.rollout import rollout
-from cory.sampling import GrowingLayer, decode, draw, encode_prompts, sample
+from cory.sampling import decode, draw, encode_prompts, sample
 
 
 def path_model(*letters) -> torch.Tensor:
@@ -167,3 +168,14 @@ def test_a_tokenizers_bos_stands_before_the_prompt():
     prompts = encode_prompts(model, ["ab", "c"], 3)
     assert prompts.ids_BP[:, -1].tolist() == tokenizer("bc", add_special_tokens=False)["input_ids"] and prompts.ids_BP[0, 0] == 256
     assert prompts.mask_BP.tolist() == [[1, 1, 1], [0, 1, 1]] and prompts.ids_BP[1, 1] == 256
+
+
+def test_every_end_of_turn_that_the_model_knows_ends_a_response(small):
+    """A chat model may end its turn with another token than its tokenizer's EOS; its generation_config lists both."""
+    model = load_language_model(str(small / "lm"))
+    assert model.end_ids == [256]
+    model.lm.generation_config.eos_token_id = [256, 7]
+    assert model.end_ids == [7, 256]
+    model.logprobs = lambda hidden: torch.full((len(hidden), 257), -9.0).index_fill(1, torch.tensor([7]), 0.0)
+    drawn = sample(model, encode_prompts(model, ["ab"], 5), 5, None)
+    assert drawn.response_BT.tolist() == [[7]] and drawn.mask_BT.tolist() == [[1.0]]

@@ -162,7 +162,7 @@ def test_data_is_checked_before_any_model_is_loaded(small_flags, tmp_path, capsy
 
 
 def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
-    from cory.run import choose_device
+    from cory.machine import choose_device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old GPU")

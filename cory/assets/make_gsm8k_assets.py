@@ -19,8 +19,13 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cory.assets.pretraining import EOS, byte_level_tokenizer, fit, save
+from cory.answers import gold_answer, last_number
+from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
+from cory.gsm8k import observer_prompt, pioneer_prompt
+from cory.machine import keep_freed_memory
+from cory.model import LanguageModel
+from cory.sampling import decode, encode_prompts, sample
 
 CONTEXT = 2048                                  # tokens; rotary positions cost no weights
 
@@ -35,10 +40,6 @@ def make_problems(args):
                                                        for made in list(rows.values())[:count]))
 
 
-def prompt_of(made: Problem, reference: str | None = None) -> str:
-    return f"Question: {made.question}" + (f" Reference: {reference}" if reference else "") + " Answer:"
-
-
 def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float):
     """((B, L) token ids padded with EOS, (B, L) mask: 1 = token that is learned: those of an answer, its EOS included).
 
@@ -46,15 +47,18 @@ def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: f
     `sums_first` batches are sums alone: what is left to learn is then reading.
     """
     eos = tokenizer.eos_token_id
+    told = lambda answer: answer if rng.random() < worked else answer[answer.index("####"):]
     for count in itertools.count():
         kind = "sums" if count < sums_first else rng.choices(("bare", "reference", "sums"), weights=(4, 2, 2))[0]
-        made = [problem(rng, held_out=False) for _ in range(rows)]
         if kind == "sums":
             prompts, answers = [""] * rows, [" ".join(sums_of(problem(rng, held_out=False)) for _ in range(3)) for _ in range(rows)]
         else:
-            told = lambda answer: answer if rng.random() < worked else answer[answer.index("####"):]
-            references = [told(m.answer if rng.random() < 0.5 else wrong_answer(rng, m)) if kind == "reference" else None for m in made]
-            prompts, answers = [prompt_of(m, r) for m, r in zip(made, references)], [m.answer if kind == "reference" else told(m.answer) for m in made]
+            made = [problem(rng, held_out=False) for _ in range(rows)]
+            if kind == "bare":
+                prompts, answers = [pioneer_prompt(m.question, example="") for m in made], [told(m.answer) for m in made]
+            else:
+                references = [told(m.answer if rng.random() < 0.5 else wrong_answer(rng, m)) for m in made]
+                prompts, answers = [observer_prompt(m.question, r, example="") for m, r in zip(made, references)], [m.answer for m in made]
         prompts = tokenizer(prompts)["input_ids"]
         answers = [ids + [eos] * (kind != "sums") for ids in tokenizer([" " + answer for answer in answers])["input_ids"]]
         width = max(len(p) + len(a) for p, a in zip(prompts, answers))
@@ -74,26 +78,16 @@ def loss_of(model, batch):
 
 
 @torch.no_grad()
-def greedy_accuracy(model, tokenizer, problems: list[Problem], reference=None) -> float:
-    """Share of problems whose greedy answer ends in the right number, with an optional reference for each."""
-    model.eval()
-    right = 0
-    tokenizer.pad_token, tokenizer.padding_side = EOS, "left"
-    for at in range(0, len(problems), 128):
-        some = problems[at:at + 128]
-        batch = tokenizer([prompt_of(m, reference(m) if reference else None) for m in some], padding=True, return_tensors="pt")
-        out = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=48, do_sample=False,
-                             pad_token_id=tokenizer.eos_token_id)
-        texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
-        right += sum(text.split("####")[-1].strip() == m.answer.split("#### ")[1] for text, m in zip(texts, some))
-    model.train()
-    return right / len(problems)
+def greedy_accuracy(model: LanguageModel, prompts: list[str], problems: list[Problem]) -> float:
+    """Share of problems whose greedy answer ends in the right number."""
+    drawn = sample(model, encode_prompts(model, prompts, 48), 48, None)
+    return sum(last_number(text) == gold_answer(m.answer) for text, m in zip(decode(model, drawn.response_BT, drawn.mask_BT), problems)) / len(problems)
 
 
 def make_lm(args):
     rng = random.Random(args.seed)
     seen = [problem(rng, held_out=False) for _ in range(20_000)]
-    tokenizer = byte_level_tokenizer([f"{prompt_of(m, wrong_answer(rng, m))} {m.answer}" for m in seen], args.vocab, CONTEXT, single_digits=True)
+    tokenizer = byte_level_tokenizer([f"{observer_prompt(m.question, wrong_answer(rng, m), example='')} {m.answer}" for m in seen], args.vocab, CONTEXT, single_digits=True)
     eos = tokenizer.eos_token_id
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=int(args.width * 8 / 3) // 32 * 32,
                          num_hidden_layers=args.layers, num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64,
@@ -101,12 +95,13 @@ def make_lm(args):
                          initializer_range=args.width ** -0.5 / 2)
     model = LlamaForCausalLM(config)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
-    measure = [problem(rng, held_out=True) for _ in range(256)]
     model.train()
     info = fit(model, batches(tokenizer, args.rows, rng, args.sums_first, args.worked), loss_of, args.steps, args.lr, 0.1, args.minutes, decay=0.0)
-    info |= {"parameters": model.num_parameters(), "greedy_accuracy": greedy_accuracy(model, tokenizer, measure),
-             "greedy_accuracy_right_reference": greedy_accuracy(model, tokenizer, measure, lambda m: m.answer),
-             "greedy_accuracy_wrong_reference": greedy_accuracy(model, tokenizer, measure, lambda m: wrong_answer(rng, m))}
+    measure, policy = [problem(rng, held_out=True) for _ in range(512)], LanguageModel(model, tokenizer)
+    prompts = {"greedy_accuracy": [pioneer_prompt(m.question, example="") for m in measure]}
+    for name, reference in (("right", lambda m: m.answer), ("wrong", lambda m: wrong_answer(rng, m))):
+        prompts[f"greedy_accuracy_{name}_reference"] = [observer_prompt(m.question, reference(m), example="") for m in measure]
+    info |= {"parameters": model.num_parameters()} | {name: greedy_accuracy(policy, texts, measure) for name, texts in prompts.items()}
     save(model, tokenizer, Path(args.out) / "lm", info | {"options": vars(args)})
 
 
@@ -116,7 +111,7 @@ def main():
     parser.add_argument("--out", default="build/gsm8k", help="folder the assets are written to")
     parser.add_argument("--train", type=int, default=4000, help="training problems")
     parser.add_argument("--test", type=int, default=1000, help="held-out problems")
-    parser.add_argument("--steps", type=int, default=1040, help="optimizer steps: part of the way")
+    parser.add_argument("--steps", type=int, default=940, help="optimizer steps: part of the way")
     parser.add_argument("--minutes", type=float, default=30, help="longest training time")
     parser.add_argument("--width", type=int, default=128, help="hidden size")
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks")
@@ -128,6 +123,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    keep_freed_memory()
     {"problems": make_problems, "lm": make_lm}[args.stage](args)
 
 

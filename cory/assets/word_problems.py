@@ -1,6 +1,6 @@
 """Arithmetic word problems in GSM8K's format, made by drawing sentences: the embedded default of `train_gsm8k.py`.
 
-A problem is an opening, one to three further steps and a question: two to four steps in all, each one sum. Its *template* is
+A problem is an opening, some steps and a question, and takes two to four sums. Its *template* is
 the list of its sentence patterns with names, things and numbers left blank, and its *numbers* are those in the question. Both are
 divided by a hash into a training and a held-out share: no held-out problem has a template, or a list of numbers, that any
 training problem has. What the two shares do have in common is single sentences.
@@ -102,16 +102,26 @@ def draw_problem(rng: random.Random) -> Problem | None:
 
 
 def wrong_answer(rng: random.Random, made: Problem) -> str:
-    """A worked answer with one wrong sum, carried on from there without a further mistake: what a poor pioneer writes."""
-    sums = made.answer.split(" #### ")[0].removesuffix(".").split(". ")
+    """A worked answer with one sum read or calculated wrongly, carried on from there without another mistake to a wrong end."""
+    while True:
+        answer = answer_with_a_mistake(rng, made.answer)
+        if answer and answer.partition("#### ")[2] != made.answer.partition("#### ")[2]:
+            return answer
+
+
+def answer_with_a_mistake(rng: random.Random, answer: str) -> str | None:
+    """None if a division behind the mistake does not come out even."""
+    sums = answer.split(" #### ")[0].removesuffix(".").split(". ")
     at, value, said = rng.randrange(len(sums)), None, []
     for i, line in enumerate(sums):
         a, operation, b, _, result = line.split()
-        a = a if value is None else str(value)
+        left, right = int(a) if value is None else value, int(b)
         if i == at and rng.random() < 0.5:                      # reads the step wrongly
             operation = rng.choice([o for o in "+-*/" if o != operation])
-        value = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b), "/": int(a) // int(b)}[operation]
+        if operation == "/" and left % right:
+            return None
+        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[operation]
         if i == at and str(value) == result:                    # or calculates it wrongly
             value += rng.choice([-10, -2, -1, 1, 2, 10])
-        said.append(f"{a} {operation} {b} = {value}.")
+        said.append(f"{left} {operation} {right} = {value}.")
     return f"{' '.join(said)} #### {value}"

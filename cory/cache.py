@@ -1,0 +1,31 @@
+"""Keys and values kept while responses are sampled."""
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+
+class GrowingLayer(DynamicLayer):
+    """One layer's keys and values (R, heads, L, D) in buffers with room to grow, for the R rows that are still being sampled.
+
+    transformers' own layer copies the whole cache for every new token; here a token is written into its place.
+    """
+
+    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            self.buffers = [x[:, :, :0] for x in (keys, values)]
+        start, end = self.get_seq_length(), self.get_seq_length() + keys.shape[2]
+        if end > self.buffers[0].shape[2]:
+            grown = [b.new_empty(*b.shape[:2], end + max(32, end // 4), b.shape[3]) for b in self.buffers]
+            for new, old in zip(grown, self.buffers):
+                new[:, :, :start] = old[:, :, :start]
+            self.buffers = grown
+        for buffer, new in zip(self.buffers, (keys, values)):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = (b[:, :, :end] for b in self.buffers)
+        return self.keys, self.values
+
+    def keep(self, rows: Tensor, first: int) -> None:
+        """Only these rows, and of them only the columns from `first` on."""
+        length = self.get_seq_length() - first
+        self.buffers = [b[rows, :, first:] for b in self.buffers]
+        self.keys, self.values = (b[:, :, :length] for b in self.buffers)
