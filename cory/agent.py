@@ -9,8 +9,8 @@ from cory.model import LanguageModel, PolicyWithValue
 class Agent:
     """One LLM of the pair (`llm1`, `llm2`), whichever role it plays: policy, value head, Adam, KL coefficient, random stream.
 
-    Agents start as copies of the reference, or with LoRA as adapters on it. Each samples and shuffles with a generator of its own, so that what one agent
-    does never moves the random stream of the other.
+    Agents start as copies of the reference, or with LoRA as adapters on it. Each samples and shuffles with a generator of its own, so
+    that what one agent does never moves the random stream of the other.
     """
 
     def __init__(self, name: str, reference: LanguageModel, cfg: Config, index: int):

@@ -103,7 +103,8 @@ def solve(load: Callable[[], LanguageModel], task: Task, path: Path, samples: in
         if (number, first) not in lines:
             queries = task.held_out_queries[first:first + rows]
             responses = answer(model, task, queries, length, None if number == 0 else EVALUATION_SEED + 1_000_003 * number + first)
-            lines[number, first] = {"round": number, "first": first, "responses": responses, "rewards": task.reward(queries, responses).tolist()}
+            rewards = task.reward(queries, responses).tolist()
+            lines[number, first] = {"round": number, "first": first, "responses": responses, "rewards": rewards}
             append_jsonl(path, [lines[number, first]])
         bar.update()
     return [lines[place] for place in places]
@@ -134,7 +135,8 @@ def evaluate_run(run_dir: Path, task_class: type[Task], cfg: Config, args: argpa
         raise UserError("queries", queries, f"the run held out {len(data.held_out)} rows of {cfg.dataset}; ask for fewer")
     rows = args.rows or rows_at_once(256, cfg.max_response_length)
     iteration = json.loads((run_dir / "eval.json").read_text())["iteration"]
-    settings = {"iteration": iteration, "queries": queries, "temperature": cfg.temperature, "rows": rows, "max_response_length": cfg.max_response_length}
+    settings = {"iteration": iteration, "queries": queries, "temperature": cfg.temperature, "rows": rows,
+                "max_response_length": cfg.max_response_length}
     folder = run_dir / "evaluation"
     if (folder / "settings.json").exists() and (old := json.loads((folder / "settings.json").read_text())) != settings:
         changed = "; ".join(f"{k} was {old.get(k)}, now {v}" for k, v in settings.items() if old.get(k) != v)
@@ -157,7 +159,8 @@ def evaluate_run(run_dir: Path, task_class: type[Task], cfg: Config, args: argpa
     figures, batches = {}, len(loads) * (args.samples + 1) * math.ceil(queries / rows)
     with tqdm(total=batches, desc=run_dir.name, unit="batch", dynamic_ncols=True) as bar:
         for name, load in loads.items():
-            figures[name] = solved_figures(task, solve(load, task, folder / f"{name}.jsonl", args.samples, cfg.max_response_length, rows, bar), args.k)
+            lines = solve(load, task, folder / f"{name}.jsonl", args.samples, cfg.max_response_length, rows, bar)
+            figures[name] = solved_figures(task, lines, args.k)
     replace_text(folder / "results.json", json.dumps({"samples": args.samples, **settings, **figures}, indent=1) + "\n")
     return figures
 
@@ -184,8 +187,6 @@ def main(argv: list[str] | None = None) -> None:
                                  ("temperature", 0 <= args.temperature < math.inf, "must be 0 or more")):
         if not holds:
             raise UserError(name, getattr(args, name), way_out)
-    from cory.gsm8k import Gsm8k
-    from cory.imdb import Imdb
     require_finished(args.run_dirs)
     configs = [load_config(run_dir) for run_dir in args.run_dirs]
     configs = [replace(cfg, temperature=args.temperature or cfg.temperature, device=args.device) for cfg in configs]
@@ -198,8 +199,10 @@ def main(argv: list[str] | None = None) -> None:
         if not os.access(run_dir, os.W_OK):
             raise UserError("run_dirs", str(run_dir), "cannot be written to; copy the run to a folder of yours")
     task_class = {"imdb": Imdb, "gsm8k": Gsm8k}[configs[0].task]
-    runs = [(replace(cfg, eval_queries=args.queries or cfg.eval_queries), evaluate_run(run_dir, task_class, cfg, args, args.run_dirs[0] if i else None))
-            for i, (run_dir, cfg) in enumerate(zip(args.run_dirs, configs))]
+    runs = []
+    for run_dir, cfg in zip(args.run_dirs, configs):
+        figures = evaluate_run(run_dir, task_class, cfg, args, args.run_dirs[0] if runs else None)
+        runs.append((replace(cfg, eval_queries=args.queries or cfg.eval_queries), figures))
     print(pass_at_k_table(runs))
     draw_pass_at_k(runs, args.k, out)
     print(f"written: {out}, and answers and figures to {'/evaluation, '.join(map(str, args.run_dirs))}/evaluation")

@@ -19,12 +19,14 @@ from cory.errors import UserError
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     """Puts a new adapter into the model's layers, in place, in float32. `seed` draws its A. Returns the name. Raises `UserError`."""
     targets = cfg.lora_targets if cfg.lora_targets == "all-linear" else cfg.lora_targets.replace(" ", "").split(",")
+    failure = None
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             torch.default_generator.manual_seed(seed)
-            lm.add_adapter(LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"), name)
-    except ValueError:
-        pass                                                        # nothing matched: said below
+            lm.add_adapter(LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=targets,
+                                      lora_dropout=0.0), name)
+    except ValueError as error:                                     # most likely nothing matched: said below, with what would
+        failure = error
     ends = (lm.get_input_embeddings(), lm.get_output_embeddings())
     adapted = {path.rpartition(".")[2] for path, module in lm.named_modules() if isinstance(module, BaseTunerLayer) and module not in ends}
     wrong = [] if targets == "all-linear" else [target for target in targets if target.rpartition(".")[2] not in adapted]
@@ -32,7 +34,9 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
         layers = {path.rpartition(".")[2] for path, module in lm.named_modules() if isinstance(module, (nn.Linear, Conv1D, BaseTunerLayer))
                   and module not in ends and ".lora_" not in path and not path.endswith("base_layer")}
         raise UserError("lora_targets", cfg.lora_targets, f"{', '.join(wrong or targets)} names no layer that can be adapted; those of this model: "
-                        f"{', '.join(sorted(layers))}")
+                        f"{', '.join(sorted(layers))}") from failure
+    if failure:
+        raise failure
     for parameter in adapter_parameters(lm, name).values():
         parameter.data = parameter.data.float()
     if Path(lm.name_or_path).exists():
