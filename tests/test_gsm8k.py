@@ -83,9 +83,11 @@ def test_real_questions_load_from_every_layout(gsm8k_data, problems, tmp_path):
     flat = Gsm8k.load_data(Gsm8kConfig(dataset=str(gsm8k_data)))
     assert (len(flat.train), len(flat.held_out)) == (7473, 1319) and flat.held_out[0].gold == 18
     from datasets import load_dataset
-    (tmp_path / "hub" / "main").mkdir(parents=True)
     for split in ("train", "test"):
-        load_dataset("json", data_files=str(gsm8k_data / f"{split}.jsonl"), split="train").to_parquet(tmp_path / "hub" / "main" / f"{split}-00000-of-00001.parquet")
+        rows = load_dataset("json", data_files=str(gsm8k_data / f"{split}.jsonl"), split="train")
+        for subset, some in (("main", rows), ("socratic", rows.select(range(9)))):                  # the other subset is left alone
+            (tmp_path / "hub" / subset).mkdir(parents=True, exist_ok=True)
+            some.to_parquet(tmp_path / "hub" / subset / f"{split}-00000-of-00001.parquet")
     hub = Gsm8k.load_data(Gsm8kConfig(dataset=str(tmp_path / "hub")))
     assert hub == flat
 

@@ -62,7 +62,7 @@ def test_logprobs_kept_while_sampling_equal_those_recomputed(small):
     for temperature in (1.0, 0.7):
         base = load_language_model(str(small / "lm"), temperature)
         agent = agent_of(base, temperature=temperature)
-        turn = rollout(agent, base, ["a", "some longer prompt", "xy", "z" * 30] * 2, 12, settings())
+        turn = rollout(agent, base, ["a", "some longer prompt", "xy", "z" * 30] * 2, 12, settings(mini_batch_size=2))
         drawn = sample(agent.policy, encode_prompts(agent.policy, ["a", "some longer prompt"], 12), 12, generator())
         assert turn.sampling_gap < 1e-5 and drawn.logp_BT.min() < -1     # the random model is not sure of anything
         hidden = base.response_hidden(*encode_prompts(base, ["a", "some longer prompt"], 12), drawn.response_BT)
@@ -128,6 +128,23 @@ def test_finished_rows_are_dropped_and_the_rest_computed_as_before(small):
     hidden = model.response_hidden(*prompts, together.response_BT)
     again = model.logprobs(hidden).gather(-1, together.response_BT[..., None]).squeeze(-1) * together.mask_BT
     torch.testing.assert_close(together.logp_BT, again, atol=1e-4, rtol=1e-4)
+
+
+def test_each_row_keeps_its_own_random_numbers_when_others_are_dropped(small, monkeypatch):
+    """Row b draws with the b-th of the B numbers of each step, whoever has ended before it."""
+    model, seen = load_language_model(str(small / "lm")), []
+    tokens = iter([[256, 1, 2, 3], [1, 2, 256], [5, 5], [5, 5]])        # row 0 ends first, then row 3
+
+    def scripted(logp, uniform):
+        seen.append(uniform)
+        return torch.tensor(next(tokens))
+
+    monkeypatch.setattr(sampling, "draw", scripted)
+    sample(model, encode_prompts(model, ["a", "b", "c", "d"], 4), 4, generator(3))
+    again = generator(3)
+    expected = [torch.rand(4, generator=again) for _ in range(4)]
+    for step, rows in enumerate(([0, 1, 2, 3], [1, 2, 3], [1, 2], [1, 2])):
+        assert torch.equal(seen[step], expected[step][rows])
 
 
 def test_columns_that_hold_no_token_any_more_are_dropped(small):

@@ -102,11 +102,11 @@ def draw_problem(rng: random.Random) -> Problem | None:
 
 
 def wrong_answer(rng: random.Random, made: Problem) -> str:
-    """A worked answer with one sum read or calculated wrongly, carried on from there without another mistake to a wrong end."""
-    while True:
-        answer = answer_with_a_mistake(rng, made.answer)
-        if answer and answer.partition("#### ")[2] != made.answer.partition("#### ")[2]:
-            return answer
+    """A worked answer with one sum read or calculated wrongly, carried on from there without another mistake: to a wrong end, because
+    each further sum takes different values to different values."""
+    while not (answer := answer_with_a_mistake(rng, made.answer)):
+        pass
+    return answer
 
 
 def answer_with_a_mistake(rng: random.Random, answer: str) -> str | None:
