@@ -11,8 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
 
-torch.set_num_threads(1)                            # models of a few thousand weights: threads would wait for each other most of the time
-
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 

@@ -17,7 +17,7 @@ from cory.model import load_language_model
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("task, method, iterations, gain", [("imdb", "ppo", 18, 0.2), ("imdb", "cory", 18, 0.2), ("gsm8k", "ppo", 5, 0.05), ("gsm8k", "cory", 8, 0.05)])
+@pytest.mark.parametrize("task, method, iterations, gain", [("imdb", "cory", 18, 0.2), ("gsm8k", "cory", 8, 0.05), ("gsm8k", "ppo", 5, 0.05)])
 def test_the_commands_of_the_readme_learn(task, method, iterations, gain, tmp_path):
     """A short version of each: the held-out reward of every agent rises above the base's."""
     paper_preset = {"imdb": "gpt2-large", "gsm8k": "llama2-7b"}[task]
