@@ -46,8 +46,9 @@ class LanguageModel(nn.Module):
     @property
     def end_ids(self) -> list[int]:
         """Tokens that end a response: EOS, and what else the model's generation_config ends on (chat models may end a turn otherwise)."""
-        more = getattr(getattr(self.lm, "generation_config", None), "eos_token_id", None) or []
-        return sorted({self.tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])})
+        more = getattr(getattr(self.lm, "generation_config", None), "eos_token_id", None)
+        more = more if isinstance(more, list) else [] if more is None else [more]       # 0 is a token too
+        return sorted({self.tokenizer.eos_token_id, *more})
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()

@@ -14,7 +14,7 @@ from cory.agent import Agent
 from cory.config import IMDB_PRESETS, ImdbConfig, load_config, parse
 from cory.imdb import Imdb
 from cory.run import Run
-from cory.train import train, train_cory
+from cory.train import train_cory
 
 ROOT = Path(__file__).parents[1]
 

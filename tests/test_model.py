@@ -15,7 +15,7 @@ from cory.errors import UserError
 from cory.formulas import token_logprobs
 from cory.model import PolicyWithValue, load_language_model
 from cory.rollout import rollout
-from cory.sampling import Prompts, encode_prompts
+from cory.sampling import encode_prompts
 from toys import settings
 
 

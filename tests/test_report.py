@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 import train_imdb
-from toys import LetterTokenizer, bigram, settings
+from toys import bigram, settings
 from test_sampling import path_model
 
 from cory import report

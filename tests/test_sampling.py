@@ -191,6 +191,8 @@ def test_every_end_of_turn_that_the_model_knows_ends_a_response(small):
     """A chat model may end its turn with another token than its tokenizer's EOS; its generation_config lists both."""
     model = load_language_model(str(small / "lm"))
     assert model.end_ids == [256]
+    model.lm.generation_config.eos_token_id = 0
+    assert model.end_ids == [0, 256]
     model.lm.generation_config.eos_token_id = [256, 7]
     assert model.end_ids == [7, 256]
     model.logprobs = lambda hidden: torch.full((len(hidden), 257), -9.0).index_fill(1, torch.tensor([7]), 0.0)

@@ -88,7 +88,6 @@ def test_rewards_that_are_no_numbers_are_refused(values, says, small):
 
 
 def test_a_nan_reward_in_a_run_changes_no_parameter(small_flags, tmp_path, monkeypatch):
-    import cory.imdb
     from cory.run import Run
     from cory.train import train_cory
     cfg = parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--run_dir", str(tmp_path / "r")])

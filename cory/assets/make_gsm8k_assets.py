@@ -102,7 +102,7 @@ def make_lm(args):
     for name, reference in (("right", lambda m: m.answer), ("wrong", lambda m: wrong_answer(rng, m))):
         prompts[f"greedy_accuracy_{name}_reference"] = [observer_prompt(m.question, reference(m), example="") for m in measure]
     info |= {"parameters": model.num_parameters()} | {name: greedy_accuracy(policy, texts, measure) for name, texts in prompts.items()}
-    save(model, tokenizer, Path(args.out) / "lm", info | {"options": {k: v for k, v in vars(args).items() if k != "out"}})
+    save(model, tokenizer, Path(args.out) / "lm", info, vars(args))
 
 
 def main():

@@ -80,7 +80,7 @@ def make_lm(args):
                 train_tokens_seen=info["steps"] * args.rows * CONTEXT)
     info["held_out_perplexity"] = round(math.exp(info["held_out_loss_nats"]), 2)
     model.config.use_cache = True
-    save(model, tokenizer, Path(args.out) / "lm", info | {"options": vars(args)})
+    save(model, tokenizer, Path(args.out) / "lm", info, vars(args))
 
 
 # --- sentiment classifier ---------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def make_classifier(args):
                 right += (predicted == torch.tensor(labels[i:i + 100])).sum().item()
             accuracy[name] = right / len(pick)
     info.update(held_out_accuracy_by_tokens=accuracy, parameters=model.num_parameters())
-    save(model, tokenizer, Path(args.out) / "classifier", info | {"options": vars(args)})
+    save(model, tokenizer, Path(args.out) / "classifier", info, vars(args))
 
 
 # --- openings ---------------------------------------------------------------------------------------------------------

@@ -59,7 +59,9 @@ def fit(model, batches, loss_of, steps: int, lr: float, weight_decay: float, min
     return {"steps": len(log), "minutes": round((time.time() - start) / 60, 1)}
 
 
-def save(model, tokenizer, folder: Path, info: dict) -> None:
+def save(model, tokenizer, folder: Path, info: dict, options: dict) -> None:
+    """Weights in float16, tokenizer, and training.json: what was reached, and with which options."""
+    info = info | {"options": {name: value for name, value in options.items() if name != "out"}}
     model.half().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "training.json").write_text(json.dumps(info, indent=1) + "\n")
