@@ -25,7 +25,7 @@ from cory.files import append_jsonl, read_jsonl, replace_text
 from cory.gsm8k import Gsm8k
 from cory.imdb import Imdb
 from cory.lora import load_adapter
-from cory.machine import choose_device
+from cory.machine import choose_device, tune_cpu
 from cory.model import LanguageModel, load_language_model
 from cory.report import draw_pass_at_k, pass_at_k_table, require_finished, require_picture, require_same_settings
 from cory.rollout import sweep
@@ -142,6 +142,8 @@ def evaluate_run(run_dir: Path, task_class: type[Task], cfg: Config, args: argpa
         changed = "; ".join(f"{k} was {old.get(k)}, now {v}" for k, v in settings.items() if old.get(k) != v)
         raise UserError("run_dirs", str(run_dir), f"has an evaluation with other settings ({changed}); move {folder} away to make a new one")
     device = choose_device(cfg)
+    if device.type == "cpu":
+        tune_cpu()
     base = load_language_model(cfg.model, cfg.temperature, cfg.dtype, device, cfg.storage)
     task = task_class(replace(cfg, eval_queries=queries), data, base)
     folder.mkdir(exist_ok=True)

@@ -31,9 +31,9 @@ def token_logprobs(logp_NV: Tensor, token_N: Tensor) -> Tensor:
     return logp_NV.gather(-1, token_N[:, None]).squeeze(-1)
 
 
-def entropy(logp_NV: Tensor) -> Tensor:
-    """`H = -sum_v p_v log p_v` of each row of log-probabilities (all finite). Returns (N,), between 0 and log V."""
-    return -torch.linalg.vecdot(logp_NV.exp(), logp_NV)
+def entropy(p_NV: Tensor, logp_NV: Tensor) -> Tensor:
+    """`H = -sum_v p_v log p_v` of each row of probabilities and their logarithms (all finite). Returns (N,), between 0 and log V."""
+    return -torch.einsum("nv,nv->n", p_NV, logp_NV)
 
 
 def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
     for it: the same amount is subtracted whichever token was drawn, so it acts as a baseline there, and the policy feels it
     only through the states that earlier tokens lead to (`kl_k1` says what the sampled form does instead).
     """
-    return torch.linalg.vecdot(logp_NV.exp(), logp_NV - ref_logp_NV)
+    return torch.linalg.vecdot(logp_NV.softmax(-1), logp_NV - ref_logp_NV)
 
 
 def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:

@@ -7,8 +7,6 @@ import warnings
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -18,6 +16,8 @@ from cory.errors import UserError
 
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     """Puts a new adapter into the model's layers, in place, in float32. `seed` draws its A. Returns the name. Raises `UserError`."""
+    from peft import LoraConfig                                     # here, because it takes 2 s and 100 MiB that runs without LoRA can do without
+    from peft.tuners.tuners_utils import BaseTunerLayer
     targets = cfg.lora_targets if cfg.lora_targets == "all-linear" else cfg.lora_targets.replace(" ", "").split(",")
     failure = None
     try:

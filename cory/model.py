@@ -72,14 +72,35 @@ class LanguageModel(nn.Module):
                                      use_cache=cache is not None)
         return out.last_hidden_state, out.past_key_values
 
-    def logprobs(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) log-probabilities of the next token, `log softmax(logits / temperature)`.
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """(N, V) logits of the next token over the temperature: pi everywhere, what is sampled from, scored, and trained.
 
-        This is pi everywhere: what is sampled from, scored, and trained. The head is computed in float32 also when the body
-        runs in bfloat16: GPT-2's logits lie near -100, where neighbouring bfloat16 numbers are 0.5 apart.
+        The head is computed in float32 also when the body runs in bfloat16: GPT-2's logits lie near -100, where neighbouring
+        bfloat16 numbers are 0.5 apart.
         """
         logits_NV = self.lm.get_output_embeddings()(hidden_NH.float())
-        return (logits_NV if self.temperature == 1.0 else logits_NV / self.temperature).log_softmax(-1)
+        return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature
+
+    def logprobs(self, hidden_NH: Tensor) -> Tensor:
+        """(N, V) log-probabilities of the next token, `log softmax(logits)`."""
+        logits_NV = self.logits(hidden_NH)
+        return logits_NV.log_softmax(-1) if logits_NV.requires_grad else torch.log_softmax(logits_NV, -1, out=logits_NV)
+
+    @torch.no_grad()
+    def head_backward(self, hidden_NH: Tensor, gradient_NV: Tensor) -> Tensor:
+        """The head's backward pass from dL/dlogits: adds dL/dweight to its `grad` if it is trained, returns dL/dhidden (N, H), float32.
+
+        Written out because autograd would keep the logits until it is done. In bfloat16 if the body is, like the body's own.
+        """
+        weight = self.lm.get_output_embeddings().weight
+        dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        gradient_NV = (gradient_NV if self.temperature == 1.0 else gradient_NV.div_(self.temperature)).to(dtype)
+        if weight.requires_grad:
+            of_weight_VH = gradient_NV.t() @ hidden_NH.to(dtype)
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            weight.grad += of_weight_VH
+        return (gradient_NV @ weight.to(dtype)).float()
 
 
 class PolicyWithValue(LanguageModel):

@@ -6,7 +6,7 @@ from cory import formulas
 from cory.agent import Agent
 from cory.config import Config
 from cory.errors import UserError
-from cory.rollout import Experience, Rollout, experience, tokens_at_once
+from cory.rollout import Experience, Rollout, experience, head_rows
 
 SUMS = ("policy_loss", "value_loss", "entropy", "clip_fraction", "approx_kl", "error", "squared_error", "tokens")
 
@@ -21,7 +21,7 @@ def ppo_update(agent: Agent, turn: Rollout, score_B: Tensor, cfg: Config) -> dic
     batch = experience(turn, score_B, agent.kl_coef, cfg.gamma, cfg.lam)
     sums, grad_norms = torch.zeros(len(SUMS), dtype=torch.float64), []
     for _ in range(cfg.num_ppo_epochs):
-        for mini_batches in batch.optimizer_steps(cfg.mini_batch_size, cfg.gradient_accumulation_steps, agent.generator):
+        for mini_batches in batch.optimizer_steps(cfg.rows_per_optimizer_step, cfg.mini_batch_size, agent.generator):
             step_tokens = sum(m.mask_BT.sum() for m in mini_batches)
             for mini_batch in mini_batches:
                 sums += add_gradient(agent, mini_batch, step_tokens, cfg)
@@ -40,24 +40,31 @@ def add_gradient(agent: Agent, batch: Experience, step_tokens: Tensor, cfg: Conf
     a time, down to the gradient of their hidden states; the transformer's backward pass follows once. Memory for (N, V) then
     does not grow with the mini-batch, and nothing is computed twice.
     """
-    real = batch.mask_BT.bool()
-    hidden_NH = agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)[real]
-    leaf_NH = hidden_NH.detach().requires_grad_()
+    policy, real = agent.policy, batch.mask_BT.bool()
+    hidden_NH = policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)[real]
+    leaf_NH = hidden_NH.detach().float().requires_grad_()
     columns = (leaf_NH, *(x_BT[real] for x_BT in (batch.response_BT, batch.logp_BT, batch.advantage_BT, batch.value_BT, batch.return_BT)))
-    sums = torch.zeros(len(SUMS), dtype=torch.float64)
-    for hidden, token, old_logp, advantage, old_value, returns in zip(*(x.split(tokens_at_once(agent.policy)) for x in columns)):
-        logp_NV, value = agent.policy.logprobs(hidden), agent.policy.values(hidden)
-        logp = formulas.token_logprobs(logp_NV, token)
+    sums, gradients = torch.zeros(len(SUMS), dtype=torch.float64), []
+    for hidden, token, old_logp, advantage, old_value, returns in zip(*(x.split(head_rows(policy)) for x in columns)):
+        with torch.no_grad():
+            logp_NV = policy.logprobs(hidden)
+            p_NV = logp_NV.softmax(-1)
+            entropy = formulas.entropy(p_NV, logp_NV)
+            logp = formulas.token_logprobs(logp_NV, token).requires_grad_()
+            del logp_NV
+        value = policy.values(hidden)
         policy_loss = formulas.policy_loss(logp, old_logp, advantage, cfg.cliprange)
         value_loss = formulas.value_loss(value, old_value, returns, cfg.cliprange_value)
         ((policy_loss.sum() + cfg.vf_coef * value_loss.sum()) / step_tokens).backward()
         with torch.no_grad():
+            gradient_NV = p_NV.mul_(-logp.grad[:, None]).scatter_add_(1, token[:, None], logp.grad[:, None])
+            gradients.append(policy.head_backward(hidden, gradient_NV))
             clipped = ((logp - old_logp).exp() - 1).abs() > cfg.cliprange
             approx_kl = formulas.kl_k3(old_logp, logp)                                          # of pi_old against pi
             error = value - returns
-            columns_of_sums = (policy_loss, value_loss, formulas.entropy(logp_NV), clipped, approx_kl, error, error**2)
-            sums += torch.stack([x.double().sum() for x in (*columns_of_sums, torch.ones_like(value))]).cpu()
-    hidden_NH.backward(leaf_NH.grad)
+            columns_of_sums = (policy_loss, value_loss, entropy, clipped, approx_kl, error, error**2, torch.ones_like(value))
+            sums += torch.stack([x.double().sum() for x in columns_of_sums]).cpu()
+    hidden_NH.backward((leaf_NH.grad + torch.cat(gradients)).to(hidden_NH.dtype))
     return sums
 
 

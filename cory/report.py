@@ -267,6 +267,28 @@ def draw_pass_at_k(runs: list[tuple[Config, dict]], ks: list[int], out: Path) ->
     figure.savefig(out, dpi=110)
 
 
+def draw_sweep(rows: list[dict], out: Path) -> None:
+    """Seconds per iteration of `cory.benchmark` against batch size and response length, and peak memory; dashed: proportional to the last."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    axes = figure.subplots(1, 3)
+    memory = next(key for key in rows[0] if key.startswith("peak_"))
+    panels = ((axes[0], "batch", "response", lambda row: row["seconds"]["total"]), (axes[1], "response", "batch", lambda row: row["seconds"]["total"]),
+              (axes[2], "batch", "response", lambda row: row[memory]))
+    for ax, x, fixed, value in panels:
+        for i, size in enumerate(sorted({row[fixed] for row in rows})):
+            line = sorted((row[x], value(row)) for row in rows if row[fixed] == size)
+            ax.plot(*zip(*line), color=f"C{i}", marker="o", markersize=4, label=f"{fixed} {size}")
+            if ax is not axes[2]:
+                (last_x, last_y) = line[-1]
+                ax.plot([0, last_x], [0, last_y], color=f"C{i}", linestyle="--", linewidth=0.8)
+        ax.set(xlabel="queries per iteration" if x == "batch" else "tokens per response", xlim=(0, None), ylim=(0, None),
+               ylabel="peak memory, GiB" if ax is axes[2] else "seconds per iteration")
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    figure.savefig(out, dpi=110)
+
+
 @exit_on_user_error
 def main() -> None:
     parser = OneLineParser(prog="python -m cory.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -11,7 +11,8 @@ from cory.config import Config
 from cory.model import LanguageModel
 from cory.sampling import decode, encode_prompts, sample
 
-LOGPROBS_AT_ONCE = 2**24    # elements of (tokens, V) that exist together: 64 MiB in float32
+TOKENS_AT_ONCE = {"cpu": 2**10, "cuda": 2**14}     # with padding, in one pass of the transformer
+LOGPROBS_AT_ONCE = 25 * 2**19   # elements of one (tokens, V) tensor: 50 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,12 @@ class Experience:
         cut = {f.name: slice(-P, None) if f.name.endswith("_BP") else slice(0, T) for f in fields(self)}
         return replace(self, **{name: getattr(self, name)[index, columns] for name, columns in cut.items()})
 
-    def optimizer_steps(self, mini_batch_size: int, accumulation: int, generator: torch.Generator) -> Iterator[list["Experience"]]:
-        """One shuffled pass: for each optimizer step, the mini-batches whose gradients add up."""
+    def optimizer_steps(self, rows_per_step: int, rows_at_once: int, generator: torch.Generator) -> Iterator[list["Experience"]]:
+        """One shuffled pass: for each optimizer step, its rows in the groups whose gradients add up."""
         order = torch.randperm(len(self.mask_BT), generator=generator).to(self.mask_BT.device)
-        for step in order.split(mini_batch_size * accumulation):
-            yield [self.rows(index) for index in step.split(mini_batch_size)]
+        for step in order.split(rows_per_step):
+            groups = by_length(self.prompt_mask_BP[step], self.mask_BT[step], rows_at_once)
+            yield [self.rows(step[group]) for group in groups]
 
 
 def experience(rollout: Rollout, score_B: Tensor, kl_coef: float, gamma: float, lam: float) -> Experience:
@@ -85,7 +87,7 @@ def rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_
     drawn = sample(policy, encoded, max_new_tokens, agent.generator)
     columns = (*encoded, drawn.response_BT, drawn.mask_BT)
     logp_BT, kl_BT, value_BT = (torch.zeros_like(drawn.mask_BT) for _ in range(3))
-    for chunk in torch.arange(len(prompts), device=policy.device).split(cfg.mini_batch_size):
+    for chunk in by_length(encoded.mask_BP, drawn.mask_BT, cfg.mini_batch_size):
         prompt, prompt_mask, response, mask = (x[chunk] for x in columns)
         P, T = longest(prompt_mask), longest(mask)
         rows, real = (prompt[:, -P:], prompt_mask[:, -P:], response[:, :T]), mask[:, :T].bool()
@@ -97,13 +99,28 @@ def rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_
     return Rollout(*columns, logp_BT, kl_BT, value_BT, decode(policy, drawn.response_BT, drawn.mask_BT), gap)
 
 
+def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, rows_at_once: int) -> list[Tensor]:
+    """The rows in order of their length, cut into groups for one forward pass each: indices of at most `rows_at_once` rows that are
+    at most `TOKENS_AT_ONCE` tokens with their padding. Rows of like length need little of it."""
+    length_B = prompt_mask_BP.sum(1) + mask_BT.sum(1)
+    order, groups, start, P, T = length_B.argsort(stable=True), [], 0, 0, 0
+    prompts, responses = prompt_mask_BP.sum(1)[order].tolist(), mask_BT.sum(1).long()[order].tolist()
+    for end, (prompt, response) in enumerate(zip(prompts, responses)):
+        P, T = max(P, prompt), max(T, response)
+        if end - start == rows_at_once or end > start and (end + 1 - start) * (P + T) > TOKENS_AT_ONCE[mask_BT.device.type]:
+            groups.append(order[start:end])
+            start, P, T = end, prompt, response
+    return [*groups, order[start:]]
+
+
 def longest(mask: Tensor) -> int:
     """Most real tokens of any row."""
     return int(mask.sum(1).max())
 
 
-def tokens_at_once(model: LanguageModel) -> int:
-    return max(1, LOGPROBS_AT_ONCE // model.vocab_size)
+def head_rows(model: LanguageModel) -> int:
+    """Tokens whose logits are made together; a multiple of 64, which matrix products like."""
+    return max(64, LOGPROBS_AT_ONCE // model.vocab_size // 64 * 64)
 
 
 @torch.no_grad()
@@ -113,7 +130,7 @@ def sweep(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor, re
 
     The two distributions of a token exist at the same time, for a few tokens at a time: nothing of size (B, T, V) is made.
     """
-    chunk = tokens_at_once(policy)
+    chunk = head_rows(policy)
     parts = []
     for hidden, ref_hidden, token in zip(hidden_NH.split(chunk), ref_hidden_NH.split(chunk), token_N.split(chunk)):
         logp_NV, ref_logp_NV = policy.logprobs(hidden), reference.logprobs(ref_hidden)

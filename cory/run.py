@@ -15,7 +15,7 @@ from cory.config import Config
 from cory.errors import UserError
 from cory.evaluate import EVALUATION_SEED, evaluate
 from cory.files import read_jsonl, replace_text
-from cory.machine import choose_device, keep_freed_memory, peak_memory
+from cory.machine import choose_device, peak_memory, tune_cpu
 from cory.model import load_language_model, storage_options
 from cory.report import RunLog, draw_curves, results_table
 from cory.rollout import Rollout
@@ -44,7 +44,7 @@ class Run:
     def __init__(self, cfg: Config, task_class: type[Task]):
         self.cfg, self.device, self.run_dir = cfg, choose_device(cfg), choose_run_dir(cfg)
         if self.device.type == "cpu":
-            keep_freed_memory()
+            tune_cpu()
         print(f"{cfg.method.upper()} on {cfg.task}: preset {cfg.preset}, model {shown(cfg.model)}, data {shown(cfg.dataset)}, {self.device} "
               f"{cfg.dtype}. The paper's setting: python train_{cfg.task}.py --method {cfg.method} --preset {cfg.paper_preset}", flush=True)
         storage_options(cfg.storage, self.device)                   # what cannot be is said before anything is loaded

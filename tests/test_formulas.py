@@ -82,8 +82,8 @@ def test_token_logprobs_and_entropy_by_hand():
     logits = torch.tensor([[0.25, 0.25, 0.5], [1.0, 1e-38, 1e-38]]).log() + 3.0       # a constant changes nothing
     logp = logits.log_softmax(-1)
     close(f.token_logprobs(logp, torch.tensor([2, 0])), [math.log(0.5), 0.0])
-    close(f.entropy(logp), [1.5 * math.log(2), 0.0], 1e-5)
-    close(f.entropy(torch.zeros(1, 8).log_softmax(-1)), [math.log(8)])
+    close(f.entropy(logp.exp(), logp), [1.5 * math.log(2), 0.0], 1e-5)
+    close(f.entropy(torch.full((1, 8), 1 / 8), torch.zeros(1, 8).log_softmax(-1)), [math.log(8)])
 
 
 def test_kl_full_by_hand_and_zero_when_equal():

@@ -225,4 +225,4 @@ def test_memory_of_an_update_does_not_grow_with_vocabulary_times_length(problems
         turn = rollout(agent, reference, ["a", "b"], 256, cfg)
         ppo_update(agent, turn, torch.tensor([0.0, 1.0]), cfg)
     assert turn.mask_BT.sum() == 512 and counted.largest < 256 * vocab / 2
-    assert 0 < counted.most_kept <= 6 * chunk * vocab < 256 * vocab
+    assert counted.most_kept == 0                                       # the head's backward pass is written out and needs no logits

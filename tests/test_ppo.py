@@ -62,7 +62,7 @@ def test_running_the_head_in_chunks_does_not_change_gradient_or_sums(small, monk
     plain = torch.autograd.grad(loss, list(agent.policy.parameters()))
     sums = []
     for tokens in (1000, 7):
-        monkeypatch.setattr(ppo, "tokens_at_once", lambda model: tokens)
+        monkeypatch.setattr(ppo, "head_rows", lambda model: tokens)
         agent.optimizer.zero_grad()
         sums.append(add_gradient(agent, batch, real.sum(), cfg))
         for p, expected in zip(agent.policy.parameters(), plain):
@@ -92,7 +92,7 @@ def test_first_ratio_is_exactly_1(small):
     assert parts["approx_kl"] == 0 and parts["clip_fraction"] == 0
     assert parts["policy_loss"] == pytest.approx(0, abs=1e-4)           # minus the sum of whitened advantages
     generator = torch.Generator().manual_seed(0)
-    for (mini_batch,) in batch.optimizer_steps(2, 1, generator):        # cut and shuffled otherwise: the same up to rounding
+    for (mini_batch,) in batch.optimizer_steps(2, 2, generator):        # cut and shuffled otherwise: the same up to rounding
         parts = dict(zip(ppo.SUMS, add_gradient(agent, mini_batch, mini_batch.mask_BT.sum(), settings()).tolist()))
         assert parts["approx_kl"] < 1e-9 and parts["clip_fraction"] == 0
 
