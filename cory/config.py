@@ -57,7 +57,7 @@ class Config:
     max_response_length: int = setting(15, "tokens; largest length limit (released code: 15)")
     # PPO
     learning_rate: float = setting(1.41e-5, "Adam step size (paper: 1.41e-5)")
-    mini_batch_size: int = setting(256, "rows per forward and backward pass (paper: 256)")
+    mini_batch_size: int = setting(256, "most rows per forward and backward pass (paper: 256)")
     gradient_accumulation_steps: int = setting(1, "mini-batches per optimizer step (paper: 1)")
     num_ppo_epochs: int = setting(4, "passes over each rollout (paper: 4)")
     init_kl_coef: float = setting(0.3, "eta, weight of the KL penalty at the start, per nat (paper: 0.3)")
@@ -163,7 +163,7 @@ class Gsm8kConfig(Config):
     min_response_length: int = setting(0, "tokens; each iteration draws one length limit from here to the largest; 0 = always the largest (ours)")
     max_response_length: int = setting(256, "tokens; largest length limit (paper: not stated)")
     learning_rate: float = setting(1e-5, "Adam step size (paper: 1e-5 for PPO, 1e-4 for CORY: preset llama2-7b-lr1e-4)")
-    mini_batch_size: int = setting(2, "rows per forward and backward pass (paper: 2)")
+    mini_batch_size: int = setting(2, "most rows per forward and backward pass (paper: 2)")
     gradient_accumulation_steps: int = setting(16, "mini-batches per optimizer step (paper: 16)")
     init_kl_coef: float = setting(0.01, "eta, weight of the KL penalty at the start, per nat (paper: 0.01)")
 

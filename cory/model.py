@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
+from cory import formulas
 from cory.cache import GrowingLayer
 from cory.errors import UserError
 from cory.lora import adapter_parameters, select
@@ -86,21 +87,44 @@ class LanguageModel(nn.Module):
         logits_NV = self.logits(hidden_NH)
         return logits_NV.log_softmax(-1) if logits_NV.requires_grad else torch.log_softmax(logits_NV, -1, out=logits_NV)
 
-    @torch.no_grad()
-    def head_backward(self, hidden_NH: Tensor, gradient_NV: Tensor) -> Tensor:
-        """The head's backward pass from dL/dlogits: adds dL/dweight to its `grad` if it is trained, returns dL/dhidden (N, H), float32.
+    def token_logprobs(self, hidden_NH: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(log pi(token), entropy of pi), each (N,) in nats, to be trained through: the gradient is of the first alone."""
+        head = self.lm.get_output_embeddings()
+        backward_dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        return TokenLogprobs.apply(hidden_NH.float(), head.weight, head.bias, token_N, self.temperature, backward_dtype)
 
-        Written out because autograd would keep the logits until it is done. In bfloat16 if the body is, like the body's own.
-        """
-        weight = self.lm.get_output_embeddings().weight
-        dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
-        gradient_NV = (gradient_NV if self.temperature == 1.0 else gradient_NV.div_(self.temperature)).to(dtype)
-        if weight.requires_grad:
-            of_weight_VH = gradient_NV.t() @ hidden_NH.to(dtype)
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            weight.grad += of_weight_VH
-        return (gradient_NV @ weight.to(dtype)).float()
+
+class TokenLogprobs(torch.autograd.Function):
+    """`log pi(a)` with its gradient in closed form, `d log pi(a) / d logits = onehot(a) - pi`, which is written over pi.
+
+    Plain autograd keeps three tensors of (N, V) for it and makes two more; this keeps one. The products of the backward pass are in
+    bfloat16 where the body's are.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, bias_V, token_N, temperature, backward_dtype):
+        logits_NV = nn.functional.linear(hidden_NH, weight_VH, bias_V)
+        logits_NV = logits_NV if temperature == 1.0 else logits_NV.div_(temperature)
+        p_NV = logits_NV.softmax(-1)
+        logp_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
+        entropy_N = formulas.entropy(p_NV, logp_NV)
+        ctx.save_for_backward(hidden_NH, weight_VH, token_N, p_NV)
+        ctx.temperature, ctx.backward_dtype = temperature, backward_dtype
+        ctx.mark_non_differentiable(entropy_N)
+        return formulas.token_logprobs(logp_NV, token_N), entropy_N
+
+    @staticmethod
+    def backward(ctx, gradient_N, _):
+        hidden_NH, weight_VH, token_N, p_NV = ctx.saved_tensors
+        gradient_N1, of_hidden, of_weight, of_bias = gradient_N[:, None] / ctx.temperature, None, None, None
+        of_logits_NV = p_NV.mul_(-gradient_N1).scatter_add_(1, token_N[:, None], gradient_N1).to(ctx.backward_dtype)
+        if ctx.needs_input_grad[0]:
+            of_hidden = (of_logits_NV @ weight_VH.to(ctx.backward_dtype)).float()
+        if ctx.needs_input_grad[1]:
+            of_weight = (of_logits_NV.t() @ hidden_NH.to(ctx.backward_dtype)).float()
+        if ctx.needs_input_grad[2]:
+            of_bias = of_logits_NV.sum(0, dtype=torch.float32)
+        return of_hidden, of_weight, of_bias, None, None, None
 
 
 class PolicyWithValue(LanguageModel):

@@ -40,31 +40,23 @@ def add_gradient(agent: Agent, batch: Experience, step_tokens: Tensor, cfg: Conf
     a time, down to the gradient of their hidden states; the transformer's backward pass follows once. Memory for (N, V) then
     does not grow with the mini-batch, and nothing is computed twice.
     """
-    policy, real = agent.policy, batch.mask_BT.bool()
-    hidden_NH = policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)[real]
-    leaf_NH = hidden_NH.detach().float().requires_grad_()
+    real = batch.mask_BT.bool()
+    hidden_NH = agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)[real]
+    leaf_NH = hidden_NH.detach().requires_grad_()
     columns = (leaf_NH, *(x_BT[real] for x_BT in (batch.response_BT, batch.logp_BT, batch.advantage_BT, batch.value_BT, batch.return_BT)))
-    sums, gradients = torch.zeros(len(SUMS), dtype=torch.float64), []
-    for hidden, token, old_logp, advantage, old_value, returns in zip(*(x.split(head_rows(policy)) for x in columns)):
-        with torch.no_grad():
-            logp_NV = policy.logprobs(hidden)
-            p_NV = logp_NV.softmax(-1)
-            entropy = formulas.entropy(p_NV, logp_NV)
-            logp = formulas.token_logprobs(logp_NV, token).requires_grad_()
-            del logp_NV
-        value = policy.values(hidden)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64)
+    for hidden, token, old_logp, advantage, old_value, returns in zip(*(x.split(head_rows(agent.policy)) for x in columns)):
+        (logp, entropy), value = agent.policy.token_logprobs(hidden, token), agent.policy.values(hidden)
         policy_loss = formulas.policy_loss(logp, old_logp, advantage, cfg.cliprange)
         value_loss = formulas.value_loss(value, old_value, returns, cfg.cliprange_value)
         ((policy_loss.sum() + cfg.vf_coef * value_loss.sum()) / step_tokens).backward()
         with torch.no_grad():
-            gradient_NV = p_NV.mul_(-logp.grad[:, None]).scatter_add_(1, token[:, None], logp.grad[:, None])
-            gradients.append(policy.head_backward(hidden, gradient_NV))
             clipped = ((logp - old_logp).exp() - 1).abs() > cfg.cliprange
             approx_kl = formulas.kl_k3(old_logp, logp)                                          # of pi_old against pi
             error = value - returns
-            columns_of_sums = (policy_loss, value_loss, entropy, clipped, approx_kl, error, error**2, torch.ones_like(value))
-            sums += torch.stack([x.double().sum() for x in columns_of_sums]).cpu()
-    hidden_NH.backward((leaf_NH.grad + torch.cat(gradients)).to(hidden_NH.dtype))
+            columns_of_sums = (policy_loss, value_loss, entropy, clipped, approx_kl, error, error**2)
+            sums += torch.stack([x.double().sum() for x in (*columns_of_sums, torch.ones_like(value))]).cpu()
+    hidden_NH.backward(leaf_NH.grad)
     return sums
 
 

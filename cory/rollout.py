@@ -11,8 +11,9 @@ from cory.config import Config
 from cory.model import LanguageModel
 from cory.sampling import decode, encode_prompts, sample
 
-TOKENS_AT_ONCE = {"cpu": 2**10, "cuda": 2**14}     # with padding, in one pass of the transformer
-LOGPROBS_AT_ONCE = 25 * 2**19   # elements of one (tokens, V) tensor: 50 MiB in float32
+# What is computed together. It changes memory and speed, no result; by measurement on 2 CPU cores, larger on a GPU to fill it.
+TOKENS_AT_ONCE = {"cpu": 2**10, "cuda": 2**14}                      # of prompts and responses with their padding, through the transformer
+LOGPROBS_AT_ONCE = {"cpu": 25 * 2**19, "cuda": 2**27}               # elements of a (tokens, V) tensor: 50 and 512 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,10 @@ class Experience:
         return replace(self, **{name: getattr(self, name)[index, columns] for name, columns in cut.items()})
 
     def optimizer_steps(self, rows_per_step: int, rows_at_once: int, generator: torch.Generator) -> Iterator[list["Experience"]]:
-        """One shuffled pass: for each optimizer step, its rows in the groups whose gradients add up."""
+        """One shuffled pass: for each optimizer step, the mini-batches whose gradients add up: its rows, grouped by length."""
         order = torch.randperm(len(self.mask_BT), generator=generator).to(self.mask_BT.device)
         for step in order.split(rows_per_step):
-            groups = by_length(self.prompt_mask_BP[step], self.mask_BT[step], rows_at_once)
-            yield [self.rows(step[group]) for group in groups]
+            yield [self.rows(step[group]) for group in by_length(self.prompt_mask_BP[step], self.mask_BT[step], rows_at_once)]
 
 
 def experience(rollout: Rollout, score_B: Tensor, kl_coef: float, gamma: float, lam: float) -> Experience:
@@ -100,8 +100,8 @@ def rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_
 
 
 def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, rows_at_once: int) -> list[Tensor]:
-    """The rows in order of their length, cut into groups for one forward pass each: indices of at most `rows_at_once` rows that are
-    at most `TOKENS_AT_ONCE` tokens with their padding. Rows of like length need little of it."""
+    """Indices of the rows in groups for one forward pass each, in order of length, so that little is padding: at most `rows_at_once`
+    rows and `TOKENS_AT_ONCE` tokens, or a single row."""
     length_B = prompt_mask_BP.sum(1) + mask_BT.sum(1)
     order, groups, start, P, T = length_B.argsort(stable=True), [], 0, 0, 0
     prompts, responses = prompt_mask_BP.sum(1)[order].tolist(), mask_BT.sum(1).long()[order].tolist()
@@ -119,8 +119,8 @@ def longest(mask: Tensor) -> int:
 
 
 def head_rows(model: LanguageModel) -> int:
-    """Tokens whose logits are made together; a multiple of 64, which matrix products like."""
-    return max(64, LOGPROBS_AT_ONCE // model.vocab_size // 64 * 64)
+    """Tokens whose logits are made together: a multiple of 64, which matrix products like."""
+    return max(64, LOGPROBS_AT_ONCE[model.device.type] // model.vocab_size // 64 * 64)
 
 
 @torch.no_grad()

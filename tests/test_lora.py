@@ -211,10 +211,10 @@ class Kept:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_memory_of_an_update_does_not_grow_with_vocabulary_times_length(problems, monkeypatch, lora):
-    """Responses of 256 tokens over 257 words, logits of 16 tokens at a time: nothing of (T, V) is made, nor kept for the backward pass."""
+    """Responses of 256 tokens over 257 words, logits of 64 tokens at a time: nothing of (T, V) is made, nor kept for the backward pass."""
     import cory.rollout
-    chunk, vocab = 16, 257
-    monkeypatch.setattr(cory.rollout, "LOGPROBS_AT_ONCE", chunk * vocab)
+    chunk, vocab = 64, 257
+    monkeypatch.setitem(cory.rollout.LOGPROBS_AT_ONCE, "cpu", chunk * vocab)
     cfg = config(lora=lora, batch_size=2, mini_batch_size=1, num_ppo_epochs=1, kl_penalty="full")
     reference, (agent, _) = two_agents(problems / "lm", cfg)
     head, likely = agent.policy.logprobs, torch.zeros(vocab)

@@ -1,0 +1,60 @@
+"""The whole loop against itself without its optimisations: whole batches, plain autograd, PyTorch's own products, the library's cache."""
+import json
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from cory import formulas, machine, ppo, rollout, sampling
+from cory.config import IMDB_PRESETS, ImdbConfig, parse
+from cory.imdb import Imdb
+from cory.run import Run
+from cory.train import train
+
+
+def plain_gradient(agent, batch, step_tokens, cfg):
+    """`add_gradient` as one would write it first: log-probabilities of all tokens at once, and autograd."""
+    real = batch.mask_BT.bool()
+    hidden = agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)
+    logp_NV = agent.policy.logits(hidden)[real].log_softmax(-1)
+    logp, value = formulas.token_logprobs(logp_NV, batch.response_BT[real]), agent.policy.values(hidden)[real]
+    old_logp, returns = batch.logp_BT[real], batch.return_BT[real]
+    policy_loss = formulas.policy_loss(logp, old_logp, batch.advantage_BT[real], cfg.cliprange)
+    value_loss = formulas.value_loss(value, batch.value_BT[real], returns, cfg.cliprange_value)
+    ((policy_loss + cfg.vf_coef * value_loss).sum() / step_tokens).backward()
+    clipped, error = ((logp - old_logp).exp() - 1).abs() > cfg.cliprange, value - returns
+    columns = (policy_loss, value_loss, -(logp_NV.exp() * logp_NV).sum(-1), clipped, formulas.kl_k3(old_logp, logp), error, error**2, torch.ones_like(value))
+    return torch.stack([x.detach().double().sum() for x in columns])
+
+
+class KeepsAllRows(DynamicLayer):
+    """The library's own cache; rows that have ended stay and are computed on."""
+
+    def keep(self, rows, first):
+        self.keys, self.values = self.keys[rows, :, first:], self.values[rows, :, first:]
+
+
+def curves(flags, run_dir):
+    train(Run(parse(ImdbConfig, IMDB_PRESETS, [*flags, "--run_dir", str(run_dir)]), Imdb))
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_curves_of_50_iterations_are_those_of_the_plain_version(small_flags, tmp_path, monkeypatch):
+    flags = [*small_flags, "--iterations", "50", "--eval_every", "25", "--save_every", "0", "--sample_rows", "0", "--learning_rate", "1e-4"]
+    monkeypatch.setitem(rollout.TOKENS_AT_ONCE, "cpu", 128)                             # so that there is something to cut
+    fast = curves(flags, tmp_path / "fast")
+    monkeypatch.setattr(machine, "for_onednn", lambda a, b: False)
+    monkeypatch.setattr(ppo, "add_gradient", plain_gradient)
+    monkeypatch.setattr(sampling, "GrowingLayer", KeepsAllRows)
+    monkeypatch.setattr(rollout, "by_length", lambda prompt_mask, mask, rows_at_once: list(torch.arange(len(mask)).split(rows_at_once)))
+    plain = curves(flags, tmp_path / "plain")
+    assert len(fast) == len(plain) == 51
+    compared = 0
+    for a, b in zip(fast, plain):
+        assert a.keys() == b.keys()
+        for key in a.keys() - {"seconds", "time"}:
+            if isinstance(a[key], float) and "sampling_gap" not in key:
+                assert a[key] == pytest.approx(b[key], abs=1e-4, rel=1e-4), (a["iteration"], key)
+                compared += 1
+    assert compared > 1000
+    assert any(row["pioneer/kl"] > 0.1 for row in plain[1:])                               # the policies have moved
