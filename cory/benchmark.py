@@ -28,7 +28,7 @@ from cory.errors import UserError, exit_on_user_error
 from cory.imdb import Imdb
 from cory.machine import choose_device, peak_memory, tune_cpu
 from cory.model import LanguageModel, load_language_model
-from cory.report import draw_sweep
+from cory.report import draw_sweep, require_picture
 from cory.sampling import encode_prompts, sample
 
 PHASES = ("sample", "score", "reward", "update")
@@ -44,15 +44,15 @@ class Bench:
         self.reference = load_language_model(cfg.model, cfg.temperature, cfg.dtype, self.device, cfg.storage)
         self.task = Imdb(cfg, Imdb.load_data(cfg), self.reference, reward_model=lambda texts: [len(set(text)) / 50 for text in texts])
         self.roles = [Agent(name, self.reference, cfg, i) for i, name in enumerate(["llm1"] if cfg.method == "ppo" else ["llm1", "llm2"])]
-        self.seconds, self.turns, self.now = [], [], dict.fromkeys(PHASES, 0.0)
+        self.seconds, self.turns, self.phases = [], [], dict.fromkeys(PHASES, 0.0)
 
     def iterations(self):
         for step in range(1, self.cfg.iterations + 1):
-            self.now, self.start = dict.fromkeys(PHASES, 0.0), self.clock()
+            self.phases, self.start = dict.fromkeys(PHASES, 0.0), self.clock()
             yield step
 
     def finish_iteration(self, step, queries, length, turns, roles):
-        self.seconds.append({**self.now, "total": self.clock() - self.start})
+        self.seconds.append({**self.phases, "total": self.clock() - self.start})
         self.turns = turns
         print({k: round(v, 2) for k, v in self.seconds[-1].items()}, flush=True)
 
@@ -72,14 +72,16 @@ class Bench:
         original = getattr(owner, name)
 
         def wrapper(*args, **kwargs):
-            start, before = self.clock(), self.now[inner] if inner else 0.0
+            start, before = self.clock(), self.phases[inner] if inner else 0.0
             result = original(*args, **kwargs)
-            self.now[phase] += self.clock() - start - (self.now[inner] - before if inner else 0.0)
+            self.phases[phase] += self.clock() - start - (self.phases[inner] - before if inner else 0.0)
             return result
 
         setattr(owner, name, wrapper)
-        yield
-        setattr(owner, name, original)
+        try:
+            yield
+        finally:
+            setattr(owner, name, original)
 
 
 def now(device: torch.device) -> float:
@@ -145,7 +147,7 @@ def state_gib(bench: Bench) -> dict[str, float]:
 def generate_seconds(model: LanguageModel, prompts: list[str], length: int) -> dict[str, float]:
     """Median seconds of our sampling loop and of transformers' `generate` on the same prompts, three times each, in turn."""
     encoded = encode_prompts(model, prompts, length)
-    settings = dict(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=length, min_new_tokens=length, pad_token_id=model.tokenizer.eos_token_id)
+    settings = dict(do_sample=True, top_k=0, top_p=1.0, max_new_tokens=length, pad_token_id=model.tokenizer.eos_token_id)
     seconds = {"sample": [], "generate": []}
     for _ in range(4):
         start = now(model.device)
@@ -164,11 +166,14 @@ def measure(args: argparse.Namespace, batch: int, response: int) -> dict:
                      min_response_length=response, max_response_length=response, max_query_length=7, iterations=args.iterations,
                      dtype=args.dtype, kl_penalty={"kl": "k1", "full": "full"}[args.kl], lora=args.lora, device=args.device, eval_queries=1)
     bench = Bench(cfg)
-    seconds, peak = bench.run(), peak_memory(bench.device)          # before the rates are measured, which takes memory of its own
+    seconds = bench.run()
+    peaks = {"peak_rss_gib": peak_memory(torch.device("cpu"))}      # before the rates are measured, which takes memory of its own
+    if bench.device.type == "cuda":
+        peaks["peak_cuda_gib"] = peak_memory(bench.device)
     rate, copy = measured_rates(bench.device, getattr(torch, args.dtype))
     least = floor(bench, rate, copy)
     tokens = sum(int(turn.rollout.length_B.sum()) for turn in bench.turns)
-    result = {"batch": batch, "response": response, "seconds": seconds, f"peak_{'cuda' if bench.device.type == 'cuda' else 'rss'}_gib": peak,
+    result = {"batch": batch, "response": response, "seconds": seconds, **peaks,
               "floor": least, "share_of_floor": {key: least[key] / seconds[key] for key in least}, "matrix_gflops": rate / 1e9,
               "copy_gib_per_s": copy / 2**30, "response_tokens": tokens, **state_gib(bench)}
     if args.generate:
@@ -177,14 +182,17 @@ def measure(args: argparse.Namespace, batch: int, response: int) -> dict:
     return result
 
 
-def sweep(args: argparse.Namespace, argv: list[str]) -> dict:
-    """One process for each size, so that peaks of memory do not mix; a picture of seconds and memory over the response tokens."""
+def measure_sizes(args: argparse.Namespace, argv: list[str]) -> dict:
+    """Each size in a process of its own, so that peaks of memory do not mix, and a picture."""
+    require_picture(Path(args.plot), "plot")
     rows = []
     for batch in args.batch:
         for response in args.response:
             command = [sys.executable, "-m", "cory.benchmark", *argv, "--batch", str(batch), "--response", str(response)]
-            output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-            rows.append(json.loads(output.splitlines()[-1]))
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise SystemExit(done.returncode)                   # it has said why
+            rows.append(json.loads(done.stdout.splitlines()[-1]))
             print(f"batch {batch}, response {response}: {rows[-1]['seconds']['total']:.2f} s", flush=True)
     draw_sweep(rows, Path(args.plot))
     return {"sweep": rows, "plot": args.plot}
@@ -198,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--method", choices=["ppo", "cory"], default="cory")
     parser.add_argument("--batch", type=int, nargs="+", default=[64], help="queries per iteration; several for a sweep")
     parser.add_argument("--minibatch", type=int, default=64, help="rows per optimizer step")
-    parser.add_argument("--response", type=int, nargs="+", default=[16], help="tokens per response; several for a sweep")
+    parser.add_argument("--response", type=int, nargs="+", default=[16], help="tokens per response, or fewer where EOS is drawn; several for a sweep")
     parser.add_argument("--iterations", type=int, default=4, help="the first is a warm-up and is left out")
     parser.add_argument("--kl", choices=["kl", "full"], default="kl", help="KL of the sampled token, or of the whole distribution")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -211,7 +219,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.iterations < 2:
         raise UserError("iterations", args.iterations, "must be 2 or more: the first is left out")
     if len(args.batch) * len(args.response) > 1:
-        result = sweep(args, argv)
+        result = measure_sizes(args, argv)
     else:
         result = measure(args, args.batch[0], args.response[0])
     print(json.dumps(result))

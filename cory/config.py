@@ -30,8 +30,8 @@ class Config:
                          "GPT2-Large)")
     dataset: str = setting("stanfordnlp/imdb", "queries: local folder, .jsonl file or Hub name (paper: IMDB)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA when there is one (ours)")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "arithmetic of the transformer's body; weights, "
-                                                    "head, log-softmax and losses stay float32; a frozen base is also kept in it (ours)")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "arithmetic of the transformer's body and of the head's backward pass; weights, "
+                                                    "logits and losses stay float32; a frozen base is kept in it (ours)")
     seed: int = setting(0, "seeds queries, lengths, sampling and mini-batches; 0 to 2^31 - 1 (ours)")
     iterations: int = setting(100, "rollout and update rounds (paper: 100)")
     # LoRA: two agents, one base
@@ -58,7 +58,7 @@ class Config:
     # PPO
     learning_rate: float = setting(1.41e-5, "Adam step size (paper: 1.41e-5)")
     mini_batch_size: int = setting(256, "most rows per forward and backward pass (paper: 256)")
-    gradient_accumulation_steps: int = setting(1, "mini-batches per optimizer step (paper: 1)")
+    gradient_accumulation_steps: int = setting(1, "an optimizer step takes this many times mini_batch_size rows (paper: 1)")
     num_ppo_epochs: int = setting(4, "passes over each rollout (paper: 4)")
     init_kl_coef: float = setting(0.3, "eta, weight of the KL penalty at the start, per nat (paper: 0.3)")
     kl_penalty: Literal["full", "k1"] = setting("full", "full: exact KL at each state (paper, eq. 2); k1: log-ratio of the "
@@ -164,7 +164,7 @@ class Gsm8kConfig(Config):
     max_response_length: int = setting(256, "tokens; largest length limit (paper: not stated)")
     learning_rate: float = setting(1e-5, "Adam step size (paper: 1e-5 for PPO, 1e-4 for CORY: preset llama2-7b-lr1e-4)")
     mini_batch_size: int = setting(2, "most rows per forward and backward pass (paper: 2)")
-    gradient_accumulation_steps: int = setting(16, "mini-batches per optimizer step (paper: 16)")
+    gradient_accumulation_steps: int = setting(16, "an optimizer step takes this many times mini_batch_size rows (paper: 16)")
     init_kl_coef: float = setting(0.01, "eta, weight of the KL penalty at the start, per nat (paper: 0.01)")
 
     def __post_init__(self):

@@ -43,7 +43,7 @@ def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
     for it: the same amount is subtracted whichever token was drawn, so it acts as a baseline there, and the policy feels it
     only through the states that earlier tokens lead to (`kl_k1` says what the sampled form does instead).
     """
-    return torch.linalg.vecdot(logp_NV.softmax(-1), logp_NV - ref_logp_NV)
+    return torch.linalg.vecdot(logp_NV.softmax(-1), logp_NV - ref_logp_NV)      # softmax(log p) = p, and on a CPU faster than exp
 
 
 def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The machine a run is on: device, memory."""
+"""The machine a run is on: device, memory, and what makes its CPU multiply fast."""
 import ctypes
 import resource
 import sys
@@ -53,17 +53,22 @@ def multiply_by_onednn() -> None:
     MKL keeps its AVX-512 kernels for Intel's processors: a product of two 2048 x 2048 matrices ran at 180 GFLOP/s by MKL and at 410 by
     oneDNN on two cores of an AMD EPYC (Zen 5). But oneDNN compiles a kernel for each new shape, about 2 ms and 0.7 MiB that it never
     gives back. So that a run's ever new numbers of tokens do not fill the memory, `mm` and `addmm` round them to `grid`; bfloat16, which
-    PyTorch itself hands to oneDNN, takes the same way.
+    PyTorch itself hands to oneDNN where the processor has it, takes the same way.
     """
-    if not overrides and torch.backends.cpu.get_cpu_capability().startswith("AVX") and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        overrides.append(Library("aten", "IMPL"))
-        with warnings.catch_warnings(action="ignore"):              # that these replace PyTorch's own is the purpose
-            overrides[0].impl("mm", mm, "CPU")
-            overrides[0].impl("addmm", addmm, "CPU")
+    if overrides or not torch.backends.cpu.get_cpu_capability().startswith("AVX") or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return
+    overrides.append(Library("aten", "IMPL"))
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        onednn_dtypes.add(torch.bfloat16)
+    with warnings.catch_warnings(action="ignore"):                  # that these replace PyTorch's own is the purpose
+        overrides[0].impl("mm", mm, "CPU")
+        overrides[0].impl("addmm", addmm, "CPU")
+        if not torch.cpu._is_amx_tile_supported():
             overrides[0].impl("scaled_dot_product_attention", attention_in_float32, "AutocastCPU")
 
 
 overrides: list[Library] = []                                       # a Library's kernels live as long as it does
+onednn_dtypes = {torch.float32}
 
 
 def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -87,17 +92,18 @@ def addmm(bias: Tensor, a_MK: Tensor, b_KN: Tensor, *, beta=1, alpha=1) -> Tenso
 
 def attention_in_float32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0, is_causal: bool = False,
                          **kwargs) -> Tensor:
-    """Under bfloat16 autocast: its backward pass in bfloat16 takes four times as long as in float32 (AMD EPYC, no AMX). A single query
-    of sampling stays in bfloat16, as its cache does."""
-    dtype = torch.bfloat16 if query.shape[-2] == 1 else torch.float32
+    """Under autocast on a CPU without AMX, where its backward pass in bfloat16 takes four times as long as in float32 (AMD EPYC). A single
+    query of sampling stays in bfloat16, as its cache does."""
+    dtype = torch.get_autocast_dtype("cpu") if query.shape[-2] == 1 else torch.float32
     mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
     with torch.autocast("cpu", enabled=False):
         return nn.functional.scaled_dot_product_attention(query.to(dtype), key.to(dtype), value.to(dtype), mask, dropout, is_causal, **kwargs)
 
 
 def for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
+    """Whether oneDNN can take the product and wins by it: below 16 tokens its calls cost more than they save."""
     tokens = a_MK.shape[1 if a_MK.stride(0) == 1 else 0]
-    return (a_MK.dtype == b_KN.dtype and a_MK.dtype in (torch.float32, torch.bfloat16) and tokens >= 16
+    return (a_MK.dtype == b_KN.dtype and a_MK.dtype in onednn_dtypes and tokens >= 16
             and a_MK.shape[1] == b_KN.shape[0] > 0 and b_KN.shape[1] > 0)
 
 

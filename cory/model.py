@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
@@ -74,7 +75,7 @@ class LanguageModel(nn.Module):
         return out.last_hidden_state, out.past_key_values
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) logits of the next token over the temperature: pi everywhere, what is sampled from, scored, and trained.
+        """(N, V) logits of the next token over the temperature: pi of sampling and scoring; `LogpAndEntropy` is the same pi to be trained.
 
         The head is computed in float32 also when the body runs in bfloat16: GPT-2's logits lie near -100, where neighbouring
         bfloat16 numbers are 0.5 apart.
@@ -85,16 +86,18 @@ class LanguageModel(nn.Module):
     def logprobs(self, hidden_NH: Tensor) -> Tensor:
         """(N, V) log-probabilities of the next token, `log softmax(logits)`."""
         logits_NV = self.logits(hidden_NH)
-        return logits_NV.log_softmax(-1) if logits_NV.requires_grad else torch.log_softmax(logits_NV, -1, out=logits_NV)
+        if logits_NV.requires_grad:
+            return logits_NV.log_softmax(-1)
+        return torch.log_softmax(logits_NV, -1, out=logits_NV)      # in their place: no second (N, V)
 
-    def token_logprobs(self, hidden_NH: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log pi(token), entropy of pi), each (N,) in nats, to be trained through: the gradient is of the first alone."""
+    def logp_and_entropy(self, hidden_NH: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
+        """(log pi(token), entropy of pi), each (N,) in nats, to be trained through: only the first has a gradient."""
         head = self.lm.get_output_embeddings()
         backward_dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
-        return TokenLogprobs.apply(hidden_NH.float(), head.weight, head.bias, token_N, self.temperature, backward_dtype)
+        return LogpAndEntropy.apply(hidden_NH.float(), head.weight, head.bias, token_N, self.temperature, backward_dtype)
 
 
-class TokenLogprobs(torch.autograd.Function):
+class LogpAndEntropy(torch.autograd.Function):
     """`log pi(a)` with its gradient in closed form, `d log pi(a) / d logits = onehot(a) - pi`, which is written over pi.
 
     Plain autograd keeps three tensors of (N, V) for it and makes two more; this keeps one. The products of the backward pass are in
@@ -114,6 +117,7 @@ class TokenLogprobs(torch.autograd.Function):
         return formulas.token_logprobs(logp_NV, token_N), entropy_N
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient_N, _):
         hidden_NH, weight_VH, token_N, p_NV = ctx.saved_tensors
         gradient_N1, of_hidden, of_weight, of_bias = gradient_N[:, None] / ctx.temperature, None, None, None
@@ -217,9 +221,10 @@ def check_head(model: LanguageModel, name: str) -> None:
     ids = torch.arange(4, device=model.device)[None] % model.lm.get_input_embeddings().weight.shape[0]
     mask = torch.ones_like(ids)
     ours = model.lm.get_output_embeddings()(model.lm.base_model(input_ids=ids, attention_mask=mask).last_hidden_state)
-    if not torch.allclose(ours, model.lm(input_ids=ids, attention_mask=mask).logits, atol=1e-4, rtol=1e-4):
-        raise UserError("model", name, f"{type(model.lm).__name__} changes its logits behind the head, which LanguageModel.logprobs "
-                        "does not; add that step there")
+    linear = isinstance(model.lm.get_output_embeddings(), nn.Linear)
+    if not linear or not torch.allclose(ours, model.lm(input_ids=ids, attention_mask=mask).logits, atol=1e-4, rtol=1e-4):
+        raise UserError("model", name, f"{type(model.lm).__name__} does more to its logits than a linear head; "
+                        "LanguageModel.logits and LogpAndEntropy would both need that step")
     try:
         model.body(ids, mask, positions(mask), Cache(layer_class_to_replicate=GrowingLayer))
     except Exception as error:                                      # each architecture misses something else

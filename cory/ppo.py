@@ -46,7 +46,7 @@ def add_gradient(agent: Agent, batch: Experience, step_tokens: Tensor, cfg: Conf
     columns = (leaf_NH, *(x_BT[real] for x_BT in (batch.response_BT, batch.logp_BT, batch.advantage_BT, batch.value_BT, batch.return_BT)))
     sums = torch.zeros(len(SUMS), dtype=torch.float64)
     for hidden, token, old_logp, advantage, old_value, returns in zip(*(x.split(head_rows(agent.policy)) for x in columns)):
-        (logp, entropy), value = agent.policy.token_logprobs(hidden, token), agent.policy.values(hidden)
+        (logp, entropy), value = agent.policy.logp_and_entropy(hidden, token), agent.policy.values(hidden)
         policy_loss = formulas.policy_loss(logp, old_logp, advantage, cfg.cliprange)
         value_loss = formulas.value_loss(value, old_value, returns, cfg.cliprange_value)
         ((policy_loss.sum() + cfg.vf_coef * value_loss.sum()) / step_tokens).backward()

@@ -160,12 +160,12 @@ def require_finished(run_dirs: list[Path]) -> None:
             raise UserError("run_dirs", str(run_dir), "is named twice; name each run once")
 
 
-def require_picture(path: Path | None) -> None:
+def require_picture(path: Path | None, field: str = "out") -> None:
     """A picture can be written there: said before work is done for it."""
     if path and path.suffix not in (".png", ".pdf", ".svg"):
-        raise UserError("out", str(path), "must end in .png, .pdf or .svg")
+        raise UserError(field, str(path), "must end in .png, .pdf or .svg")
     if path and not os.access(path.absolute().parent, os.W_OK):
-        raise UserError("out", str(path), "its folder is missing or not writable; name another place")
+        raise UserError(field, str(path), "its folder is missing or not writable; name another place")
 
 
 def require_same_settings(run_dirs: list[Path], configs: list[dict]) -> None:
@@ -268,24 +268,23 @@ def draw_pass_at_k(runs: list[tuple[Config, dict]], ks: list[int], out: Path) ->
 
 
 def draw_sweep(rows: list[dict], out: Path) -> None:
-    """Seconds per iteration of `cory.benchmark` against batch size and response length, and peak memory; dashed: proportional to the last."""
+    """Seconds and peak memory per iteration, as `cory.benchmark` measures them, against batch size and against response length.
+    Dashed: proportional, through the last point."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    axes = figure.subplots(1, 3)
-    memory = next(key for key in rows[0] if key.startswith("peak_"))
-    panels = ((axes[0], "batch", "response", lambda row: row["seconds"]["total"]), (axes[1], "response", "batch", lambda row: row["seconds"]["total"]),
-              (axes[2], "batch", "response", lambda row: row[memory]))
-    for ax, x, fixed, value in panels:
+    sizes = [name for name in ("batch", "response") if len({row[name] for row in rows}) > 1]
+    figure = Figure(figsize=(10, 3.8 * len(sizes)), layout="constrained")
+    for (left, right), x in zip(figure.subplots(len(sizes), 2, squeeze=False), sizes):
+        fixed = "response" if x == "batch" else "batch"
         for i, size in enumerate(sorted({row[fixed] for row in rows})):
-            line = sorted((row[x], value(row)) for row in rows if row[fixed] == size)
-            ax.plot(*zip(*line), color=f"C{i}", marker="o", markersize=4, label=f"{fixed} {size}")
-            if ax is not axes[2]:
-                (last_x, last_y) = line[-1]
-                ax.plot([0, last_x], [0, last_y], color=f"C{i}", linestyle="--", linewidth=0.8)
-        ax.set(xlabel="queries per iteration" if x == "batch" else "tokens per response", xlim=(0, None), ylim=(0, None),
-               ylabel="peak memory, GiB" if ax is axes[2] else "seconds per iteration")
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
+            line = sorted((row for row in rows if row[fixed] == size), key=lambda row: row[x])
+            at, seconds = [row[x] for row in line], [row["seconds"]["total"] for row in line]
+            left.plot(at, seconds, color=f"C{i}", marker="o", markersize=4, label=f"{fixed} {size}")
+            left.plot([0, at[-1]], [0, seconds[-1]], color=f"C{i}", linestyle="--", linewidth=0.8)
+            right.plot(at, [row.get("peak_cuda_gib", row["peak_rss_gib"]) for row in line], color=f"C{i}", marker="o", markersize=4)
+        for ax, label in ((left, "seconds per iteration"), (right, "peak memory, GiB")):
+            ax.set(xlabel="queries per iteration" if x == "batch" else "tokens per response", ylabel=label, xlim=(0, None), ylim=(0, None))
+            ax.grid(alpha=0.3)
+        left.legend(fontsize=8)
     figure.savefig(out, dpi=110)
 
 

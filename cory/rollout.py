@@ -11,9 +11,9 @@ from cory.config import Config
 from cory.model import LanguageModel
 from cory.sampling import decode, encode_prompts, sample
 
-# What is computed together. It changes memory and speed, no result; by measurement on 2 CPU cores, larger on a GPU to fill it.
-TOKENS_AT_ONCE = {"cpu": 2**10, "cuda": 2**14}                      # of prompts and responses with their padding, through the transformer
-LOGPROBS_AT_ONCE = {"cpu": 25 * 2**19, "cuda": 2**27}               # elements of a (tokens, V) tensor: 50 and 512 MiB in float32
+# What is computed together. It changes memory, speed and rounding, no result; by measurement on 2 CPU cores, larger on a GPU to fill it.
+TOKENS_AT_ONCE = {"cpu": 3 * 2**9, "cuda": 2**14}                   # of prompts and responses with their padding, through the transformer
+LOGPROBS_AT_ONCE = {"cpu": 25 * 2**20, "cuda": 2**27}               # elements of a (tokens, V) tensor: 100 and 512 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def experience(rollout: Rollout, score_B: Tensor, kl_coef: float, gamma: float, 
 def rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_tokens: int, cfg: Config) -> Rollout:
     """`a ~ pi_agent(. | prompt)` for each prompt, scored under policy and reference.
 
-    The policy runs a second time over its responses although sampling knew their log-probabilities: one pass over whole rows,
-    as the update makes it, rounds as the update does, so that the first ratio is 1 (in bfloat16 too, but for the rounding of
-    differently cut mini-batches); and the exact KL needs the whole distribution, which is cheaper to make again (2 of about 30
+    The policy runs a second time over its responses although sampling knew their log-probabilities: one pass over whole rows
+    rounds as the update's does, so that the first ratio is 1 (but for the rounding of differently cut mini-batches, in bfloat16
+    too); and the exact KL needs the whole distribution, which is cheaper to make again (2 of about 30
     parts of the arithmetic) than to keep as (B, T, V).
     """
     policy = agent.policy
@@ -107,7 +107,7 @@ def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, rows_at_once: int) -> lis
     prompts, responses = prompt_mask_BP.sum(1)[order].tolist(), mask_BT.sum(1).long()[order].tolist()
     for end, (prompt, response) in enumerate(zip(prompts, responses)):
         P, T = max(P, prompt), max(T, response)
-        if end - start == rows_at_once or end > start and (end + 1 - start) * (P + T) > TOKENS_AT_ONCE[mask_BT.device.type]:
+        if end - start == rows_at_once or (end > start and (end + 1 - start) * (P + T) > TOKENS_AT_ONCE[mask_BT.device.type]):
             groups.append(order[start:end])
             start, P, T = end, prompt, response
     return [*groups, order[start:]]

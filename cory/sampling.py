@@ -52,7 +52,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     One uniform number per row from a CPU generator makes the stream of a seed the same on every device, and costs B random
     numbers where `torch.multinomial` draws B x V.
     """
-    cumulative_BV = logp_BV.softmax(-1).cumsum(-1)                  # softmax(log p) = p, and faster than exp here
+    cumulative_BV = logp_BV.softmax(-1).cumsum(-1)                  # softmax(log p) = p, and on a CPU faster than exp
     total_B1 = cumulative_BV[:, -1:]
     threshold_B1 = (uniform_B[:, None] * total_B1).minimum(torch.nextafter(total_B1, torch.zeros_like(total_B1)))
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)

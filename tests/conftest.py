@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
 
+from cory.machine import tune_cpu
+
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -29,6 +31,12 @@ def save_gpt2(folder: Path, tokenizer=None, **changes) -> Path:
     GPT2LMHeadModel(GPT2Config(**{**config, **changes})).save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tuned():
+    """What every run sets for its whole process, from the first test on: else their order would decide which code they run."""
+    tune_cpu()
 
 
 @pytest.fixture(scope="session")

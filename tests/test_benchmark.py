@@ -1,5 +1,8 @@
 """python -m cory.benchmark: what it reports, and its floor against operations counted by PyTorch."""
 import json
+import subprocess
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 import torch
@@ -7,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cory import benchmark
 from cory.config import ImdbConfig
-from cory.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -16,8 +18,8 @@ def known_rates(monkeypatch):
 
 
 def flags(small, *more):
-    return [str(small / "lm"), "--dataset", str(small / "openings"), "--batch", "4", "--minibatch", "2", "--response", "3", "--iterations", "2",
-            "--device", "cpu", *more]
+    return [str(small / "lm"), "--dataset", str(small / "openings"), "--batch", "4", "--minibatch", "2", "--response", "3",
+            "--iterations", "2", "--device", "cpu", *more]
 
 
 @pytest.mark.parametrize("more", [[], ["--method", "ppo", "--kl", "full"], ["--lora"], ["--dtype", "bfloat16"], ["--generate"]])
@@ -56,10 +58,26 @@ def test_floor_counts_the_operations_of_a_forward_pass(small):
                                    "total": (T + 2 + 12) * weights + 4 * 28 * trained})
 
 
-def test_a_sweep_measures_each_size_and_draws_it(small, tmp_path, capsys):
-    benchmark.main([*flags(small), "--batch", "2", "4", "--plot", str(tmp_path / "cost.png")])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [row["batch"] for row in result["sweep"]] == [2, 4] and (tmp_path / "cost.png").stat().st_size > 10_000
+def test_a_sweep_measures_each_size_and_draws_it(small, tmp_path, capsys, monkeypatch):
+    def in_this_process(command, **kwargs):                                             # a new one takes six seconds to import everything
+        with redirect_stdout(StringIO()) as out:
+            benchmark.main(command[3:])
+        return subprocess.CompletedProcess(command, 0, out.getvalue())
+    monkeypatch.setattr(subprocess, "run", in_this_process)
+    benchmark.main([*flags(small), "--batch", "2", "4", "--response", "2", "5", "--plot", str(tmp_path / "cost.png")])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["sweep"]
+    assert [(row["batch"], row["response"]) for row in rows] == [(2, 2), (2, 5), (4, 2), (4, 5)]
+    assert rows[3]["response_tokens"] > rows[0]["response_tokens"] and (tmp_path / "cost.png").stat().st_size > 10_000
+
+
+def test_a_sweep_ends_with_its_first_fault(small, tmp_path, monkeypatch, capfd):
+    with pytest.raises(SystemExit) as end:
+        benchmark.main(flags(small, "--batch", "2", "4", "--plot", str(tmp_path / "nowhere" / "cost.png")))
+    assert end.value.code == 2 and "plot" in capfd.readouterr().err
+    monkeypatch.setattr(subprocess, "run", lambda command, **kwargs: subprocess.CompletedProcess(command, 2, ""))
+    with pytest.raises(SystemExit) as end:
+        benchmark.main(flags(small, "--batch", "2", "4", "--plot", str(tmp_path / "cost.png")))
+    assert end.value.code == 2 and not (tmp_path / "cost.png").exists()
 
 
 def test_one_iteration_is_too_few(small):

@@ -184,5 +184,5 @@ def test_an_architecture_that_changes_its_logits_behind_the_head_is_refused(tmp_
                                    num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.05, bos_token_id=256, eos_token_id=256,
                                    pad_token_id=256)).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="changes its logits behind the head"):
+    with pytest.raises(UserError, match="does more to its logits than a linear head"):
         load_language_model(str(tmp_path))

@@ -1,4 +1,7 @@
-"""The whole loop against itself without its optimisations: whole batches, plain autograd, PyTorch's own products, the library's cache."""
+"""The whole loop against itself without its optimisations: rows as they come, plain autograd, PyTorch's own products, the library's cache.
+
+That the head's chunks and dropped rows change nothing is held in test_ppo.py and test_sampling.py.
+"""
 import json
 
 import pytest
@@ -23,12 +26,12 @@ def plain_gradient(agent, batch, step_tokens, cfg):
     value_loss = formulas.value_loss(value, batch.value_BT[real], returns, cfg.cliprange_value)
     ((policy_loss + cfg.vf_coef * value_loss).sum() / step_tokens).backward()
     clipped, error = ((logp - old_logp).exp() - 1).abs() > cfg.cliprange, value - returns
-    columns = (policy_loss, value_loss, -(logp_NV.exp() * logp_NV).sum(-1), clipped, formulas.kl_k3(old_logp, logp), error, error**2, torch.ones_like(value))
-    return torch.stack([x.detach().double().sum() for x in columns])
+    columns = (policy_loss, value_loss, -(logp_NV.exp() * logp_NV).sum(-1), clipped, formulas.kl_k3(old_logp, logp), error, error**2)
+    return torch.stack([x.detach().double().sum() for x in (*columns, torch.ones_like(value))])
 
 
-class KeepsAllRows(DynamicLayer):
-    """The library's own cache; rows that have ended stay and are computed on."""
+class LibraryCache(DynamicLayer):
+    """The library's own, which copies everything for each token."""
 
     def keep(self, rows, first):
         self.keys, self.values = self.keys[rows, :, first:], self.values[rows, :, first:]
@@ -45,7 +48,7 @@ def test_curves_of_50_iterations_are_those_of_the_plain_version(small_flags, tmp
     fast = curves(flags, tmp_path / "fast")
     monkeypatch.setattr(machine, "for_onednn", lambda a, b: False)
     monkeypatch.setattr(ppo, "add_gradient", plain_gradient)
-    monkeypatch.setattr(sampling, "GrowingLayer", KeepsAllRows)
+    monkeypatch.setattr(sampling, "GrowingLayer", LibraryCache)
     monkeypatch.setattr(rollout, "by_length", lambda prompt_mask, mask, rows_at_once: list(torch.arange(len(mask)).split(rows_at_once)))
     plain = curves(flags, tmp_path / "plain")
     assert len(fast) == len(plain) == 51
@@ -54,7 +57,7 @@ def test_curves_of_50_iterations_are_those_of_the_plain_version(small_flags, tmp
         assert a.keys() == b.keys()
         for key in a.keys() - {"seconds", "time"}:
             if isinstance(a[key], float) and "sampling_gap" not in key:
-                assert a[key] == pytest.approx(b[key], abs=1e-4, rel=1e-4), (a["iteration"], key)
+                assert a[key] == pytest.approx(b[key], abs=1e-4, rel=1e-4), (a["iteration"], key, "a jump: a sampled token flipped")
                 compared += 1
     assert compared > 1000
     assert any(row["pioneer/kl"] > 0.1 for row in plain[1:])                               # the policies have moved

@@ -6,12 +6,13 @@ import pytest
 import torch
 from toys import agent_of, bigram, settings
 
+import cory.rollout
 from cory import ppo
 from cory.agent import Agent
 from cory.errors import UserError
 from cory.model import load_language_model
 from cory.ppo import add_gradient, ppo_update
-from cory.rollout import Experience, experience, rollout
+from cory.rollout import Experience, by_length, experience, rollout
 
 PROMPTS = ["a film", "one long story of a man", "x", "the dog and the man", "so", "every scene of it", "good", "bad old"]
 
@@ -46,6 +47,55 @@ def test_mini_batches_and_accumulation_do_not_change_the_gradient(small, monkeyp
     for mini, accumulation in ((4, 2), (2, 4), (1, 8)):
         split = gradient(agent, turn, score, monkeypatch, mini_batch_size=mini, gradient_accumulation_steps=accumulation)
         for a, b in zip(whole, split):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bias, frozen", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("bfloat16", 0.02)])
+def test_log_probability_entropy_and_gradient_are_those_of_autograd(temperature, bias, frozen, dtype, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(7, 11, bias=bias)
+    for parameter in head.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    head.requires_grad_(not frozen)
+    model = bigram()
+    model.lm.head, model.temperature, model.dtype = head, temperature, dtype
+    hidden, token, weight = torch.randn(20, 7, generator=generator), torch.randint(11, (20,), generator=generator), torch.randn(20, generator=generator)
+    results = []
+    for plain in (True, False):
+        head.zero_grad()
+        leaf = hidden.clone().requires_grad_()
+        if plain:
+            logp_NV = (head(leaf) / temperature).log_softmax(-1)
+            logp, entropy = logp_NV.gather(-1, token[:, None]).squeeze(-1), torch.distributions.Categorical(logits=logp_NV).entropy()
+        else:
+            logp, entropy = model.logp_and_entropy(leaf, token)
+        (logp * weight).sum().backward()
+        results.append((logp, entropy, leaf.grad, *(p.grad for p in head.parameters() if not frozen)))
+    for i, (expected, got) in enumerate(zip(*results, strict=True)):
+        exact = 1e-6 if i < 2 else tolerance                            # forward in float32 always
+        torch.testing.assert_close(got, expected, atol=exact * expected.abs().max().item(), rtol=1e-5)
+
+
+def test_mini_batches_hold_each_row_once_and_rows_of_like_length_together(monkeypatch):
+    monkeypatch.setitem(cory.rollout.TOKENS_AT_ONCE, "cpu", 30)
+    P, T = torch.tensor([3, 1, 9, 2, 3, 8, 30, 1, 2]), torch.tensor([2, 1, 6, 3, 2, 7, 10, 1, 3])
+    masks = (torch.arange(30) >= 30 - P[:, None]).long(), (torch.arange(10) < T[:, None]).float()
+    groups = by_length(*masks, rows_at_once=3)
+    assert sorted(torch.cat(groups).tolist()) == list(range(9))
+    lengths = [(P + T)[group].tolist() for group in groups]
+    assert sum(lengths, []) == sorted((P + T).tolist())
+    assert all(len(group) <= 3 and (len(group) == 1 or len(group) * (P[group].max() + T[group].max()) <= 30) for group in groups)
+    assert lengths == [[2, 2, 5], [5, 5, 5], [15], [15], [40]]         # 9 + 6 and 8 + 7 together are 2 x 16 with padding; 40 is too much alone
+
+
+def test_tokens_at_once_do_not_change_the_gradient(small, monkeypatch):
+    agent, _, turn = ragged_turn(small)
+    whole = gradient(agent, turn, torch.arange(8.0), monkeypatch)
+    for tokens in (20, 60):
+        monkeypatch.setitem(cory.rollout.TOKENS_AT_ONCE, "cpu", tokens)
+        for a, b in zip(whole, gradient(agent, turn, torch.arange(8.0), monkeypatch)):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
