@@ -282,7 +282,8 @@ def draw_sweep(rows: list[dict], out: Path) -> None:
             left.plot([0, at[-1]], [0, seconds[-1]], color=f"C{i}", linestyle="--", linewidth=0.8)
             right.plot(at, [row.get("peak_cuda_gib", row["peak_rss_gib"]) for row in line], color=f"C{i}", marker="o", markersize=4)
         for ax, label in ((left, "seconds per iteration"), (right, "peak memory, GiB")):
-            ax.set(xlabel="queries per iteration" if x == "batch" else "tokens per response", ylabel=label, xlim=(0, None), ylim=(0, None))
+            ax.set(xlabel="queries per iteration" if x == "batch" else "tokens per response", ylabel=label, xlim=(0, None))
+            ax.set_ylim(0, 1.05 * ax.get_ylim()[1])
             ax.grid(alpha=0.3)
         left.legend(fontsize=8)
     figure.savefig(out, dpi=110)
