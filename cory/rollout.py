@@ -79,8 +79,8 @@ def rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_
 
     The policy runs a second time over its responses although sampling knew their log-probabilities: one pass over whole rows
     rounds as the update's does, so that the first ratio is 1 (but for the rounding of differently cut mini-batches, in bfloat16
-    too); and the exact KL needs the whole distribution, which is cheaper to make again (2 of about 30
-    parts of the arithmetic) than to keep as (B, T, V).
+    too); and the exact KL needs the whole distribution, which is cheaper to make again (2 of about 30 parts of the arithmetic) than to
+    keep as (B, T, V).
     """
     policy = agent.policy
     encoded = encode_prompts(policy, prompts, max_new_tokens)
