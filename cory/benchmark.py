@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-import cory.rollout
+import cory.ppo.rollout
 import cory.train
-from cory.agent import Agent
+from cory.ppo.agent import Agent
 from cory.config import ASSETS, ImdbConfig, OneLineParser
 from cory.errors import UserError, exit_on_user_error
-from cory.imdb import Imdb
-from cory.machine import choose_device, peak_memory, tune_cpu
-from cory.model import LanguageModel, load_language_model
+from cory.tasks.imdb import Imdb
+from cory.experiment.machine import choose_device, peak_memory, tune_cpu
+from cory.ppo.model import LanguageModel, load_language_model
 from cory.report import draw_sweep, require_picture
-from cory.sampling import encode_prompts, sample
+from cory.ppo.sampling import encode_prompts, sample
 
 PHASES = ("sample", "score", "reward", "update")
 
@@ -58,7 +58,7 @@ class Bench:
 
     def run(self) -> dict[str, float]:
         """Median seconds of each phase, without the first iteration."""
-        with (self.timed(cory.rollout, "sample", "sample"), self.timed(cory.train, "rollout", "score", inner="sample"),
+        with (self.timed(cory.ppo.rollout, "sample", "sample"), self.timed(cory.train, "rollout", "score", inner="sample"),
               self.timed(self.task, "reward", "reward"), self.timed(cory.train, "ppo_update", "update")):
             {"ppo": cory.train.train_ppo, "cory": cory.train.train_cory}[self.cfg.method](self)
         return {key: statistics.median(row[key] for row in self.seconds[1:]) for key in self.seconds[0]}

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from transformers import HfArgumentParser
 
-from cory.answers import CHECKERS
+from cory.tasks.answers import CHECKERS
 from cory.errors import UserError
 
 ASSETS = Path(__file__).parent / "assets"

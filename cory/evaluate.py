@@ -18,19 +18,19 @@ from typing import Callable
 import torch
 from tqdm import tqdm
 
-from cory import formulas
+from cory.ppo import formulas
 from cory.config import Config, OneLineParser, load_config
 from cory.errors import UserError, exit_on_user_error
-from cory.files import append_jsonl, read_jsonl, replace_text
-from cory.gsm8k import Gsm8k
-from cory.imdb import Imdb
-from cory.lora import load_adapter
-from cory.machine import choose_device, tune_cpu
-from cory.model import LanguageModel, load_language_model
+from cory.experiment.files import append_jsonl, read_jsonl, replace_text
+from cory.tasks.gsm8k import Gsm8k
+from cory.tasks.imdb import Imdb
+from cory.ppo.lora import load_adapter
+from cory.experiment.machine import choose_device, tune_cpu
+from cory.ppo.model import LanguageModel, load_language_model
 from cory.report import draw_pass_at_k, pass_at_k_table, require_finished, require_picture, require_same_settings
-from cory.rollout import sweep
-from cory.sampling import decode, encode_prompts, sample
-from cory.task import Task
+from cory.ppo.rollout import sweep
+from cory.ppo.sampling import decode, encode_prompts, sample
+from cory.tasks.task import Task
 
 EVALUATION_SEED = 20_241_006        # the same random numbers for every model, method, seed and iteration
 

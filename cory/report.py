@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from cory.config import Config, OneLineParser
 from cory.errors import UserError, exit_on_user_error
-from cory.files import append_jsonl, read_jsonl, replace_text
+from cory.experiment.files import append_jsonl, read_jsonl, replace_text
 
 TABLE = {"task_reward": "{:.2f}", "kl": "{:.1f}", "combined_reward": "{:.2f}", "length": "{:.1f}", "distinct_1": "{:.3f}",
          "distinct_2": "{:.3f}", "repeated_tokens": "{:.3f}", "base_perplexity": "{:.0f}", "accuracy": "{:.3f}", "strict_accuracy": "{:.3f}",

@@ -1,7 +1,7 @@
 """The training loops of PPO and CORY, side by side."""
-from cory.ppo import ppo_update
-from cory.rollout import rollout
-from cory.run import Run, Turn
+from cory.ppo.update import ppo_update
+from cory.ppo.rollout import rollout
+from cory.experiment.run import Run, Turn
 
 
 def train_ppo(run: Run) -> None:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
 
-from cory.machine import tune_cpu
+from cory.experiment.machine import tune_cpu
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

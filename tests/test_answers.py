@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from cory.answers import CHECKERS, gold_answer, last_number, strict
+from cory.tasks.answers import CHECKERS, gold_answer, last_number, strict
 
 ANSWERS = [                         # response, the last number, OpenAI's strict rule
     ("42.", 42, None), ("$42", 42, None), ("1,234", 1234, None), ("-7", -7, None),

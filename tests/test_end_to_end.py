@@ -11,8 +11,8 @@ import torch
 from conftest import SHARED
 
 from cory.config import ASSETS
-from cory.imdb import SentimentReward
-from cory.model import load_language_model
+from cory.tasks.imdb import SentimentReward
+from cory.ppo.model import load_language_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ def test_the_commands_of_the_readme_learn(task, method, iterations, gain, tmp_pa
 
 def test_shipped_problems_do_not_overlap_in_numbers_templates_or_questions():
     from cory.assets.word_problems import NAMES, THINGS
-    from cory.answers import gold_answer, last_number, strict
+    from cory.tasks.answers import gold_answer, last_number, strict
     words, numbers, questions = {}, {}, {}
     for split in ("train", "test"):
         rows = [json.loads(line) for line in (ASSETS / "gsm8k" / "problems" / f"{split}.jsonl").open()]
@@ -52,7 +52,7 @@ def test_shipped_problems_do_not_overlap_in_numbers_templates_or_questions():
 
 def test_worked_answers_are_right_and_wrong_ones_are_wrong():
     """Each sum of a worked answer holds and feeds the next; a wrong one has at most one that does not (it may be misread instead), and another end."""
-    from cory.answers import gold_answer, last_number
+    from cory.tasks.answers import gold_answer, last_number
     from cory.assets.word_problems import problem, wrong_answer
     rng = random.Random(0)
     for _ in range(300):

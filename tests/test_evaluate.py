@@ -8,7 +8,7 @@ import train_imdb
 
 from cory import evaluate
 from cory.evaluate import solved_figures
-from cory.formulas import pass_at_k
+from cory.ppo.formulas import pass_at_k
 
 
 def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_response():

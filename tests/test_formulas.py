@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from cory import formulas as f
+from cory.ppo import formulas as f
 
 
 def close(a, b, tol=1e-6):

@@ -6,12 +6,12 @@ import pytest
 import train_gsm8k
 from conftest import byte_tokenizer, save_llama
 
-from cory.answers import CHECKERS
+from cory.tasks.answers import CHECKERS
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
-from cory.gsm8k import Gsm8k
-from cory.model import load_language_model
-from cory.sampling import encode_prompts
+from cory.tasks.gsm8k import Gsm8k
+from cory.ppo.model import load_language_model
+from cory.ppo.sampling import encode_prompts
 
 
 def gsm8k(problems, **changes) -> Gsm8k:
@@ -156,7 +156,7 @@ def test_a_run_of_the_other_task_is_not_resumed(problem_flags, tmp_path, capsys)
 
 
 def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):
-    from cory import model
+    from cory.ppo import model
     monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install bitsandbytes"):
         model.storage_options("4bit", "cuda")

@@ -10,10 +10,10 @@ import torch
 import train_imdb
 from safetensors.torch import load_file
 
-from cory.agent import Agent
+from cory.ppo.agent import Agent
 from cory.config import IMDB_PRESETS, ImdbConfig, load_config, parse
-from cory.imdb import Imdb
-from cory.run import Run
+from cory.tasks.imdb import Imdb
+from cory.experiment.run import Run
 from cory.train import train_cory
 
 ROOT = Path(__file__).parents[1]
@@ -122,7 +122,7 @@ def test_partner_reward_weighs_the_other_agents_task_reward(small_flags, tmp_pat
 
 
 def test_reset_on_exchange_forgets_moments_coefficient_and_stream(small):
-    from cory.model import load_language_model
+    from cory.ppo.model import load_language_model
     from toys import settings
     agent = Agent("llm2", load_language_model(str(small / "lm")), settings(), 1)
     start = agent.generator.get_state()
@@ -159,7 +159,7 @@ def test_a_killed_run_resumes_to_the_same_bits(method, kill_at, whole, small_fla
 
 
 def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_path, monkeypatch):
-    import cory.checkpoint as checkpoint
+    import cory.experiment.checkpoint as checkpoint
     folder, kept = run(small_flags, tmp_path / "r", "--iterations", "2"), checkpoint.flush
 
     def dies(*paths):
@@ -212,8 +212,8 @@ def test_checkpoints_hold_the_kl_coefficients_and_every_random_generator(small, 
     import random
 
     import numpy as np
-    from cory.checkpoint import load_checkpoint, save_checkpoint
-    from cory.model import load_language_model
+    from cory.experiment.checkpoint import load_checkpoint, save_checkpoint
+    from cory.ppo.model import load_language_model
     from toys import settings
     base = load_language_model(str(small / "lm"))
     agents = [Agent(name, base, settings(), i) for i, name in enumerate(("llm1", "llm2"))]

@@ -10,15 +10,15 @@ from conftest import save_gpt2
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cory.agent import Agent
+from cory.ppo.agent import Agent
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
-from cory.gsm8k import Gsm8k
-from cory.lora import load_adapter
-from cory.model import LanguageModel, load_language_model
-from cory.ppo import ppo_update
-from cory.rollout import rollout
-from cory.sampling import encode_prompts
+from cory.tasks.gsm8k import Gsm8k
+from cory.ppo.lora import load_adapter
+from cory.ppo.model import LanguageModel, load_language_model
+from cory.ppo.update import ppo_update
+from cory.ppo.rollout import rollout
+from cory.ppo.sampling import encode_prompts
 
 PROMPTS = ["Ann has 3 eggs.", "How many?", "5 + 4 =", "Question: a? Answer:"] * 2
 
@@ -212,9 +212,9 @@ class Kept:
 @pytest.mark.parametrize("lora", [False, True])
 def test_memory_of_an_update_does_not_grow_with_vocabulary_times_length(problems, monkeypatch, lora):
     """Responses of 256 tokens over 257 words, logits of 64 tokens at a time: nothing of (T, V) is made, and of them one tensor is kept."""
-    import cory.rollout
+    import cory.ppo.rollout
     chunk, vocab = 64, 257
-    monkeypatch.setitem(cory.rollout.LOGPROBS_AT_ONCE, "cpu", chunk * vocab)
+    monkeypatch.setitem(cory.ppo.rollout.LOGPROBS_AT_ONCE, "cpu", chunk * vocab)
     cfg = config(lora=lora, batch_size=2, mini_batch_size=1, num_ppo_epochs=1, kl_penalty="full")
     reference, (agent, _) = two_agents(problems / "lm", cfg)
     head, likely = agent.policy.logprobs, torch.zeros(vocab)

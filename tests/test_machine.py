@@ -4,7 +4,7 @@ import itertools
 import pytest
 import torch
 
-from cory import machine
+from cory.experiment import machine
 
 onednn = pytest.mark.skipif(not (torch.backends.cpu.get_cpu_capability().startswith("AVX") and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
                             reason="this PyTorch has no oneDNN for x86: its own matrix products stay")

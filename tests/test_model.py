@@ -10,12 +10,12 @@ from conftest import byte_tokenizer, save_gpt2
 from toys import bigram
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2Model
 
-from cory.agent import Agent
+from cory.ppo.agent import Agent
 from cory.errors import UserError
-from cory.formulas import token_logprobs
-from cory.model import PolicyWithValue, load_language_model
-from cory.rollout import rollout
-from cory.sampling import encode_prompts
+from cory.ppo.formulas import token_logprobs
+from cory.ppo.model import PolicyWithValue, load_language_model
+from cory.ppo.rollout import rollout
+from cory.ppo.sampling import encode_prompts
 from toys import settings
 
 

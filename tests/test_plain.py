@@ -8,10 +8,14 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from cory import formulas, machine, ppo, rollout, sampling
+from cory.ppo import formulas
+from cory.experiment import machine
+from cory.ppo import update as ppo
+from cory.ppo import rollout
+from cory.ppo import sampling
 from cory.config import IMDB_PRESETS, ImdbConfig, parse
-from cory.imdb import Imdb
-from cory.run import Run
+from cory.tasks.imdb import Imdb
+from cory.experiment.run import Run
 from cory.train import train
 
 

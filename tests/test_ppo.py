@@ -6,13 +6,13 @@ import pytest
 import torch
 from toys import agent_of, bigram, settings
 
-import cory.rollout
-from cory import ppo
-from cory.agent import Agent
+import cory.ppo.rollout
+from cory.ppo import update as ppo
+from cory.ppo.agent import Agent
 from cory.errors import UserError
-from cory.model import load_language_model
-from cory.ppo import add_gradient, ppo_update
-from cory.rollout import Experience, by_length, experience, rollout
+from cory.ppo.model import load_language_model
+from cory.ppo.update import add_gradient, ppo_update
+from cory.ppo.rollout import Experience, by_length, experience, rollout
 
 PROMPTS = ["a film", "one long story of a man", "x", "the dog and the man", "so", "every scene of it", "good", "bad old"]
 
@@ -79,7 +79,7 @@ def test_log_probability_entropy_and_gradient_are_those_of_autograd(temperature,
 
 
 def test_mini_batches_hold_each_row_once_and_rows_of_like_length_together(monkeypatch):
-    monkeypatch.setitem(cory.rollout.TOKENS_AT_ONCE, "cpu", 30)
+    monkeypatch.setitem(cory.ppo.rollout.TOKENS_AT_ONCE, "cpu", 30)
     P, T = torch.tensor([3, 1, 9, 2, 3, 8, 30, 1, 2]), torch.tensor([2, 1, 6, 3, 2, 7, 10, 1, 3])
     masks = (torch.arange(30) >= 30 - P[:, None]).long(), (torch.arange(10) < T[:, None]).float()
     groups = by_length(*masks, rows_at_once=3)
@@ -94,14 +94,14 @@ def test_tokens_at_once_do_not_change_the_gradient(small, monkeypatch):
     agent, _, turn = ragged_turn(small)
     whole = gradient(agent, turn, torch.arange(8.0), monkeypatch)
     for tokens in (20, 60):
-        monkeypatch.setitem(cory.rollout.TOKENS_AT_ONCE, "cpu", tokens)
+        monkeypatch.setitem(cory.ppo.rollout.TOKENS_AT_ONCE, "cpu", tokens)
         for a, b in zip(whole, gradient(agent, turn, torch.arange(8.0), monkeypatch)):
             torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
 def test_running_the_head_in_chunks_does_not_change_gradient_or_sums(small, monkeypatch):
     """Against plain autograd through one loss over all tokens."""
-    from cory import formulas
+    from cory.ppo import formulas
     agent, _, turn = ragged_turn(small)
     batch, cfg = experience(turn, torch.arange(8.0), 0.1, 1.0, 0.95), settings()
     real = batch.mask_BT.bool()

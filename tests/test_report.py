@@ -38,7 +38,7 @@ def test_evaluation_figures_by_hand():
 
 
 def test_evaluation_leaves_every_random_stream_and_repeats_itself(small):
-    from cory.model import load_language_model
+    from cory.ppo.model import load_language_model
     model = load_language_model(str(small / "lm"))
     state = torch.get_rng_state()
     first, second = (evaluate(model, model, Letters, settings(mini_batch_size=m)) for m in (8, 8))

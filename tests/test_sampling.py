@@ -4,12 +4,12 @@ import torch
 from conftest import byte_tokenizer
 from toys import LetterTokenizer, agent_of, bigram, settings
 
-from cory import sampling
-from cory.cache import GrowingLayer
+from cory.ppo import sampling
+from cory.ppo.cache import GrowingLayer
 from cory.errors import UserError
-from cory.model import load_language_model
-from cory.rollout import rollout
-from cory.sampling import decode, draw, encode_prompts, sample
+from cory.ppo.model import load_language_model
+from cory.ppo.rollout import rollout
+from cory.ppo.sampling import decode, draw, encode_prompts, sample
 
 
 def path_model(*letters) -> torch.Tensor:

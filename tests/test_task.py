@@ -9,10 +9,10 @@ import train_imdb
 from toys import settings
 
 from cory.config import IMDB_PRESETS, ImdbConfig, parse
-from cory.data import load_columns
+from cory.tasks.data import load_columns
 from cory.errors import UserError
-from cory.imdb import Imdb, SentimentReward
-from cory.model import load_language_model
+from cory.tasks.imdb import Imdb, SentimentReward
+from cory.ppo.model import load_language_model
 
 
 def imdb(small, reward=None, **changes) -> Imdb:
@@ -88,7 +88,7 @@ def test_rewards_that_are_no_numbers_are_refused(values, says, small):
 
 
 def test_a_nan_reward_in_a_run_changes_no_parameter(small_flags, tmp_path, monkeypatch):
-    from cory.run import Run
+    from cory.experiment.run import Run
     from cory.train import train_cory
     cfg = parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--run_dir", str(tmp_path / "r")])
     run = Run(cfg, Imdb)
@@ -161,7 +161,7 @@ def test_data_is_checked_before_any_model_is_loaded(small_flags, tmp_path, capsy
 
 
 def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
-    from cory.machine import choose_device
+    from cory.experiment.machine import choose_device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old GPU")
@@ -192,7 +192,7 @@ def test_bad_machines_and_models_exit_2_with_one_line(case, small_flags, tmp_pat
 
 
 def test_too_little_disk_is_said_before_training(small_flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("cory.checkpoint.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr("cory.experiment.checkpoint.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(SystemExit) as stop:
         train_imdb.main([*small_flags, "--run_dir", str(tmp_path / "run")])
     assert stop.value.code == 2 and "0.00 GB free" in capsys.readouterr().err

@@ -2,9 +2,9 @@
 import torch
 from torch import nn
 
-from cory.agent import Agent
+from cory.ppo.agent import Agent
 from cory.config import ImdbConfig
-from cory.model import LanguageModel
+from cory.ppo.model import LanguageModel
 
 LETTERS = "abcdef"          # ids 0..5; id 6, written ".", is EOS
 

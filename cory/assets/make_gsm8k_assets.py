@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cory.answers import gold_answer, last_number
+from cory.tasks.answers import gold_answer, last_number
 from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
-from cory.gsm8k import observer_prompt, pioneer_prompt
-from cory.machine import keep_freed_memory
-from cory.model import LanguageModel
-from cory.sampling import decode, encode_prompts, sample
+from cory.tasks.gsm8k import observer_prompt, pioneer_prompt
+from cory.experiment.machine import keep_freed_memory
+from cory.ppo.model import LanguageModel
+from cory.ppo.sampling import decode, encode_prompts, sample
 
 CONTEXT = 2048                                  # tokens; rotary positions cost no weights
 

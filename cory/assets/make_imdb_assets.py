@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast)
 
 from cory.assets.pretraining import EOS, byte_level_tokenizer, fit, save
-from cory.model import load_language_model
-from cory.sampling import decode, encode_prompts, sample
+from cory.ppo.model import load_language_model
+from cory.ppo.sampling import decode, encode_prompts, sample
 
 CONTEXT = 256                                   # tokens the language model sees
 

@@ -9,18 +9,18 @@ from typing import Iterator, NamedTuple
 
 import torch
 
-from cory.agent import Agent
-from cory.checkpoint import load_checkpoint, require_disk, save_checkpoint, save_final
+from cory.ppo.agent import Agent
+from cory.experiment.checkpoint import load_checkpoint, require_disk, save_checkpoint, save_final
 from cory.config import Config
 from cory.errors import UserError
 from cory.evaluate import EVALUATION_SEED, evaluate
-from cory.files import read_jsonl, replace_text
-from cory.machine import choose_device, peak_memory, tune_cpu
-from cory.model import load_language_model, storage_options
+from cory.experiment.files import read_jsonl, replace_text
+from cory.experiment.machine import choose_device, peak_memory, tune_cpu
+from cory.ppo.model import load_language_model, storage_options
 from cory.report import RunLog, draw_curves, results_table
-from cory.rollout import Rollout
-from cory.sampling import decode, encode_prompts, sample
-from cory.task import Task
+from cory.ppo.rollout import Rollout
+from cory.ppo.sampling import decode, encode_prompts, sample
+from cory.tasks.task import Task
 
 
 class Turn(NamedTuple):

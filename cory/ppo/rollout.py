@@ -5,11 +5,11 @@ from typing import Iterator
 import torch
 from torch import Tensor
 
-from cory import formulas
-from cory.agent import Agent
+from cory.ppo import formulas
+from cory.ppo.agent import Agent
 from cory.config import Config
-from cory.model import LanguageModel
-from cory.sampling import decode, encode_prompts, sample
+from cory.ppo.model import LanguageModel
+from cory.ppo.sampling import decode, encode_prompts, sample
 
 # What is computed together. It changes memory, speed and rounding, no result; by measurement on 2 CPU cores, larger on a GPU to fill it.
 TOKENS_AT_ONCE = {"cpu": 3 * 2**9, "cuda": 2**14}                   # of prompts and responses with their padding, through the transformer

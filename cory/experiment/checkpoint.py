@@ -15,11 +15,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from cory.agent import Agent
+from cory.ppo.agent import Agent
 from cory.config import Config
 from cory.errors import UserError
-from cory.files import flush, replace_text
-from cory.lora import select
+from cory.experiment.files import flush, replace_text
+from cory.ppo.lora import select
 
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> None:

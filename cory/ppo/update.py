@@ -2,11 +2,11 @@
 import torch
 from torch import Tensor
 
-from cory import formulas
-from cory.agent import Agent
+from cory.ppo import formulas
+from cory.ppo.agent import Agent
 from cory.config import Config
 from cory.errors import UserError
-from cory.rollout import Experience, Rollout, experience, head_rows
+from cory.ppo.rollout import Experience, Rollout, experience, head_rows
 
 SUMS = ("policy_loss", "value_loss", "entropy", "clip_fraction", "approx_kl", "error", "squared_error", "tokens")
 

@@ -3,12 +3,12 @@ import random
 from decimal import Decimal
 from typing import NamedTuple
 
-from cory.answers import CHECKERS, gold_answer, last_number, strict
+from cory.tasks.answers import CHECKERS, gold_answer, last_number, strict
 from cory.config import Gsm8kConfig
-from cory.data import load_columns
+from cory.tasks.data import load_columns
 from cory.errors import UserError
-from cory.model import LanguageModel
-from cory.task import Data, Task, checked_sizes
+from cory.ppo.model import LanguageModel
+from cory.tasks.task import Data, Task, checked_sizes
 
 # The paper's prompts. Its line breaks are not to be recovered from the print: here every gap is one space.
 EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each from his mom and dad. How many toys does he have now? "

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from cory import formulas
-from cory.cache import GrowingLayer
+from cory.ppo import formulas
+from cory.ppo.cache import GrowingLayer
 from cory.errors import UserError
-from cory.model import LanguageModel, positions
+from cory.ppo.model import LanguageModel, positions
 
 
 class Prompts(NamedTuple):

@@ -5,10 +5,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from cory.config import ImdbConfig
-from cory.data import load_columns
+from cory.tasks.data import load_columns
 from cory.errors import UserError
-from cory.model import LanguageModel, load_weights, model_errors
-from cory.task import Data, Task, checked_sizes
+from cory.ppo.model import LanguageModel, load_weights, model_errors
+from cory.tasks.task import Data, Task, checked_sizes
 
 OBSERVER_TEMPLATE = 'I can make this sentence "{query}{response}" more positive: {query}'      # the released code's words
 

@@ -2,8 +2,8 @@
 import torch
 
 from cory.config import Config
-from cory.lora import add_adapter
-from cory.model import LanguageModel, PolicyWithValue
+from cory.ppo.lora import add_adapter
+from cory.ppo.model import LanguageModel, PolicyWithValue
 
 
 class Agent:

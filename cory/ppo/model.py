@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
-from cory import formulas
-from cory.cache import GrowingLayer
+from cory.ppo import formulas
+from cory.ppo.cache import GrowingLayer
 from cory.errors import UserError
-from cory.lora import adapter_parameters, select
+from cory.ppo.lora import adapter_parameters, select
 
 
 class LanguageModel(nn.Module):
