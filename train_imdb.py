@@ -1,17 +1,16 @@
 """PPO and CORY on IMDB sentiment: `python train_imdb.py --method cory`; `--help` lists every setting."""
-import sys
-
-from cory.config import IMDB_PRESETS, ImdbConfig, parse
+from cory.command_line import parse
+from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.errors import exit_on_user_error
 
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    cfg = parse(ImdbConfig, IMDB_PRESETS, sys.argv[1:] if argv is None else argv)
-    from cory.tasks.imdb import Imdb          # after the command line has been found sound: these load PyTorch
-    from cory.experiment.run import Run
+    cfg = parse(ImdbConfig, IMDB_PRESETS, argv)
+    # After the command line has been found sound: this loads PyTorch.
     from cory.train import train
-    train(Run(cfg, Imdb))
+
+    train(cfg)
 
 
 if __name__ == "__main__":

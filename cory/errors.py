@@ -3,14 +3,17 @@ import sys
 
 
 class UserError(Exception):
-    """`UserError("cliprange", 0.0, "must be above 0")` reads `cliprange is 0.0: must be above 0`; scripts exit with status 2."""
+    """`UserError("cliprange", 0.0, "must be above 0")` reads `cliprange is 0.0: must be above 0`.
+
+    Scripts print it as one line and exit with status 2.
+    """
 
     def __init__(self, field: str, value, way_out: str):
         super().__init__(f"{field} is {value!r}: {way_out}")
 
 
 def exit_on_user_error(main):
-    """Decorator for scripts: a `UserError` becomes one line on stderr and exit status 2, without a traceback."""
+    """Decorator for scripts: a `UserError` becomes one line on stderr and exit status 2."""
     def run(*args, **kwargs):
         try:
             return main(*args, **kwargs)

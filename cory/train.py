@@ -1,40 +1,93 @@
-"""The training loops of PPO and CORY, side by side."""
-from cory.ppo.update import ppo_update
-from cory.ppo.rollout import rollout
+"""The training loops, side by side: what PPO does, and what CORY adds to it."""
+from typing import Callable
+
+from torch import Tensor
+
+from cory.config import Config
 from cory.experiment.run import Run, Turn
+from cory.ppo.rollout import Rollout, collect_rollout
+from cory.ppo.update import ppo_update
 
 
+def trains(*agents: str) -> Callable:
+    """Decorator of a loop: the agents that it trains, by name. The run makes one for each, in this order."""
+    def decorator(loop):
+        loop.agents = agents
+        return loop
+    return decorator
+
+
+def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | float, cfg: Config) -> Tensor:
+    """What an agent's responses are trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`.
+
+    The place to shape it, for both methods: `- 0.01 * rollout.length_B` is a length penalty. The logged
+    task_reward stays the task's own.
+    """
+    return reward_B + cfg.partner_reward * partner_reward_B
+
+
+@trains("llm1")
 def train_ppo(run: Run) -> None:
-    """One agent, which keeps the pioneer's seat: it answers the bare query and is trained on its own reward."""
+    """One agent in the pioneer's role: it answers the bare query and is trained on its own reward."""
     cfg, task, reference = run.cfg, run.task, run.reference
     (agent,) = run.roles
-    for step in run.iterations():
-        queries, length = task.batch(step)
-        only = rollout(agent, reference, task.pioneer_prompts(queries), length, cfg)                # a ~ pi(. | s0)
-        r = task.reward(queries, only.text)
-        turns = [Turn("pioneer", agent, only, r, ppo_update(agent, only, r, cfg))]
-        run.finish_iteration(step, queries, length, turns, roles=[agent])
+    for iteration in run.iterations():
+        queries, max_new_tokens = task.batch(iteration)
+
+        # a ~ pi(. | s0)
+        a = collect_rollout(agent, reference, task.pioneer_prompts(queries), max_new_tokens, cfg)
+        r = task.reward(queries, a.text)
+
+        update = ppo_update(agent, a, score(a, r, 0.0, cfg), iteration, cfg)
+
+        turns = [Turn("pioneer", agent, a, r, update)]
+        run.finish_iteration(iteration, queries, max_new_tokens, turns, roles=[agent])
 
 
+@trains("llm1", "llm2")
 def train_cory(run: Run) -> None:
-    """Algorithm 1 of the paper: a pioneer, an observer that sees its answer, one reward for both, roles exchanged."""
+    """Algorithm 1 of the paper: pioneer and observer, who sees its answer; one reward; roles exchanged.
+
+    With `--share_weights true` both roles are the same agent. The pioneer's update comes first: its
+    rollout is then exactly on-policy, and the bare query is what the model is evaluated on. The
+    observer's ratio starts at what that update has changed, and PPO's clip bounds it.
+    """
     cfg, task, reference = run.cfg, run.task, run.reference
     pioneer, observer = run.roles
-    for step in run.iterations():
-        queries, length = task.batch(step)
-        first = rollout(pioneer, reference, task.pioneer_prompts(queries), length, cfg)             # a1 ~ pi_pio(. | s0)
-        prompts = task.observer_prompts(queries, first.text) if cfg.knowledge_transfer else task.pioneer_prompts(queries)
-        second = rollout(observer, reference, prompts, length, cfg)                                 # a2 ~ pi_obs(. | s0, a1)
-        r1, r2 = task.reward(queries, first.text), task.reward(queries, second.text)
-        turns = [Turn("pioneer", pioneer, first, r1, ppo_update(pioneer, first, r1 + cfg.partner_reward * r2, cfg)),
-                 Turn("observer", observer, second, r2, ppo_update(observer, second, r2 + cfg.partner_reward * r1, cfg))]
-        if cfg.role_exchange_every and step % cfg.role_exchange_every == 0:
-            pioneer, observer = observer, pioneer                                                   # roles move, state stays
-            if cfg.reset_on_exchange:                                                               # DIFFERS: the released code always does
-                pioneer.reset(), observer.reset()
-        run.finish_iteration(step, queries, length, turns, roles=[pioneer, observer])
+    for iteration in run.iterations():
+        queries, max_new_tokens = task.batch(iteration)
+
+        # a1 ~ pi_pio(. | s0)
+        a1 = collect_rollout(pioneer, reference, task.pioneer_prompts(queries), max_new_tokens, cfg)
+
+        # knowledge transfer: a2 ~ pi_obs(. | s0, a1)
+        if cfg.knowledge_transfer:
+            prompts = task.observer_prompts(queries, a1.text)
+        else:
+            prompts = task.pioneer_prompts(queries)
+        a2 = collect_rollout(observer, reference, prompts, max_new_tokens, cfg)
+
+        r1 = task.reward(queries, a1.text)
+        r2 = task.reward(queries, a2.text)
+        score1 = score(a1, r1, r2, cfg)
+        score2 = score(a2, r2, r1, cfg)
+
+        update1 = ppo_update(pioneer, a1, score1, iteration, cfg)
+        update2 = ppo_update(observer, a2, score2, iteration, cfg)
+        turns = [Turn("pioneer", pioneer, a1, r1, update1), Turn("observer", observer, a2, r2, update2)]
+
+        # role exchange: roles move, all state stays with its agent
+        if cfg.role_exchange_every and iteration % cfg.role_exchange_every == 0:
+            pioneer, observer = observer, pioneer
+            if cfg.reset_on_exchange:                   # DIFFERS: the released code always does
+                pioneer.reset()
+                observer.reset()
+        run.finish_iteration(iteration, queries, max_new_tokens, turns, roles=[pioneer, observer])
 
 
-def train(run: Run) -> None:
-    {"ppo": train_ppo, "cory": train_cory}[run.cfg.method](run)
+def train(cfg: Config) -> Run:
+    """Runs a configuration from start, or from its checkpoint, to finish: `--method` names the loop."""
+    run = Run(cfg)
+    run.loop(run)
     run.finish()
+    return run

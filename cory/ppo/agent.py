@@ -2,25 +2,36 @@
 import torch
 
 from cory.config import Config
+from cory.ppo.advantages import estimator, has_critic
 from cory.ppo.lora import add_adapter
 from cory.ppo.model import LanguageModel, PolicyWithValue
 
 
 class Agent:
-    """One LLM of the pair (`llm1`, `llm2`), whichever role it plays: policy, value head, Adam, KL coefficient, random stream.
+    """One LLM of the team (`llm1`, `llm2`, ...), whichever role it plays.
 
-    Agents start as copies of the reference, or with LoRA as adapters on it. Each samples and shuffles with a generator of its own, so
-    that what one agent does never moves the random stream of the other.
+    It owns its policy, its value head if the advantage needs a critic, Adam, the KL coefficient and a
+    random stream. Agents start as copies of the reference, or with LoRA as adapters on it. Each samples
+    and shuffles with a generator of its own, so that what one agent does never moves the random stream of
+    another.
     """
 
     def __init__(self, name: str, reference: LanguageModel, cfg: Config, index: int):
         self.name, self.cfg = name, cfg
-        self.seed = 2 * cfg.seed + index
-        self.policy = PolicyWithValue(reference, add_adapter(reference.lm, name, cfg, self.seed) if cfg.lora else None)
+        self.seed = agent_seed(cfg.seed, index)
+        adapter = add_adapter(reference.lm, name, cfg, self.seed) if cfg.lora else None
+        critic = has_critic(estimator(cfg.advantage, cfg.responses_per_query))
+        self.policy = PolicyWithValue(reference, adapter, critic)
         self.reset()
 
     def reset(self) -> None:
         """Everything but the weights as at the start: Adam's moments, KL coefficient, random stream."""
-        self.optimizer = torch.optim.Adam(self.policy.trained().values(), lr=self.cfg.learning_rate, fused=True)
+        parameters = self.policy.trained().values()
+        self.optimizer = torch.optim.Adam(parameters, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
         self.generator = torch.Generator().manual_seed(self.seed)
+
+
+def agent_seed(seed: int, index: int) -> int:
+    """A seed that no other agent (index 0, 1, 2, ...) and no other run's seed (below 2^31) has."""
+    return 2 * seed + index % 2 + 2**32 * (index // 2)

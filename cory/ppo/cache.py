@@ -4,9 +4,10 @@ from transformers.cache_utils import DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values (R, heads, L, D) in buffers with room to grow, for the R rows that are still being sampled.
+    """One layer's keys and values (R, heads, L, D) in buffers with room to grow, for the R running rows.
 
-    transformers' own layer copies the whole cache for every new token; here a token is written into its place.
+    transformers' own layer copies the whole cache for every new token; here a token is written into its
+    place.
     """
 
     def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -16,10 +17,10 @@ class GrowingLayer(DynamicLayer):
         start, end = self.get_seq_length(), self.get_seq_length() + keys.shape[2]
         if end > self.buffers[0].shape[2]:
             grown = [b.new_empty(*b.shape[:2], end + max(32, end // 4), b.shape[3]) for b in self.buffers]
-            for new, old in zip(grown, self.buffers):
+            for new, old in zip(grown, self.buffers, strict=True):
                 new[:, :, :start] = old[:, :, :start]
             self.buffers = grown
-        for buffer, new in zip(self.buffers, (keys, values)):
+        for buffer, new in zip(self.buffers, (keys, values), strict=True):
             buffer[:, :, start:end] = new
         self.keys, self.values = (b[:, :, :end] for b in self.buffers)
         return self.keys, self.values

@@ -4,50 +4,70 @@ Shapes: B batch rows, T response tokens, N response tokens gathered from many ro
 Masks: 1 = real response token, 0 = padding. Log-probabilities, entropies and KL are in nats, in float32.
 """
 import math
+from typing import Callable
 
 import torch
 from torch import Tensor
 
 
-# --- masked statistics ------------------------------------------------------------------------------------------------
+# --- masked statistics ---
 def masked_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Mean over real tokens, `sum(x m) / sum(m)`. Returns a scalar; padding may hold anything finite."""
     return (x_BT * mask_BT).sum() / mask_BT.sum()
 
 
 def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
-    """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding. A single token gives 0.
+    """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding and for constants.
 
-    It is taken over the whole rollout batch, before mini-batches are cut, so that their size does not change the result.
+    It is taken over the whole rollout batch, before mini-batches are cut, so that their size does not
+    change the result. In float64, and from the largest value down, so that neither large nor nearly
+    constant values lose their digits.
     """
-    mean = masked_mean(x_BT, mask_BT)
-    variance = masked_mean((x_BT - mean) ** 2, mask_BT)
-    return (x_BT - mean) * torch.rsqrt(variance + eps) * mask_BT
+    real = mask_BT.bool()
+    x_N = x_BT[real].double()
+    x_N = x_N - x_N.max()
+    x_N = x_N - x_N.mean()
+    white_N = x_N * torch.rsqrt((x_N**2).mean() + eps)
+    return torch.zeros_like(x_BT).masked_scatter(real, white_N.to(x_BT.dtype))
 
 
-# --- log-probabilities, entropy, KL -----------------------------------------------------------------------------------
+def explained_variance(error_N: Tensor, return_N: Tensor) -> float:
+    """`1 - Var(error) / Var(return)` of errors V - return: 1 is perfect, below 0 worse than a constant.
+
+    0 where the returns are constant and there is nothing to explain. In float64.
+    """
+    of_returns = return_N.double().var(correction=0).item()
+    return 1 - error_N.double().var(correction=0).item() / of_returns if of_returns > 0 else 0.0
+
+
+# --- log-probabilities, entropy, KL ---
 def token_logprobs(logp_NV: Tensor, token_N: Tensor) -> Tensor:
     """`log pi(token)` read off each row's log-probabilities. Returns (N,)."""
     return logp_NV.gather(-1, token_N[:, None]).squeeze(-1)
 
 
 def entropy(p_NV: Tensor, logp_NV: Tensor) -> Tensor:
-    """`H = -sum_v p_v log p_v` of each row of probabilities and their logarithms (all finite). Returns (N,), between 0 and log V."""
+    """`H = -sum_v p_v log p_v` of each row, all finite. Returns (N,), between 0 and log V."""
     return -torch.einsum("nv,nv->n", p_NV, logp_NV)
 
 
 def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
-    """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` at each state: the paper's eq. 2. Returns (N,), never negative.
+    """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` per state: paper, eq. 2. (N,), never below 0.
 
-    Exact, so without sampling noise. But charged as a *reward* on the token drawn at that state it carries no direct gradient
-    for it: the same amount is subtracted whichever token was drawn, so it acts as a baseline there, and the policy feels it
-    only through the states that earlier tokens lead to (`kl_k1` says what the sampled form does instead).
+    Exact, so without sampling noise. But charged as a *reward* on the token drawn at that state it
+    carries no direct gradient for it: the same amount is subtracted whichever token was drawn, so it acts
+    as a baseline there, and the policy feels it only through the states that earlier tokens lead to
+    (`kl_k1` says what the sampled form does instead).
     """
-    return torch.linalg.vecdot(logp_NV.softmax(-1), logp_NV - ref_logp_NV)      # softmax(log p) = p, and on a CPU faster than exp
+    # softmax(log p) = p, and on a CPU faster than exp
+    p_NV = logp_NV.softmax(-1)
+    # 0 log 0 = 0, also where both are -inf
+    log_ratio_NV = torch.where(p_NV > 0, logp_NV - ref_logp_NV, 0.0)
+    return torch.linalg.vecdot(p_NV, log_ratio_NV)
 
 
 def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
-    """`k1 = log pi(a) - log pi0(a)` at the sampled token (Schulman 2020). Returns (N,), any sign; its mean under pi is `kl_full`.
+    """`k1 = log pi(a) - log pi0(a)` of the sampled token (Schulman 2020). (N,), any sign; mean `kl_full`.
 
     Charged as a reward it does depend on the token drawn: the policy gradient with rewards-to-go,
     `E[sum_s grad log pi(a_s) sum_{t >= s} k1_t]`, is exactly the gradient of the response's KL.
@@ -56,12 +76,17 @@ def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
 
 
 def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
-    """`k3 = r - 1 - log r` with `r = pi0(a) / pi(a)` (Schulman 2020). Returns (N,), never negative; same mean as `kl_k1`."""
+    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), never below 0; mean as `kl_k1`.
+
+    As a loss (GRPO, `--kl_in loss`) its gradient at a sampled token is `(1 - r) grad log pi(a)`. Its mean
+    under pi is the gradient of KL(pi0 || pi), not of KL(pi || pi0): both vanish at pi = pi0 and agree to
+    first order around it.
+    """
     log_r = ref_logp_N - logp_N
     return log_r.exp() - 1 - log_r
 
 
-# --- rewards and advantages -------------------------------------------------------------------------------------------
+# --- token rewards ---
 def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float) -> Tensor:
     """`r_t = -kl_coef * kl_t`, plus the task score on each row's last real token (paper eq. 2).
 
@@ -73,25 +98,7 @@ def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: floa
     return reward_BT.scatter_add(1, last_B1, score_B[:, None].to(reward_BT))
 
 
-def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16; the paper's eq. 12).
-
-        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}        return_t = A_t + V_t
-
-    V and A are 0 after the last real token. A response cut by the length limit is treated like one ended by EOS: the task
-    scores the text as it stands, so the episode is over. Returns (advantage_BT, return_BT), both 0 on padding.
-    """
-    B, T = reward_BT.shape
-    advantage_BT = torch.zeros_like(reward_BT)
-    next_value_B = next_advantage_B = reward_BT.new_zeros(B)
-    for t in reversed(range(T)):
-        delta_B = reward_BT[:, t] + gamma * next_value_B - value_BT[:, t]
-        advantage_BT[:, t] = (delta_B + gamma * lam * next_advantage_B) * mask_BT[:, t]
-        next_value_B, next_advantage_B = value_BT[:, t] * mask_BT[:, t], advantage_BT[:, t]
-    return advantage_BT, (advantage_BT + value_BT) * mask_BT
-
-
-# --- losses -----------------------------------------------------------------------------------------------------------
+# --- losses ---
 def policy_loss(logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, cliprange: float) -> Tensor:
     """Clipped surrogate (Schulman et al. 2017, eq. 7; the paper's eq. 11), one loss per token.
 
@@ -102,7 +109,7 @@ def policy_loss(logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clipran
 
 
 def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange_value: float) -> Tensor:
-    """Clipped value loss (the paper's eq. 10 and 13), one loss per token; `old_value` is the rollout's and stays constant.
+    """Clipped value loss (paper, eq. 10 and 13) per token; `old_value` is the rollout's and stays constant.
 
         V_clip = V_old + clip(V - V_old, -eps, eps)        loss = 1/2 max((V - R)^2, (V_clip - R)^2)
 
@@ -112,23 +119,52 @@ def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange
     return 0.5 * torch.max((value_N - return_N) ** 2, (clipped_N - return_N) ** 2)
 
 
-# --- KL controller ----------------------------------------------------------------------------------------------------
+# --- KL controller ---
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n: int) -> float:
     """The adaptive controller of Ziegler et al. 2019, sec. 2.2: one step per iteration.
 
         error = clip(kl / target - 1, -0.2, 0.2)        kl_coef <- kl_coef (1 + error n / horizon)
 
-    kl: the iteration's mean sentence-level KL in nats; n: responses in it. Positive for any kl if 0.2 n < horizon.
+    kl: the iteration's mean sentence-level KL in nats; n: responses in it. Positive for any kl if 0.2 n <
+    horizon.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * n / horizon)
 
 
-# --- evaluation -------------------------------------------------------------------------------------------------------
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """`1 - C(n - c, k) / C(n, k)`: the chance that k of n responses, drawn without replacement, hold one of the c right ones.
+# --- learning rate ---
+def learning_rate(base: float, iteration: int, iterations: int, warmup: int,
+                  schedule: Callable[[float], float]) -> float:
+    """The step size of an iteration (1, 2, ..., iterations).
 
-    An unbiased estimate of the chance that one of k independent responses is right, for 1 <= k <= n (Chen et al., arXiv:2107.03374,
-    sec. 2.1). Exact integers until the last division.
+    In the first `warmup` iterations it rises by `base / (warmup + 1)` each. Then it is `base *
+    schedule(progress)`, where progress runs over the remaining iterations: 0 at the first, just below 1
+    at the last.
+    """
+    if iteration <= warmup:
+        return base * iteration / (warmup + 1)
+    return base * schedule((iteration - 1 - warmup) / (iterations - warmup))
+
+
+def constant(progress: float) -> float:
+    return 1.0
+
+
+def linear(progress: float) -> float:
+    """1 at the start, 0 at the end of training."""
+    return 1.0 - progress
+
+
+def cosine(progress: float) -> float:
+    """Half a cosine from 1 to 0 (Loshchilov & Hutter, arXiv:1608.03983, without restarts)."""
+    return (1.0 + math.cos(math.pi * progress)) / 2
+
+
+# --- evaluation ---
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """`1 - C(n - c, k) / C(n, k)`: the chance that k of n responses, of which c are right, hold a right one.
+
+    An unbiased estimate of the chance that one of k independent responses is right, for 1 <= k <= n (Chen
+    et al., arXiv:2107.03374, sec. 2.1). Exact integers until the last division.
     """
     return 1 - math.comb(n - c, k) / math.comb(n, k)

@@ -1,6 +1,7 @@
-"""LoRA (Hu et al., arXiv:2106.09685), by peft: one frozen base in memory, one adapter per agent, and with adapters off the reference.
+"""LoRA (Hu et al., arXiv:2106.09685), by peft: one frozen base, an adapter per agent; off is the reference.
 
-An adapted layer computes `W x + (lora_alpha / lora_rank) B A x` with W frozen. B starts at 0, so that every agent starts as the base.
+An adapted layer computes `W x + (lora_alpha / lora_rank) B A x` with W frozen. B starts at 0, so that
+every agent starts as the base.
 """
 import re
 import warnings
@@ -15,35 +16,51 @@ from cory.errors import UserError
 
 
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
-    """Puts a new adapter into the model's layers, in place, in float32. `seed` draws its A. Returns the name. Raises `UserError`."""
-    from peft import LoraConfig                                     # here, because it takes 2 s and 100 MiB that runs without LoRA can do without
+    """Puts a new adapter into the model's layers, in place, in float32. `seed` draws its A. Returns the name.
+
+    Raises `UserError` for targets that name no layer.
+    """
+    # here: it takes 2 s and 100 MiB, which most runs need not spend
+    from peft import LoraConfig
     from peft.tuners.tuners_utils import BaseTunerLayer
-    targets = cfg.lora_targets if cfg.lora_targets == "all-linear" else cfg.lora_targets.replace(" ", "").split(",")
+    everything = cfg.lora_targets == "all-linear"
+    targets = cfg.lora_targets if everything else cfg.lora_targets.replace(" ", "").split(",")
+    settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
+                          target_modules=targets, lora_dropout=0.0)
     failure = None
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             torch.default_generator.manual_seed(seed)
-            lm.add_adapter(LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=targets,
-                                      lora_dropout=0.0), name)
-    except ValueError as error:                                     # most likely nothing matched: said below, with what would
+            lm.add_adapter(settings, name)
+    except ValueError as error:         # most likely nothing matched: said below, with what would
         failure = error
+
     ends = (lm.get_input_embeddings(), lm.get_output_embeddings())
-    adapted = {path.rpartition(".")[2] for path, module in lm.named_modules() if isinstance(module, BaseTunerLayer) and module not in ends}
-    wrong = [] if targets == "all-linear" else [target for target in targets if target.rpartition(".")[2] not in adapted]
+    inner = [(path, module) for path, module in lm.named_modules() if module not in ends]
+    adapted = {last_part(path) for path, module in inner if isinstance(module, BaseTunerLayer)}
+    wrong = [] if everything else [target for target in targets if last_part(target) not in adapted]
     if wrong or not adapted:
-        layers = {path.rpartition(".")[2] for path, module in lm.named_modules() if isinstance(module, (nn.Linear, Conv1D, BaseTunerLayer))
-                  and module not in ends and ".lora_" not in path and not path.endswith("base_layer")}
-        raise UserError("lora_targets", cfg.lora_targets, f"{', '.join(wrong or targets)} names no layer that can be adapted; those of this model: "
-                        f"{', '.join(sorted(layers))}") from failure
+        layers = {last_part(path) for path, module in inner
+                  if isinstance(module, (nn.Linear, Conv1D, BaseTunerLayer)) and ".lora_" not in path
+                  and not path.endswith("base_layer")}
+        way_out = (f"{', '.join(wrong or targets)} names no layer that can be adapted; those of this model: "
+                   f"{', '.join(sorted(layers))}")
+        raise UserError("lora_targets", cfg.lora_targets, way_out) from failure
     if failure:
         raise failure
+
     for parameter in adapter_parameters(lm, name).values():
         parameter.data = parameter.data.float()
-    if Path(lm.name_or_path).exists():
-        lm.peft_config[name].base_model_name_or_path = str(Path(lm.name_or_path).resolve())         # to be found from any folder
+    base = Path(lm.name_or_path)
+    if base.exists():                                   # to be found from any folder
+        lm.peft_config[name].base_model_name_or_path = str(base.resolve())
     lm.selected = "unknown"
     select(lm, None)
     return name
+
+
+def last_part(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:

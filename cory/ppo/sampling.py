@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.cache import GrowingLayer
-from cory.errors import UserError
 from cory.ppo.model import LanguageModel, positions
 
 
@@ -23,17 +23,19 @@ class Sample(NamedTuple):
 
 
 def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> Prompts:
-    """Tokenizes and pads on the left. Only lengths decide the mask: an EOS written inside a prompt stays a token of it.
+    """Tokenizes and pads on the left. Lengths alone decide the mask: an EOS written inside a prompt stays.
 
     Raises `UserError` for a prompt without tokens, or one whose response would leave the model's context.
     """
-    rows = model.tokenizer(prompts)["input_ids"]                    # with the BOS that the model was trained with, if any
-    for text, row in zip(prompts, rows):
+    # with the BOS that the model was trained with, if any
+    rows = model.tokenizer(prompts)["input_ids"]
+    for text, row in zip(prompts, rows, strict=True):
         if not row:
             raise UserError("prompt", text, "has no tokens; remove the empty row from the data")
         if len(row) + max_new_tokens > model.context_length:
-            raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response exceed the model's context of "
-                            f"{model.context_length}; shorten the queries or the responses")
+            raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response "
+                            f"exceed the model's context of {model.context_length}; shorten the queries "
+                            "or the responses")
     width = max(map(len, rows))
     ids = torch.tensor([[model.tokenizer.eos_token_id] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -41,33 +43,40 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
 
 
 def decode(model: LanguageModel, response_BT: Tensor, mask_BT: Tensor) -> list[str]:
-    """Response texts without special tokens: what rewards and the other agent see. Ids are never made from them again."""
-    ids = [row[:int(n)] for row, n in zip(response_BT.tolist(), mask_BT.sum(1).tolist())]
+    """Response texts without special tokens: all that others see. Ids are never made from them again."""
+    lengths = mask_BT.sum(1).long().tolist()
+    ids = [row[:n] for row, n in zip(response_BT.tolist(), lengths, strict=True)]
     return model.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """One token per row by inversion: the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`. Never one of probability 0.
+    """One token per row by inversion: the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`.
 
-    One uniform number per row from a CPU generator makes the stream of a seed the same on every device, and costs B random
-    numbers where `torch.multinomial` draws B x V.
+    Never one of probability 0. In float64: 24 bits would never draw the tokens of p below 6e-8, and there
+    are many. One uniform number per row from a CPU generator makes the stream of a seed the same on every
+    device, and costs B random numbers where `torch.multinomial` draws B x V.
     """
-    cumulative_BV = logp_BV.softmax(-1).cumsum(-1)                  # softmax(log p) = p, and on a CPU faster than exp
+    cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p
     total_B1 = cumulative_BV[:, -1:]
-    threshold_B1 = (uniform_B[:, None] * total_B1).minimum(torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+    largest_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    threshold_B1 = (uniform_B[:, None] * total_B1).minimum(largest_B1)
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
 
 
 @torch.no_grad()
-def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator | None) -> Sample:
-    """Samples `a ~ pi(. | prompt)` for a batch until EOS or `max_new_tokens`, with a key/value cache; greedily without a generator.
+def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
+           generator: torch.Generator | None) -> Sample:
+    """Samples `a ~ pi(. | prompt)` until EOS or `max_new_tokens`; greedily without a generator.
 
-    The distribution is that of `model.logprobs`, the very one that scoring and the update use: no top-k, no top-p, no
-    repetition penalty (DIFFERS: the released code samples with one and scores without), no suppressed EOS. `generator` is a
-    CPU generator; a step draws B numbers from it, whichever rows still run. R rows are computed: once a quarter of them have ended,
-    those are dropped, and the columns with them that hold no token of any other row.
+    The distribution is that of `model.logprobs`, the very one that scoring and the update use: no top-k,
+    no top-p, no repetition penalty (DIFFERS: the released code samples with one and scores without), no
+    suppressed EOS. `generator` is a CPU generator; each token draws B numbers from it, whichever rows
+    still run. R rows are computed: once a quarter of them have ended, those are dropped, and with them
+    the columns that hold no token of any other row. Raises `UserError` where log-probabilities are NaN,
+    before anything is drawn from them.
     """
-    B, device, ends = len(prompts.ids_BP), model.device, torch.tensor(model.end_ids, device=model.device)
+    B, device = len(prompts.ids_BP), model.device
+    ends = torch.tensor(model.end_ids, device=device)
     response_BT = torch.full((B, max_new_tokens), model.tokenizer.eos_token_id, device=device)
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
@@ -76,19 +85,37 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     for t in range(max_new_tokens):
         hidden, cache = model.body(ids, mask, position_ids, cache)
         logp_RV = model.logprobs(hidden[:, -1])
-        token_R = logp_RV.argmax(-1) if generator is None else draw(logp_RV, torch.rand(B, generator=generator).to(device)[row_R])
+        require_numbers(logp_RV)
+        if generator is None:
+            token_R = logp_RV.argmax(-1)
+        else:
+            uniform_B = torch.rand(B, generator=generator, dtype=torch.float64)
+            token_R = draw(logp_RV, uniform_B.to(device)[row_R])
+
         at = row_R[running_R]
-        response_BT[at, t], mask_BT[at, t] = token_R[running_R], 1.0
+        response_BT[at, t] = token_R[running_R]
+        mask_BT[at, t] = 1.0
         logp_BT[at, t] = formulas.token_logprobs(logp_RV, token_R)[running_R]
         running_R = running_R & ~torch.isin(token_R, ends)
         left = int(running_R.sum())
         if left == 0:
             break
-        mask, position_ids = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), position_ids[:, -1:] + 1
+
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        position_ids = position_ids[:, -1:] + 1
         if left <= 3 / 4 * len(row_R):
             first = int(mask[running_R].argmax(1).min())
             for layer in cache.layers:
                 layer.keep(running_R, first)
-            row_R, token_R, mask, position_ids, running_R = (x[running_R] for x in (row_R, token_R, mask[:, first:], position_ids, running_R))
+            row_R, token_R, position_ids = row_R[running_R], token_R[running_R], position_ids[running_R]
+            mask, running_R = mask[running_R, first:], running_R[running_R]
         ids = token_R[:, None]
-    return Sample(*(x[:, :t + 1] for x in (response_BT, mask_BT, logp_BT)))
+    return Sample(response_BT[:, :t + 1], mask_BT[:, :t + 1], logp_BT[:, :t + 1])
+
+
+def require_numbers(logp_RV: Tensor) -> None:
+    """One NaN or infinite logit makes a whole row of log-probabilities NaN, so that one column tells."""
+    if logp_RV[:, 0].isnan().any():
+        raise UserError("log-probability", float("nan"), "the model's logits are no numbers any more; "
+                        "go on from the last checkpoint or start anew, with a lower --learning_rate or "
+                        "--max_grad_norm 1")

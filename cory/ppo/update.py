@@ -1,73 +1,142 @@
-"""The PPO update of one agent on one rollout."""
+"""The update of one agent on one rollout: rewards, advantages, the objective, the optimizer steps.
+
+    rollout --token rewards--> --advantages--> experience --mini-batches--> losses --gradient--> Adam
+"""
+import math
+from collections import defaultdict
+
 import torch
 from torch import Tensor
 
-from cory.ppo import formulas
-from cory.ppo.agent import Agent
-from cory.config import Config
+from cory.config import LR_SCHEDULES, Config
 from cory.errors import UserError
-from cory.ppo.rollout import Experience, Rollout, experience, head_rows
+from cory.names import find
+from cory.ppo import formulas
+from cory.ppo.advantages import asked_for, estimator
+from cory.ppo.agent import Agent
+from cory.ppo.minibatches import Experience, Tokens, head_rows
+from cory.ppo.model import PolicyWithValue
+from cory.ppo.rollout import Rollout
 
-SUMS = ("policy_loss", "value_loss", "entropy", "clip_fraction", "approx_kl", "error", "squared_error", "tokens")
 
+def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
+               cfg: Config) -> dict[str, float]:
+    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
 
-def ppo_update(agent: Agent, turn: Rollout, score_B: Tensor, cfg: Config) -> dict[str, float]:
-    """Token-level PPO on task scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
-
-    Losses are token means over a whole optimizer step, so that neither the mini-batch size nor the accumulation changes the
-    gradient. Raises `UserError` before a gradient that is not finite reaches a parameter.
-    Returns the metrics of the update (README, "Metrics"): means over every token of every epoch, as the update saw them.
+    Losses are token means over a whole optimizer step, so that neither the mini-batch size nor the
+    accumulation changes the gradient. Raises `UserError` before a gradient that is not finite reaches a
+    parameter. Returns metrics (docs/metrics.md): means over the tokens of all epochs, as the update saw them.
     """
-    batch = experience(turn, score_B, agent.kl_coef, cfg.gamma, cfg.lam)
-    sums, grad_norms = torch.zeros(len(SUMS), dtype=torch.float64), []
+    experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
+    rate = set_learning_rate(agent, iteration, cfg)
+    rows_per_step, rows_at_once = cfg.rows_per_optimizer_step, cfg.mini_batch_size
+    seen, grad_norms = defaultdict(list), []
     for _ in range(cfg.num_ppo_epochs):
-        for mini_batches in batch.optimizer_steps(cfg.rows_per_optimizer_step, cfg.mini_batch_size, agent.generator):
-            step_tokens = sum(m.mask_BT.sum() for m in mini_batches)
+        for mini_batches in experience.optimizer_steps(rows_per_step, rows_at_once, agent.generator):
+            step_tokens = sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches)
             for mini_batch in mini_batches:
-                sums += add_gradient(agent, mini_batch, step_tokens, cfg)
+                add_gradient(agent, mini_batch, step_tokens, cfg, seen)
             grad_norms.append(optimizer_step(agent, cfg.max_grad_norm))
-    stats = summary(sums, batch) | {"kl_coef": agent.kl_coef, "grad_norm": sum(grad_norms) / len(grad_norms)}
+    norm = sum(grad_norms) / len(grad_norms)
+    metrics = {"kl_coef": agent.kl_coef, "learning_rate": rate, "grad_norm": norm}
     if cfg.adap_kl_ctrl:
-        kl = turn.kl_B.mean().item()
-        agent.kl_coef = formulas.adapted_kl_coef(agent.kl_coef, kl, cfg.kl_target, cfg.kl_horizon, len(score_B))
-    return stats
+        kl, n = rollout.kl_B.mean().item(), len(score_B)
+        agent.kl_coef = formulas.adapted_kl_coef(agent.kl_coef, kl, cfg.kl_target, cfg.kl_horizon, n)
+    return token_means(seen, experience) | metrics
 
 
-def add_gradient(agent: Agent, batch: Experience, step_tokens: Tensor, cfg: Config) -> Tensor:
-    """Adds the gradient of `sum_t (policy_loss_t + vf_coef value_loss_t) / step_tokens` over a mini-batch's N real tokens.
+def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Config) -> Experience:
+    """Scores (B,) and the KL penalty become token rewards, advantages and critic targets."""
+    mask_BT, value_BT = rollout.mask_BT, rollout.value_BT
+    if getattr(score_B, "shape", None) != mask_BT.shape[:1]:
+        way_out = f"must be a tensor of {len(mask_BT)} numbers, one for each response"
+        raise UserError("score", f"{type(score_B).__name__} {tuple(getattr(score_B, 'shape', ()))}", way_out)
+    charged = kl_coef if cfg.kl_in == "reward" else 0.0
+    reward_BT = formulas.token_rewards(score_B.to(mask_BT), rollout.kl_BT, mask_BT, charged)
 
-    Returns `SUMS` of it, float64. The loss is a sum over tokens, so that the head runs forward and backward for a few tokens at
-    a time, down to the gradient of their hidden states; the transformer's backward pass follows once. Memory for (N, V) then
-    does not grow with the mini-batch, and nothing is computed twice.
+    offered = {"reward_BT": reward_BT, "mask_BT": mask_BT, "value_BT": value_BT, "gamma": cfg.gamma,
+               "lam": cfg.lam, "group_size": cfg.responses_per_query}
+    estimate = estimator(cfg.advantage, cfg.responses_per_query)
+    advantage_BT = estimate(**{name: offered[name] for name in asked_for(estimate)})
+    if getattr(advantage_BT, "shape", None) != mask_BT.shape:
+        way_out = f"must return a tensor like reward_BT, {tuple(mask_BT.shape)} here"
+        raise UserError("advantage", cfg.advantage, way_out)
+
+    return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
+    if cfg.whitens:
+        advantage_BT = formulas.whiten(advantage_BT, mask_BT)
+    return Experience(rollout.prompt_BP, rollout.prompt_mask_BP, rollout.response_BT, mask_BT,
+                      rollout.logp_BT, rollout.ref_logp_BT, advantage_BT, value_BT, return_BT)
+
+
+def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: float,
+           cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole objective, token by token: (loss (N,) to be averaged and minimised, metrics (N,) by name).
+
+        loss = policy_loss + kl_coef k3 [kl_in loss] - ent_coef entropy + vf_coef value_loss [with a critic]
+
+    hidden_NH (N, H): the policy's last hidden states of N response tokens; `old` is what the rollout
+    knows of them. Every metric is logged as its mean over all tokens of the update: one more line here is
+    one more curve.
     """
-    real = batch.mask_BT.bool()
-    hidden_NH = agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)[real]
+    logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
+    policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)
+    loss_N = policy_loss_N.clone()          # a tensor of its own: `loss_N -= ...` leaves the metric as it is
+    metrics = {"policy_loss": policy_loss_N, "entropy": entropy_N,
+               "clip_fraction": ((logp_N - old.logp_N).exp() - 1).abs() > cfg.cliprange,
+               "approx_kl": formulas.kl_k3(old.logp_N, logp_N)}         # of pi_old against pi
+    if cfg.kl_in == "loss":
+        kl_loss_N = formulas.kl_k3(logp_N, old.ref_logp_N)
+        loss_N = loss_N + kl_coef * kl_loss_N
+        metrics["kl_loss"] = kl_loss_N
+    if cfg.ent_coef > 0:
+        loss_N = loss_N - cfg.ent_coef * entropy_N
+    if policy.value_head is not None:
+        value_N = policy.values(hidden_NH)
+        value_loss_N = formulas.value_loss(value_N, old.value_N, old.return_N, cfg.cliprange_value)
+        loss_N = loss_N + cfg.vf_coef * value_loss_N
+        metrics |= {"value_loss": value_loss_N, "critic_error": value_N.double() - old.return_N.double()}
+    return loss_N, metrics
+
+
+def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor, cfg: Config,
+                 seen: dict[str, list[Tensor]]) -> None:
+    """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch; notes metrics in `seen`.
+
+    The loss is a sum over tokens, so that the head runs forward and backward for a few tokens at a time,
+    down to the gradient of their hidden states; the transformer's backward pass follows once. Memory for
+    (N, V) then does not grow with the mini-batch, and nothing is computed twice.
+    """
+    policy, real = agent.policy, mini_batch.mask_BT.bool()
+    prompt_BP, prompt_mask_BP = mini_batch.prompt_BP, mini_batch.prompt_mask_BP
+    hidden_NH = policy.response_hidden(prompt_BP, prompt_mask_BP, mini_batch.response_BT)[real]
     leaf_NH = hidden_NH.detach().requires_grad_()
-    columns = (leaf_NH, *(x_BT[real] for x_BT in (batch.response_BT, batch.logp_BT, batch.advantage_BT, batch.value_BT, batch.return_BT)))
-    sums = torch.zeros(len(SUMS), dtype=torch.float64)
-    for hidden, token, old_logp, advantage, old_value, returns in zip(*(x.split(head_rows(agent.policy)) for x in columns)):
-        (logp, entropy), value = agent.policy.logp_and_entropy(hidden, token), agent.policy.values(hidden)
-        policy_loss = formulas.policy_loss(logp, old_logp, advantage, cfg.cliprange)
-        value_loss = formulas.value_loss(value, old_value, returns, cfg.cliprange_value)
-        ((policy_loss.sum() + cfg.vf_coef * value_loss.sum()) / step_tokens).backward()
-        with torch.no_grad():
-            clipped = ((logp - old_logp).exp() - 1).abs() > cfg.cliprange
-            approx_kl = formulas.kl_k3(old_logp, logp)                                          # of pi_old against pi
-            error = value - returns
-            columns_of_sums = (policy_loss, value_loss, entropy, clipped, approx_kl, error, error**2)
-            sums += torch.stack([x.double().sum() for x in (*columns_of_sums, torch.ones_like(value))]).cpu()
+    size = head_rows(policy)
+    for hidden, old in zip(leaf_NH.split(size), Tokens.of(mini_batch).split(size), strict=True):
+        loss_N, metrics = losses(policy, hidden, old, agent.kl_coef, cfg)
+        require_per_token("loss", loss_N, hidden)
+        (loss_N.sum() / step_tokens).backward()
+        for name, x_N in metrics.items():
+            require_per_token(name, x_N, loss_N)
+            seen[name].append(x_N.detach())
     hidden_NH.backward(leaf_NH.grad)
-    return sums
+
+
+def require_per_token(name: str, x_N: Tensor, like: Tensor) -> None:
+    """`losses` returns what is averaged later: a mean of its own would be weighted wrongly."""
+    if x_N.shape != like.shape[:1]:
+        way_out = f"losses() returns one value per token, ({len(like)},) here; take no mean or sum there"
+        raise UserError(name, f"a tensor of shape {tuple(x_N.shape)}", way_out)
 
 
 def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     """Clips if asked to, steps, clears. Returns the gradient's norm before clipping."""
     parameters = list(agent.policy.trained().values())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if not norm.isfinite():
-        raise UserError("grad_norm", norm.item(), f"the gradient of {agent.name} is not finite; it was not applied. Start a new run "
-                        "with a lower --learning_rate or with --max_grad_norm 1")
+        way_out = (f"the gradient of {agent.name} is not finite; it was not applied. Start a new run "
+                   "with a lower --learning_rate or with --max_grad_norm 1")
+        raise UserError("grad_norm", norm.item(), way_out)
     if max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     agent.optimizer.step()
@@ -75,10 +144,31 @@ def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     return norm.item()
 
 
-def summary(sums: Tensor, batch: Experience) -> dict[str, float]:
-    """Token means of `SUMS`; explained variance is `1 - Var(return - V) / Var(return)`, at most 1."""
-    mean = dict(zip(SUMS, (sums / sums[-1]).tolist()))
-    return_variance = batch.return_BT[batch.mask_BT.bool()].double().var(correction=0).item()
-    error_variance = mean["squared_error"] - mean["error"] ** 2
-    return {k: mean[k] for k in ("policy_loss", "value_loss", "entropy", "clip_fraction", "approx_kl")} | {
-        "value_error": mean["squared_error"], "explained_variance": 1 - error_variance / max(return_variance, 1e-12)}
+def set_learning_rate(agent: Agent, iteration: int, cfg: Config) -> float:
+    """Sets and returns this iteration's step size."""
+    schedule = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)
+    total, warmup = cfg.iterations, cfg.warmup_iterations
+    try:
+        rate = float(formulas.learning_rate(cfg.learning_rate, iteration, total, warmup, schedule))
+    except (TypeError, ValueError):
+        rate = math.nan                                 # no number, or no function of one number
+    if not 0 <= rate < math.inf:
+        way_out = "must be a function from progress (0 to 1) to a factor of 0 or more"
+        raise UserError("lr_schedule", cfg.lr_schedule, way_out)
+    for group in agent.optimizer.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def token_means(seen: dict[str, list[Tensor]], experience: Experience) -> dict[str, float]:
+    """Token means of the metrics; of the critic's errors the mean square and the explained variance."""
+    means = {}
+    for name, parts in seen.items():
+        x_N = torch.cat(parts).double()
+        if name == "critic_error":
+            returns_N = experience.return_BT[experience.mask_BT.bool()]
+            means["value_error"] = (x_N**2).mean().item()
+            means["explained_variance"] = formulas.explained_variance(x_N, returns_N)
+        else:
+            means[name] = x_N.mean().item()
+    return means

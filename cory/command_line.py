@@ -1,0 +1,69 @@
+"""From the command line to a `Config`: presets, flags over them, the settings of a resumed run."""
+import sys
+from argparse import ArgumentParser
+from dataclasses import asdict
+from pathlib import Path
+
+from transformers import HfArgumentParser
+
+from cory.config import Config, load_config
+from cory.errors import UserError
+from cory.names import guess, name_of
+
+# These, and what concerns W&B, may differ in a continuation: none changes what an iteration computes.
+FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every"}
+
+
+class OneLineParser(ArgumentParser):
+    """argparse whose complaints are one line."""
+
+    def error(self, message):
+        raise UserError("command line", " ".join(sys.argv[1:]), message + " (--help lists every flag)")
+
+
+class Parser(HfArgumentParser, OneLineParser):
+    """HfArgumentParser that names the nearest flag for an unknown one."""
+
+    def parse(self, argv: list[str], **defaults):
+        self.set_defaults(**defaults)
+        config, unknown = self.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+        for word in unknown:
+            near = guess(word.split("=")[0], self._option_string_actions)
+            raise UserError("flag", word, f"unknown; {near}--help lists every flag")
+        return config
+
+
+def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None) -> Config:
+    """The command line over a preset, or with --resume over the run's own settings. Raises `UserError`."""
+    argv = sys.argv[1:] if argv is None else argv
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?", default=next(iter(presets), ""))
+    first.add_argument("--run_dir", nargs="?", default="")
+    first.add_argument("--resume", nargs="?", const="true", default="false")
+    known = first.parse_known_args(argv)[0]
+    if known.resume.lower() in ("true", "1", "yes", "y", "t"):
+        return continued(config_class, known.run_dir or "", argv)
+    if known.preset not in (presets or [""]):
+        raise UserError("preset", known.preset, f"choose from {', '.join(presets)}")
+    preset = {"preset": known.preset, **presets.get(known.preset, {})}
+    return Parser(config_class, allow_abbrev=False).parse(argv, **preset)
+
+
+def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Config:
+    """The settings of the run in run_dir, with what the command line may change of them."""
+    if not run_dir:
+        raise UserError("run_dir", run_dir, "names no run to resume; give the folder of one")
+    saved = load_config(Path(run_dir))
+    if name_of(type(saved)) != name_of(config_class):
+        script = f"train_{saved.task}.py" if ":" not in saved.task else "the script that started it"
+        raise UserError("run_dir", run_dir, f"holds a run of {saved.task}; continue it with {script}")
+    old = asdict(saved)
+    config = Parser(config_class, allow_abbrev=False).parse(argv, **old)
+    changed = "; ".join(f"{name} was {old[name]!r}, now {value!r}" for name, value in asdict(config).items()
+                        if value != old[name] and name not in FREE_ON_RESUME and not name.startswith("wandb"))
+    if changed:
+        raise UserError("resume", run_dir, f"has other settings: {changed}; leave these out, or start anew")
+    if config.iterations != saved.iterations and config.lr_schedule != "constant":
+        raise UserError("iterations", config.iterations, f"the run was started with {saved.iterations}, over "
+                        f"which its {config.lr_schedule} rate falls; leave it, or start a new run")
+    return config

@@ -1,0 +1,104 @@
+"""Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
+
+`--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the
+names of its parameters: reward_BT, mask_BT, value_BT (the run then trains a critic), group_size
+(responses to the same query, which stand in consecutive rows), gamma, lam. It returns the advantages (B,
+T), 0 on padding.
+"""
+import inspect
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+from cory.config import ADVANTAGES
+from cory.errors import UserError
+from cory.names import find
+
+
+def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16; the paper's eq. 12).
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
+
+    V and A are 0 after the last real token. A response cut by the length limit is treated like one ended
+    by EOS: the task scores the text as it stands, so the episode is over.
+    """
+    B, T = reward_BT.shape
+    advantage_BT = torch.zeros_like(reward_BT)
+    next_value_B = next_advantage_B = reward_BT.new_zeros(B)
+    for t in reversed(range(T)):
+        delta_B = reward_BT[:, t] + gamma * next_value_B - value_BT[:, t]
+        advantage_BT[:, t] = (delta_B + gamma * lam * next_advantage_B) * mask_BT[:, t]
+        next_value_B = value_BT[:, t] * mask_BT[:, t]
+        next_advantage_B = advantage_BT[:, t]
+    return advantage_BT
+
+
+def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
+    """Rewards to go, without critic or baseline (Williams 1992): `A_t = sum_{s >= t} gamma^(s - t) r_s`.
+
+    Whitening over the batch (`--whiten_advantages auto`) then gives it the batch mean as baseline.
+    """
+    return gae(reward_BT * mask_BT, torch.zeros_like(reward_BT), mask_BT, gamma, lam=1.0)
+
+
+def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
+    """REINFORCE with a leave-one-out baseline (Ahmadian et al., arXiv:2402.14740, sec. 2.3), k >= 2.
+
+        R_i = sum_t r_t (score and KL penalty of response i)        A_i = R_i - 1/(k-1) sum_{j != i} R_j
+
+    The whole response is one action: all its tokens get the same advantage. DIFFERS from that paper in
+    what is trained with it: PPO's clipped ratio of each token, over `num_ppo_epochs`, instead of one
+    plain step.
+    """
+    return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
+    others_Gk = (return_Gk.sum(1, keepdim=True) - return_Gk) / (group_size - 1)
+    return (return_Gk - others_Gk).view(-1, 1) * mask_BT
+
+
+def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
+    """Group-relative advantage (Shao et al., arXiv:2402.03300, sec. 4.1.2), k = `group_size` >= 2.
+
+        A_i = (R_i - mean_group R) / (std_group R + 1e-6)
+
+    with the population's standard deviation; equal returns give 0. All tokens of a response get the same
+    advantage. Two remarks of Dr. GRPO (Liu et al., arXiv:2503.20783): dividing by the std gives queries
+    that are nearly solved or nearly never solved more weight; without it the advantage is `rloo`'s times
+    (k-1)/k. And GRPO's mean within each response favours short right answers and long wrong ones; it is
+    not done here: every loss in `cory.ppo.update` is a mean over all tokens of an optimizer step.
+    """
+    return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
+    centred_Gk = return_Gk - return_Gk.mean(1, keepdim=True)
+    std_G1 = return_Gk.std(1, correction=0, keepdim=True)
+    return (centred_Gk / (std_G1 + 1e-6)).view(-1, 1) * mask_BT
+
+
+def grouped_returns(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
+    """(B / k, k): the sum of each response's token rewards, one row for each query's k responses."""
+    return (reward_BT * mask_BT).sum(1).view(-1, group_size)
+
+
+def estimator(advantage: str, responses_per_query: int) -> Callable[..., Tensor]:
+    """The estimator of that name. Raises `UserError` if it asks for what there is not."""
+    function = find("advantage", advantage, ADVANTAGES)
+    if not callable(function):
+        raise UserError("advantage", advantage, "is no function; name one")
+    offered = {"reward_BT", "mask_BT", "value_BT", "group_size", "gamma", "lam"}
+    strange = sorted(asked_for(function) - offered)
+    if strange:
+        offer = f"it can have {', '.join(sorted(offered))}"
+        raise UserError("advantage", advantage, f"asks for {', '.join(strange)}; {offer}")
+    if "group_size" in asked_for(function) and responses_per_query < 2:
+        way_out = "compares the responses to a query and there is one; add --responses_per_query 4, say"
+        raise UserError("advantage", advantage, way_out)
+    return function
+
+
+def asked_for(function: Callable) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def has_critic(function: Callable) -> bool:
+    """Whether the estimator needs values, so that the agent has a value head to train."""
+    return "value_BT" in asked_for(function)

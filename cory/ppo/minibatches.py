@@ -1,0 +1,98 @@
+"""What is computed together: rows by length, and tokens for the head. It changes no result."""
+from dataclasses import dataclass, fields, replace
+from typing import Iterator
+
+import torch
+from torch import Tensor
+
+from cory.ppo.model import LanguageModel
+
+# By measurement on 2 CPU cores; larger on a GPU, to fill it.
+TOKENS_AT_ONCE = {"cpu": 3 * 2**9, "cuda": 2**14}           # through the transformer, padding included
+LOGPROBS_AT_ONCE = {"cpu": 25 * 2**20, "cuda": 2**27}       # elements of (tokens, V): 100 and 512 MiB
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What the update trains on: a rollout's tensors with their advantages and returns. 0 on padding."""
+    prompt_BP: Tensor           # token ids, padded on the left
+    prompt_mask_BP: Tensor      # 1 = real prompt token
+    response_BT: Tensor         # sampled token ids, padded on the right
+    mask_BT: Tensor             # 1 = real response token
+    logp_BT: Tensor             # log pi_old(a_t | s_t), nats
+    ref_logp_BT: Tensor         # log pi0(a_t | s_t), nats
+    advantage_BT: Tensor
+    value_BT: Tensor | None     # V_old(s_t), and
+    return_BT: Tensor | None    # unwhitened advantage + V_old: None without a critic
+
+    def rows(self, index: Tensor) -> "Experience":
+        """The experience of some rows, cut to the longest prompt and the longest response among them."""
+        P, T = longest(self.prompt_mask_BP[index]), longest(self.mask_BT[index])
+        columns = {"BP": slice(-P, None), "BT": slice(0, T)}
+        return replace(self, **{name: x[index, columns[name[-2:]]] for name, x in present(self).items()})
+
+    def optimizer_steps(self, rows_per_step: int, rows_at_once: int,
+                        generator: torch.Generator) -> Iterator[list["Experience"]]:
+        """One shuffled pass: for each optimizer step, the mini-batches whose gradients add up."""
+        order = torch.randperm(len(self.mask_BT), generator=generator).to(self.mask_BT.device)
+        for rows in order.split(rows_per_step):
+            groups = by_length(self.prompt_mask_BP[rows], self.mask_BT[rows], rows_at_once)
+            yield [self.rows(rows[group]) for group in groups]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """N real response tokens of an experience, in its order: what the losses are computed on."""
+    response_N: Tensor
+    logp_N: Tensor
+    ref_logp_N: Tensor
+    advantage_N: Tensor
+    value_N: Tensor | None
+    return_N: Tensor | None
+
+    @classmethod
+    def of(cls, experience: Experience) -> "Tokens":
+        real = experience.mask_BT.bool()
+        columns = {f.name: getattr(experience, f.name.replace("_N", "_BT")) for f in fields(cls)}
+        return cls(**{name: None if x is None else x[real] for name, x in columns.items()})
+
+    def split(self, size: int) -> Iterator["Tokens"]:
+        """The tokens in order, at most `size` at a time."""
+        for start in range(0, len(self.response_N), size):
+            part = {name: x[start:start + size] for name, x in present(self).items()}
+            yield replace(self, **part)
+
+
+def present(record) -> dict[str, Tensor]:
+    """The tensors of a record by name, without those that are None."""
+    found = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, rows_at_once: int) -> list[Tensor]:
+    """Indices of the rows in groups for one forward pass each, in order of length, so that little is padding.
+
+    A group has at most `rows_at_once` rows and `TOKENS_AT_ONCE` tokens, or is a single row.
+    """
+    most_tokens = TOKENS_AT_ONCE[mask_BT.device.type]
+    order = (prompt_mask_BP.sum(1) + mask_BT.sum(1)).argsort(stable=True)
+    prompts = prompt_mask_BP.sum(1)[order].tolist()
+    responses = mask_BT.sum(1).long()[order].tolist()
+    groups, start, P, T = [], 0, 0, 0
+    for end, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        P, T = max(P, prompt), max(T, response)
+        too_many = (end + 1 - start) * (P + T) > most_tokens and end > start
+        if too_many or end - start == rows_at_once:
+            groups.append(order[start:end])
+            start, P, T = end, prompt, response
+    return [*groups, order[start:]]
+
+
+def longest(mask: Tensor) -> int:
+    """Most real tokens of any row."""
+    return int(mask.sum(1).max())
+
+
+def head_rows(model: LanguageModel) -> int:
+    """Tokens whose logits are made together: a multiple of 64, which matrix products like."""
+    return max(64, LOGPROBS_AT_ONCE[model.device.type] // model.vocab_size // 64 * 64)
