@@ -1,84 +1,152 @@
-"""What every task shares: the stream of queries, held-out queries, and the check of rewards. Strings in, floats out."""
+"""What every task shares: data, the stream of queries, held-out queries, and the check of rewards. Text goes
+in and numbers come out: a task knows nothing of agents or loops.
+"""
+import inspect
 import random
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cory.config import Config
 from cory.errors import UserError
+from cory.ppo.model import LanguageModel
+from cory.tasks.data import DataError, load_columns
 
 
 class Data(NamedTuple):
+    """Rows to make queries of: strings, tuples of strings, or whatever the task's `query` takes."""
     train: list
     held_out: list
 
 
+class Batch(NamedTuple):
+    """What one iteration asks of each role."""
+    queries: list[str]          # batch_size of them; each stands responses_per_query times in a row
+    max_new_tokens: int         # the limit of a response's length
+
+
 def checked_sizes(cfg: Config, splits: dict[str, list]) -> Data:
-    """Training and held-out rows: the splits train and test (or validation). Without the second, the last of train are held out."""
+    """Splits `train` and `test`, else `validation`, else the last `eval_queries` rows. Raises `UserError`."""
     if "train" not in splits:
-        raise UserError("dataset", cfg.dataset, f"has no split named train; splits found: {', '.join(splits)}")
+        raise DataError(cfg.dataset, f"has no split named train; splits found: {', '.join(splits)}")
     train, held_out = splits["train"], splits.get("test") or splits.get("validation")
     if held_out is None:
         train, held_out = train[:-cfg.eval_queries], train[-cfg.eval_queries:]
-    for name, need, rows in (("eval_queries", cfg.eval_queries, held_out), ("batch_size", cfg.batch_size, train)):
+    for name, need, rows in (("eval_queries", cfg.eval_queries, held_out),
+                             ("batch_size", cfg.batch_size // cfg.responses_per_query, train)):
         if len(rows) < need:
-            raise UserError(name, need, f"{cfg.dataset} leaves only {len(rows)} rows for it; lower it or bring more data")
+            raise UserError(name, getattr(cfg, name), f"{cfg.dataset} leaves only {len(rows)} rows for its "
+                            f"{need} queries; lower it or bring more data")
     return Data(train, held_out)
 
 
 class Task:
-    """A task has queries, a prompt for each role, and a reward; it knows nothing of agents or loops.
+    """Queries, a prompt for each role, and a reward.
 
-    Subclasses define `load_data(cfg)`, which is called before any model is loaded, and `query`, `pioneer_prompts`,
-    `observer_prompts` and `reward_of`; what else they measure goes into `figures`. A response counts as solved (greedy accuracy, pass@k)
-    if its reward is above 0.
+    A task of your own defines `observer_prompts` and `reward_of`, and may define `columns`, `query`,
+    `pioneer_prompts` and `metrics`. If it has an `__init__`, this takes (self, cfg, data, model) and begins
+    with `super().__init__(cfg, data, model)`, which already calls `query`. A response counts as solved
+    (greedy accuracy, pass@k) if its reward is above 0.
     """
-    greedy: ClassVar[bool] = False                                  # whether held-out evaluation also answers greedily
+    columns: ClassVar[list[str]] = ["text"]     # what is read of each row of the data set
+    greedy: ClassVar[bool] = False              # whether held-out evaluation also answers greedily
+    random_reward: ClassVar[bool] = False       # whether the same response may score differently
 
-    def __init__(self, cfg: Config, data: Data):
+    def __new__(cls, *args, **kwargs):
+        """Says in one line what a class of your own lacks, before its `__init__` runs."""
+        if cls.reward is not Task.reward:
+            raise UserError("task", cls.__name__, "defines reward, which checks rewards; name it reward_of")
+        for name in ("observer_prompts", "reward_of"):
+            if getattr(cls, name) is getattr(Task, name):
+                raise UserError("task", cls.__name__, f"defines no {name}(self, queries, responses); add it")
+        try:
+            inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+        except TypeError as error:
+            raise UserError("task", cls.__name__, "needs __init__(self, cfg, data, model)") from error
+        return super().__new__(cls)
+
+    def __init__(self, cfg: Config, data: Data, model: LanguageModel):
         self.cfg, self.train = cfg, data.train
-        rng = random.Random("held-out queries")                     # the same for every seed, so that seeds share one yardstick
+        self.tokenizer, self.device = model.tokenizer, model.device
+        rng = random.Random("held-out queries")     # the same for every seed: all seeds share one yardstick
         self.held_out_queries = [self.query(row, rng) for row in rng.sample(data.held_out, cfg.eval_queries)]
 
-    def batch(self, iteration: int) -> tuple[list[str], int]:
-        """Queries of an iteration (1, 2, ...) and its response length limit in tokens, uniform in the configured range.
+    @classmethod
+    def load_data(cls, cfg: Config) -> Data:
+        """Reads `columns` before any model is loaded. Rows of one column are strings, of several tuples."""
+        splits = load_columns(cfg.dataset, cls.columns)
+        if len(cls.columns) == 1:
+            splits = {split: [text for (text,) in rows] for split, rows in splits.items()}
+        return checked_sizes(cfg, splits)
 
-        A function of seed and iteration alone, so that every method at a seed sees the same stream and a resumed run finds
-        its place without saved state. Each pass over the data is a fresh shuffle. DIFFERS: the released code reseeds at every
-        exchange, so that its lengths repeat.
+    def query(self, row, rng: random.Random) -> str:
+        """The query s0 that a row gives. Whatever is random in it must be drawn from `rng`."""
+        if isinstance(row, str):
+            return row
+        way_out = "has rows that are no plain text; define query(self, row, rng) -> str"
+        raise UserError("task", type(self).__name__, way_out)
+
+    def pioneer_prompts(self, queries: list[str]) -> list[str]:
+        """What the pioneer reads: the bare queries."""
+        return queries
+
+    def observer_prompts(self, queries: list[str], responses: list[str]) -> list[str]:
+        """What the observer reads: each query with the pioneer's response to it (knowledge transfer)."""
+
+    def reward_of(self, queries: list[str], responses: list[str]) -> list[float] | Tensor:
+        """The task reward of each response, as a list, a tensor or an array; `reward` checks it."""
+
+    def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
+        """What else a task measures, by name: means over the responses, which a run logs and draws."""
+        return {}
+
+    def batch(self, iteration: int) -> Batch:
+        """Queries of an iteration (1, 2, ...) and its length limit, uniform in the configured range.
+
+        With k = `responses_per_query`, each of the next batch_size / k rows gives one query, which stands k
+        times in a row. Each pass over the data is a fresh shuffle. A function of seed and iteration alone:
+        every method at a seed sees the same stream, and a resumed run finds its place without saved state.
+        DIFFERS: the released code reseeds at every exchange, so that its lengths repeat.
         """
-        seed, size, n = self.cfg.seed, self.cfg.batch_size, len(self.train)
-        places = (divmod(i, n) for i in range((iteration - 1) * size, iteration * size))
-        rows = [self.train[shuffled(n, seed, epoch)[i]] for epoch, i in places]
-        rng = random.Random(f"queries {seed} {iteration}")
-        length = rng.randint(self.cfg.min_response_length or self.cfg.max_response_length, self.cfg.max_response_length)
-        return [self.query(row, rng) for row in rows], length
+        cfg, n, k = self.cfg, len(self.train), self.cfg.responses_per_query
+        distinct = cfg.batch_size // k
+        places = range((iteration - 1) * distinct, iteration * distinct)
+        rows = [self.train[shuffled(n, cfg.seed, place // n)[place % n]] for place in places]
+        rng = random.Random(f"queries {cfg.seed} {iteration}")
+        limit = rng.randint(cfg.min_response_length or cfg.max_response_length, cfg.max_response_length)
+        queries = [self.query(row, rng) for row in rows]
+        return Batch([query for query in queries for _ in range(k)], limit)
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
-        """Task reward r(s0, a) of each response, (B,). Raises `UserError` for a wrong count or a value that is no finite number."""
-        rewards = self.reward_of(queries, responses)
-        try:
-            rewards = list(rewards)
-        except TypeError as error:
-            raise UserError("reward", rewards, "is no list; return one number per response") from error
-        if len(rewards) != len(responses):
-            raise UserError("reward", f"{len(rewards)} values", f"for {len(responses)} responses; return one number per response")
-        for i, value in enumerate(rewards):
+        """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError`."""
+        if len(queries) != len(responses):
+            way_out = f"for {len(queries)} queries; the task's prompts must be as many as the queries"
+            raise UserError("prompts", f"{len(responses)} responses", way_out)
+        values = self.reward_of(queries, responses)
+        if hasattr(values, "tolist"):               # a tensor or an array: one copy, wherever it lies
+            values = values.tolist()
+        if not isinstance(values, Iterable):
+            raise UserError("reward", values, "is no list; return one number per response")
+        values, count = list(values), len(responses)
+        if len(values) != count:
+            raise UserError("reward", f"{len(values)} values", f"for {count} responses; return one for each")
+        for i, value in enumerate(values):
             if not is_finite_number(value):
-                raise UserError("reward", value, f"sample {i} ({(queries[i] + responses[i])[:80]!r}) needs a finite number")
-        return torch.tensor([float(value) for value in rewards])
+                text = (queries[i] + responses[i])[:80]
+                raise UserError("reward", value, f"sample {i} ({text!r}) needs a finite number")
+        return torch.tensor([float(value) for value in values], dtype=torch.float32, device=self.device)
 
     def cut(self, response: str) -> str:
-        """A response for another agent's prompt: its first max_response_length tokens. It has no more of them, unless sampled bytes that
-        are no text were replaced by signs of several tokens."""
-        limit, ids = self.cfg.max_response_length, self.tokenizer(response, add_special_tokens=False)["input_ids"]
-        return response if len(ids) <= limit else self.tokenizer.decode(ids[:max(0, limit - 2)], clean_up_tokenization_spaces=False)
-
-    def figures(self, queries: list[str], responses: list[str]) -> dict[str, float]:
-        """What a task measures beside its reward, by name; means over the responses."""
-        return {}
+        """A response for another agent's prompt: its first max_response_length tokens. It was sampled with no
+        more of them, but bytes that are no text become signs of several tokens each.
+        """
+        limit = self.cfg.max_response_length
+        ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
+        if len(ids) <= limit:
+            return response
+        return self.tokenizer.decode(ids[:max(0, limit - 2)], clean_up_tokenization_spaces=False)
 
 
 def is_finite_number(value) -> bool:
@@ -91,4 +159,5 @@ def is_finite_number(value) -> bool:
 
 @lru_cache(maxsize=4)
 def shuffled(n: int, seed: int, epoch: int) -> list[int]:
+    """The order in which an epoch visits n rows."""
     return random.Random(f"epoch {seed} {epoch}").sample(range(n), n)
