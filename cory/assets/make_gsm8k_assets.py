@@ -1,14 +1,18 @@
-"""Make what the `tiny` GSM8K preset ships: word problems, and a small Llama-architecture model half taught to solve them.
+"""Make what the `tiny` GSM8K preset ships: word problems, and a small Llama-architecture model half
+taught to solve them.
 
     python -m cory.assets.make_gsm8k_assets problems --out build/gsm8k
     python -m cory.assets.make_gsm8k_assets lm       --out build/gsm8k
 
-The model is fitted on problems of the training share (`cory.assets.word_problems`), in the prompts of `cory.gsm8k` without an example,
-with the loss on answers alone. It stops part of the way, where it calculates well and reads poorly, and half of the answers it learns
-from are the bare number without the working, which it can seldom guess: reinforcement learning has to find out that working pays, and
-to read. A share of the prompts carries a reference, right or with a mistake in it, so that the observer's prompt is not strange to
-the model, as it is not to one of ordinary size. Nothing here was fitted on GSM8K itself.
+The model is fitted on problems of the training share (`cory.assets.word_problems`), in the prompts of
+`cory.tasks.gsm8k` without an example, with the loss on answers alone. It stops part of the way, where it
+calculates well and reads poorly, and half of the answers it learns from are the bare number without the
+working, which it can seldom guess: reinforcement learning has to find out that working pays, and to read.
+A share of the prompts carries a reference, right or with a mistake in it, so that the observer's prompt
+is not strange to the model, as it is not to one of ordinary size. Nothing here was fitted on GSM8K
+itself.
 """
+
 import argparse
 import itertools
 import json
@@ -19,15 +23,15 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cory.tasks.answers import gold_answer, last_number
 from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
-from cory.tasks.gsm8k import observer_prompt, pioneer_prompt
-from cory.experiment.machine import keep_freed_memory
+from cory.experiment.fast_cpu import keep_freed_memory
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode, encode_prompts, sample
+from cory.tasks.answers import gold_answer, last_number
+from cory.tasks.gsm8k import observer_prompt, pioneer_prompt
 
-CONTEXT = 2048                                  # tokens; rotary positions cost no weights
+CONTEXT = 2048  # tokens; rotary positions cost no weights
 
 
 def make_problems(args):
@@ -35,35 +39,59 @@ def make_problems(args):
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", args.train), ("test", args.test)):
         rng = random.Random(f"{split} {args.seed}")
-        rows = {made.question: made for made in (problem(rng, split == "test") for _ in range(2 * count))}      # no question twice
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps({"question": made.question, "answer": made.answer}) + "\n"
-                                                       for made in list(rows.values())[:count]))
+        rows = {
+            made.question: made for made in (problem(rng, split == "test") for _ in range(2 * count))
+        }  # no question twice
+        (folder / f"{split}.jsonl").write_text(
+            "".join(
+                json.dumps({"question": made.question, "answer": made.answer}) + "\n"
+                for made in list(rows.values())[:count]
+            )
+        )
 
 
 def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float):
-    """((B, L) token ids padded with EOS, (B, L) mask: 1 = token that is learned: those of an answer, its EOS included).
+    """((B, L) token ids padded with EOS, (B, L) mask: 1 = token that is learned: those of an answer, its
+    EOS included).
 
-    Each batch is of one kind: bare problems, problems with a reference, or plain sums, which teach arithmetic at fewer tokens. The first
-    `sums_first` batches are sums alone: what is left to learn is then reading.
+    Each batch is of one kind: bare problems, problems with a reference, or plain sums, which teach
+    arithmetic at fewer tokens. The first `sums_first` batches are sums alone: what is left to learn is
+    then reading.
     """
     eos = tokenizer.eos_token_id
-    told = lambda answer: answer if rng.random() < worked else answer[answer.index("####"):]
+    told = lambda answer: answer if rng.random() < worked else answer[answer.index("####") :]
     for count in itertools.count():
-        kind = "sums" if count < sums_first else rng.choices(("bare", "reference", "sums"), weights=(4, 2, 2))[0]
+        kind = (
+            "sums" if count < sums_first else rng.choices(("bare", "reference", "sums"), weights=(4, 2, 2))[0]
+        )
         if kind == "sums":
-            prompts, answers = [""] * rows, [" ".join(sums_of(problem(rng, held_out=False)) for _ in range(3)) for _ in range(rows)]
+            prompts, answers = (
+                [""] * rows,
+                [" ".join(sums_of(problem(rng, held_out=False)) for _ in range(3)) for _ in range(rows)],
+            )
         else:
             made = [problem(rng, held_out=False) for _ in range(rows)]
             if kind == "bare":
-                prompts, answers = [pioneer_prompt(m.question, example="") for m in made], [told(m.answer) for m in made]
+                prompts, answers = (
+                    [pioneer_prompt(m.question, example="") for m in made],
+                    [told(m.answer) for m in made],
+                )
             else:
                 references = [told(m.answer if rng.random() < 0.5 else wrong_answer(rng, m)) for m in made]
-                prompts, answers = [observer_prompt(m.question, r, example="") for m, r in zip(made, references)], [m.answer for m in made]
+                prompts, answers = (
+                    [observer_prompt(m.question, r, example="") for m, r in zip(made, references)],
+                    [m.answer for m in made],
+                )
         prompts = tokenizer(prompts)["input_ids"]
-        answers = [ids + [eos] * (kind != "sums") for ids in tokenizer([" " + answer for answer in answers])["input_ids"]]
+        answers = [
+            ids + [eos] * (kind != "sums")
+            for ids in tokenizer([" " + answer for answer in answers])["input_ids"]
+        ]
         width = max(len(p) + len(a) for p, a in zip(prompts, answers))
         ids = torch.tensor([p + a + [eos] * (width - len(p) - len(a)) for p, a in zip(prompts, answers)])
-        mask = torch.tensor([[0] * len(p) + [1] * len(a) + [0] * (width - len(p) - len(a)) for p, a in zip(prompts, answers)])
+        mask = torch.tensor(
+            [[0] * len(p) + [1] * len(a) + [0] * (width - len(p) - len(a)) for p, a in zip(prompts, answers)]
+        )
         yield ids, mask
 
 
@@ -81,32 +109,65 @@ def loss_of(model, batch):
 def greedy_accuracy(model: LanguageModel, prompts: list[str], problems: list[Problem]) -> float:
     """Share of problems whose greedy answer ends in the right number."""
     drawn = sample(model, encode_prompts(model, prompts, 48), 48, None)
-    return sum(last_number(text) == gold_answer(m.answer) for text, m in zip(decode(model, drawn.response_BT, drawn.mask_BT), problems)) / len(problems)
+    return sum(
+        last_number(text) == gold_answer(m.answer)
+        for text, m in zip(decode(model, drawn.response_BT, drawn.mask_BT), problems)
+    ) / len(problems)
 
 
 def make_lm(args):
     rng = random.Random(args.seed)
     seen = [problem(rng, held_out=False) for _ in range(20_000)]
-    tokenizer = byte_level_tokenizer([f"{observer_prompt(m.question, wrong_answer(rng, m), example='')} {m.answer}" for m in seen], args.vocab, CONTEXT, single_digits=True)
+    tokenizer = byte_level_tokenizer(
+        [f"{observer_prompt(m.question, wrong_answer(rng, m), example='')} {m.answer}" for m in seen],
+        args.vocab,
+        CONTEXT,
+        single_digits=True,
+    )
     eos = tokenizer.eos_token_id
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=args.width, intermediate_size=int(args.width * 8 / 3) // 32 * 32,
-                         num_hidden_layers=args.layers, num_attention_heads=args.width // 64, num_key_value_heads=args.width // 64,
-                         max_position_embeddings=CONTEXT, bos_token_id=eos, eos_token_id=eos, pad_token_id=None, tie_word_embeddings=True,
-                         initializer_range=args.width ** -0.5 / 2)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.width,
+        intermediate_size=int(args.width * 8 / 3) // 32 * 32,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.width // 64,
+        num_key_value_heads=args.width // 64,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=eos,
+        eos_token_id=eos,
+        pad_token_id=None,
+        tie_word_embeddings=True,
+        initializer_range=args.width**-0.5 / 2,
+    )
     model = LlamaForCausalLM(config)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
     model.train()
-    info = fit(model, batches(tokenizer, args.rows, rng, args.sums_first, args.worked), loss_of, args.steps, args.lr, 0.1, args.minutes, decay=0.0)
+    info = fit(
+        model,
+        batches(tokenizer, args.rows, rng, args.sums_first, args.worked),
+        loss_of,
+        args.steps,
+        args.lr,
+        0.1,
+        args.minutes,
+        decay=0.0,
+    )
     measure, policy = [problem(rng, held_out=True) for _ in range(512)], LanguageModel(model, tokenizer)
     prompts = {"greedy_accuracy": [pioneer_prompt(m.question, example="") for m in measure]}
     for name, reference in (("right", lambda m: m.answer), ("wrong", lambda m: wrong_answer(rng, m))):
-        prompts[f"greedy_accuracy_{name}_reference"] = [observer_prompt(m.question, reference(m), example="") for m in measure]
-    info |= {"parameters": model.num_parameters()} | {name: greedy_accuracy(policy, texts, measure) for name, texts in prompts.items()}
+        prompts[f"greedy_accuracy_{name}_reference"] = [
+            observer_prompt(m.question, reference(m), example="") for m in measure
+        ]
+    info |= {"parameters": model.num_parameters()} | {
+        name: greedy_accuracy(policy, texts, measure) for name, texts in prompts.items()
+    }
     save(model, tokenizer, Path(args.out) / "lm", info, vars(args))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stage", choices=["problems", "lm"])
     parser.add_argument("--out", default="build/gsm8k", help="folder the assets are written to")
     parser.add_argument("--train", type=int, default=4000, help="training problems")
@@ -118,8 +179,15 @@ def main():
     parser.add_argument("--vocab", type=int, default=1024, help="vocabulary size")
     parser.add_argument("--rows", type=int, default=64, help="problems in a batch")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--sums_first", type=int, default=600, help="batches of plain sums before the first problem")
-    parser.add_argument("--worked", type=float, default=0.5, help="share of answers that show their working; the others are the number alone")
+    parser.add_argument(
+        "--sums_first", type=int, default=600, help="batches of plain sums before the first problem"
+    )
+    parser.add_argument(
+        "--worked",
+        type=float,
+        default=0.5,
+        help="share of answers that show their working; the others are the number alone",
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)

@@ -4,14 +4,17 @@
     python -m cory.assets.make_imdb_assets classifier --dataset ../shared/data/imdb --out build/imdb
     python -m cory.assets.make_imdb_assets openings   --out build/imdb
 
-`--dataset` is a local folder or a Hub name (stanfordnlp/imdb) with the columns `text` and `label`. Models are fitted on the
-train split alone; the test split only measures. The openings are sampled from the language model, so that no row of the
-data set is shipped. The two training stages write their options and the figures they reached into `training.json`.
+`--dataset` is a local folder or a Hub name (stanfordnlp/imdb) with the columns `text` and `label`. Models
+are fitted on the train split alone; the test split only measures. The openings are sampled from the
+language model, so that no row of the data set is shipped. The two training stages write their options and
+the figures they reached into `training.json`.
 
-The shipped models were made with `lm --minutes 48 --rows 24 --lr 3e-3` and `classifier --minutes 7 --width 192 --layers 2 --lr 1e-3`
-on 2 CPU cores that did other work beside. A schedule in minutes makes the number of steps depend on the machine; to repeat
-a number of steps, pass `--steps` and a large `--minutes`.
+The shipped models were made with `lm --minutes 48 --rows 24 --lr 3e-3` and `classifier --minutes 7
+--width 192 --layers 2 --lr 1e-3` on 2 CPU cores that did other work beside. A schedule in minutes makes
+the number of steps depend on the machine; to repeat a number of steps, pass `--steps` and a large
+`--minutes`.
 """
+
 import argparse
 import json
 import math
@@ -22,13 +25,19 @@ import torch
 import torch.nn.functional as F
 from datasets import load_dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast)
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from cory.assets.pretraining import EOS, byte_level_tokenizer, fit, save
-from cory.ppo.model import load_language_model
+from cory.loading import load_language_model
 from cory.ppo.sampling import decode, encode_prompts, sample
 
-CONTEXT = 256                                   # tokens the language model sees
+CONTEXT = 256  # tokens the language model sees
 
 
 def reviews(dataset: str, split: str) -> tuple[list[str], list[int]]:
@@ -36,18 +45,20 @@ def reviews(dataset: str, split: str) -> tuple[list[str], list[int]]:
     return [" ".join(text.replace("<br />", " ").split()) for text in rows["text"]], list(rows["label"])
 
 
-# --- language model ---------------------------------------------------------------------------------------------------
+# --- language model ---
 def lm_batches(documents: list[list[int]], rows: int, rng: random.Random):
     """Rows of CONTEXT tokens: half begin where a review begins (queries do), half anywhere in the stream."""
     stream, starts = [], []
     for document in rng.sample(documents, len(documents)):
         starts.append(len(stream))
-        stream += document                      # each ends in EOS
+        stream += document  # each ends in EOS
     stream = torch.tensor(stream)
     starts = [s for s in starts if s + CONTEXT + 1 <= len(stream)]
     while True:
-        at = rng.sample(starts, rows // 2) + [rng.randrange(len(stream) - CONTEXT - 1) for _ in range(rows - rows // 2)]
-        yield torch.stack([stream[i:i + CONTEXT + 1] for i in at])
+        at = rng.sample(starts, rows // 2) + [
+            rng.randrange(len(stream) - CONTEXT - 1) for _ in range(rows - rows // 2)
+        ]
+        yield torch.stack([stream[i : i + CONTEXT + 1] for i in at])
 
 
 def lm_loss(model, tokens):
@@ -59,31 +70,58 @@ def make_lm(args):
     texts, _ = reviews(args.dataset, "train")
     tokenizer = byte_level_tokenizer(texts, args.vocab, CONTEXT)
     eos = tokenizer.eos_token_id
-    documents = [ids + [eos] for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
+    documents = [
+        ids + [eos] for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    ]
     print(f"{sum(map(len, documents)):,} tokens in {len(documents):,} reviews", flush=True)
-    config = GPT2Config(vocab_size=len(tokenizer), n_positions=CONTEXT, n_embd=args.width, n_layer=args.layers,
-                        n_head=args.width // 64, activation_function="gelu_pytorch_tanh", resid_pdrop=0.0, embd_pdrop=0.0,
-                        attn_pdrop=0.0, bos_token_id=eos, eos_token_id=eos, use_cache=False)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=CONTEXT,
+        n_embd=args.width,
+        n_layer=args.layers,
+        n_head=args.width // 64,
+        activation_function="gelu_pytorch_tanh",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=eos,
+        eos_token_id=eos,
+        use_cache=False,
+    )
     model = GPT2LMHeadModel(config)
     print(f"{model.num_parameters():,} parameters", flush=True)
-    info = fit(model, lm_batches(documents, args.rows, random.Random(args.seed)), lm_loss, args.steps, args.lr, 0.1,
-               args.minutes)
+    info = fit(
+        model,
+        lm_batches(documents, args.rows, random.Random(args.seed)),
+        lm_loss,
+        args.steps,
+        args.lr,
+        0.1,
+        args.minutes,
+    )
 
-    held_out = [ids + [eos] for ids in tokenizer(reviews(args.dataset, "test")[0], add_special_tokens=False,
-                                                 verbose=False)["input_ids"]]
+    held_out = [
+        ids + [eos]
+        for ids in tokenizer(reviews(args.dataset, "test")[0], add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+    ]
     model.eval()
     losses = []
     with torch.no_grad():
         for i, tokens in zip(range(40), lm_batches(held_out, 32, random.Random(0))):
             losses.append(lm_loss(model, tokens).item())
-    info.update(held_out_loss_nats=round(sum(losses) / len(losses), 4), parameters=model.num_parameters(),
-                train_tokens_seen=info["steps"] * args.rows * CONTEXT)
+    info.update(
+        held_out_loss_nats=round(sum(losses) / len(losses), 4),
+        parameters=model.num_parameters(),
+        train_tokens_seen=info["steps"] * args.rows * CONTEXT,
+    )
     info["held_out_perplexity"] = round(math.exp(info["held_out_loss_nats"]), 2)
     model.config.use_cache = True
     save(model, tokenizer, Path(args.out) / "lm", info, vars(args))
 
 
-# --- sentiment classifier ---------------------------------------------------------------------------------------------
+# --- sentiment classifier ---
 def train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     piece = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -91,13 +129,23 @@ def train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     piece.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     piece.decoder = decoders.WordPiece()
     piece.train_from_iterator(texts, trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special))
-    piece.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    return PreTrainedTokenizerFast(tokenizer_object=piece, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
-                                   sep_token="[SEP]", model_max_length=512)
+    piece.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=piece,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_max_length=512,
+    )
 
 
 def snippet_batches(documents, labels, rng: random.Random, cls: int, sep: int):
-    """Seven batches in eight: snippets of 8 to 32 tokens, half of them a review's opening. One in eight: 128 to 384 tokens."""
+    """Seven batches in eight: snippets of 8 to 32 tokens, half of them a review's opening. One in eight:
+    128 to 384 tokens.
+    """
     for count in iter(int, 1):
         long = rng.random() < 0.125
         picked = rng.choices(range(len(documents)), k=32 if long else 384)
@@ -110,7 +158,7 @@ def crops(documents, picked, length, rng, cls, sep):
     rows = []
     for i in picked:
         start = 0 if rng.random() < 0.5 else rng.randrange(max(1, len(documents[i]) - length))
-        rows.append([cls, *documents[i][start:start + length], sep])
+        rows.append([cls, *documents[i][start : start + length], sep])
     width = max(map(len, rows))
     return torch.tensor([row + [0] * (width - len(row)) for row in rows])
 
@@ -120,22 +168,34 @@ def make_classifier(args):
     tokenizer = train_wordpiece(texts, args.vocab)
     encode = lambda batch: tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
     documents = encode(texts)
-    config = DistilBertConfig(vocab_size=len(tokenizer), dim=args.width, n_layers=args.layers, n_heads=args.width // 64,
-                              hidden_dim=4 * args.width, max_position_embeddings=512, dropout=0.1, attention_dropout=0.0,
-                              seq_classif_dropout=0.3, activation="relu", id2label={0: "NEGATIVE", 1: "POSITIVE"},
-                              label2id={"NEGATIVE": 0, "POSITIVE": 1})
+    config = DistilBertConfig(
+        vocab_size=len(tokenizer),
+        dim=args.width,
+        n_layers=args.layers,
+        n_heads=args.width // 64,
+        hidden_dim=4 * args.width,
+        max_position_embeddings=512,
+        dropout=0.1,
+        attention_dropout=0.0,
+        seq_classif_dropout=0.3,
+        activation="relu",
+        id2label={0: "NEGATIVE", 1: "POSITIVE"},
+        label2id={"NEGATIVE": 0, "POSITIVE": 1},
+    )
     model = DistilBertForSequenceClassification(config)
     print(f"{model.num_parameters():,} parameters", flush=True)
 
     def loss_of(model, batch):
         tokens, target = batch
-        keep = torch.rand(tokens.shape) > 0.1   # drop words, so that no single one decides
+        keep = torch.rand(tokens.shape) > 0.1  # drop words, so that no single one decides
         tokens = torch.where(keep | (tokens < 4), tokens, 1)
         return F.cross_entropy(model(tokens, attention_mask=tokens != 0).logits.float(), target)
 
     rng = random.Random(args.seed)
     model.train()
-    info = fit(model, snippet_batches(documents, labels, rng, 2, 3), loss_of, args.steps, args.lr, 0.1, args.minutes)
+    info = fit(
+        model, snippet_batches(documents, labels, rng, 2, 3), loss_of, args.steps, args.lr, 0.1, args.minutes
+    )
 
     test_texts, test_labels = reviews(args.dataset, "test")
     pick = random.Random(0).sample(range(len(test_texts)), 5000)
@@ -148,18 +208,20 @@ def make_classifier(args):
             for i in range(0, len(pick), 100):
                 tokens = crops(documents, range(i, i + 100), length, random.Random(i), 2, 3)
                 predicted = model(tokens, attention_mask=tokens != 0).logits.argmax(1)
-                right += (predicted == torch.tensor(labels[i:i + 100])).sum().item()
+                right += (predicted == torch.tensor(labels[i : i + 100])).sum().item()
             accuracy[name] = right / len(pick)
     info.update(held_out_accuracy_by_tokens=accuracy, parameters=model.num_parameters())
     save(model, tokenizer, Path(args.out) / "classifier", info, vars(args))
 
 
-# --- openings ---------------------------------------------------------------------------------------------------------
+# --- openings ---
 @torch.no_grad()
 def make_openings(args):
-    """Sample review openings from the language model (temperature 0.9); train and held-out share no first 8 tokens."""
+    """Sample review openings from the language model (temperature 0.9); train and held-out share no first
+    8 tokens.
+    """
     model = load_language_model(str(Path(args.out) / "lm"), temperature=0.9)
-    start = encode_prompts(model, [EOS] * 512, 24)                  # a review begins where another ended
+    start = encode_prompts(model, [EOS] * 512, 24)  # a review begins where another ended
     generator, seen, openings = torch.Generator().manual_seed(args.seed), set(), []
     while len(openings) < args.count:
         drawn = sample(model, start, 24, generator)
@@ -172,16 +234,24 @@ def make_openings(args):
         print(f"{len(openings)} openings", flush=True)
     folder = Path(args.out) / "openings"
     folder.mkdir(parents=True, exist_ok=True)
-    for split, rows in (("train", openings[args.held_out:args.count]), ("test", openings[:args.held_out])):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in rows))
+    for split, rows in (("train", openings[args.held_out : args.count]), ("test", openings[: args.held_out])):
+        (folder / f"{split}.jsonl").write_text(
+            "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in rows)
+        )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("stage", choices=["lm", "classifier", "openings"])
-    parser.add_argument("--dataset", default="stanfordnlp/imdb", help="local folder or Hub name with columns text and label")
+    parser.add_argument(
+        "--dataset", default="stanfordnlp/imdb", help="local folder or Hub name with columns text and label"
+    )
     parser.add_argument("--out", default="build/imdb", help="folder the trained assets are written to")
-    parser.add_argument("--minutes", type=float, default=60, help="longest training time; the schedule shrinks to it")
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="longest training time; the schedule shrinks to it"
+    )
     parser.add_argument("--steps", type=int, default=100_000, help="most optimizer steps")
     parser.add_argument("--width", type=int, default=256, help="hidden size")
     parser.add_argument("--layers", type=int, default=4, help="transformer blocks")

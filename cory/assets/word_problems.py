@@ -1,20 +1,24 @@
-"""Arithmetic word problems in GSM8K's format, made by drawing sentences: the embedded default of `train_gsm8k.py`.
+"""Arithmetic word problems in GSM8K's format, made by drawing sentences: the embedded default of
+`train_gsm8k.py`.
 
-A problem is an opening, some steps and a question, and takes two to four sums. Its *template* is
-the list of its sentence patterns with names, things and numbers left blank, and its *numbers* are those in the question. Both are
-divided by a hash into a training and a held-out share: no held-out problem has a template, or a list of numbers, that any
-training problem has. What the two shares do have in common is single sentences.
+A problem is an opening, some steps and a question, and takes two to four sums. Its *template* is the list
+of its sentence patterns with names, things and numbers left blank, and its *numbers* are those in the
+question. Both are divided by a hash into a training and a held-out share: no held-out problem has a
+template, or a list of numbers, that any training problem has. What the two shares do have in common is
+single sentences.
 """
+
 import random
 import zlib
 from typing import NamedTuple
 
-NAMES = ("Ada Ben Cara Dan Eva Finn Gina Hugo Ida Jack Kim Leo Mia Noah Olga Paul Rosa Sam Tara Umar Vera Will Zoe Amir Bella Carl Dora "
-         "Emil Fay Gus").split()
-THINGS = ("apples pears eggs books pens coins stamps cards shells beads balls buttons cakes cookies flowers candles cups plates shirts "
-          "socks toys stones tickets stickers marbles lemons carrots nuts boxes bags").split()
+NAMES = ("Ada Ben Cara Dan Eva Finn Gina Hugo Ida Jack Kim Leo Mia Noah Olga Paul Rosa Sam Tara Umar "
+         "Vera Will Zoe Amir Bella Carl Dora Emil Fay Gus").split()
+THINGS = ("apples pears eggs books pens coins stamps cards shells beads balls buttons cakes cookies "
+          "flowers candles cups plates shirts socks toys stones tickets stickers marbles lemons carrots "
+          "nuts boxes bags").split()
 
-OPENINGS = [                                    # (sentence, sum over its numbers a and b, or None for a plain start)
+OPENINGS = [  # (sentence, sum over its numbers a and b, or None for a plain start)
     ("{N} has {a} {o}.", None),
     ("There are {a} {o} on a table, and they belong to {N}.", None),
     ("{N} starts the day with {a} {o}.", None),
@@ -27,25 +31,54 @@ OPENINGS = [                                    # (sentence, sum over its number
     ("Every day for {a} days {N} makes {b} {o}.", "*"),
 ]
 STEPS = {
-    "+": ["{N} gets {n} more {o} from {M}.", "Then {M} gives {N} another {n} {o}.", "After lunch {N} buys {n} {o}.", "Next {N} finds {n} {o}.",
-          "{N} wins {n} {o} in a game.", "A friend brings {n} more {o}.", "Later {n} {o} are added.", "For a birthday {N} receives {n} {o}."],
-    "-": ["{N} gives {n} {o} to {M}.", "Then {n} of the {o} are lost.", "{N} sells {n} {o}.", "After that {M} takes {n} {o} away.",
-          "{N} breaks {n} of the {o}.", "Next {N} throws away {n} {o}.", "{n} {o} are left at the shop.", "At night a thief steals {n} {o}."],
-    "*": ["Then the number of {o} grows to {n} times as many.", "{M} makes it {n} times as many {o}.", "By the next week {N} has {n} times that number.",
-          "The {o} are multiplied by {n}."],
-    "/": ["{N} divides the {o} evenly into {n} piles and keeps one pile.", "The {o} are shared equally among {n} children, and {N} is one of them.",
-          "Only one out of every {n} {o} is kept.", "{N} puts the {o} into {n} equal bags and takes one bag."],
+    "+": [
+        "{N} gets {n} more {o} from {M}.",
+        "Then {M} gives {N} another {n} {o}.",
+        "After lunch {N} buys {n} {o}.",
+        "Next {N} finds {n} {o}.",
+        "{N} wins {n} {o} in a game.",
+        "A friend brings {n} more {o}.",
+        "Later {n} {o} are added.",
+        "For a birthday {N} receives {n} {o}.",
+    ],
+    "-": [
+        "{N} gives {n} {o} to {M}.",
+        "Then {n} of the {o} are lost.",
+        "{N} sells {n} {o}.",
+        "After that {M} takes {n} {o} away.",
+        "{N} breaks {n} of the {o}.",
+        "Next {N} throws away {n} {o}.",
+        "{n} {o} are left at the shop.",
+        "At night a thief steals {n} {o}.",
+    ],
+    "*": [
+        "Then the number of {o} grows to {n} times as many.",
+        "{M} makes it {n} times as many {o}.",
+        "By the next week {N} has {n} times that number.",
+        "The {o} are multiplied by {n}.",
+    ],
+    "/": [
+        "{N} divides the {o} evenly into {n} piles and keeps one pile.",
+        "The {o} are shared equally among {n} children, and {N} is one of them.",
+        "Only one out of every {n} {o} is kept.",
+        "{N} puts the {o} into {n} equal bags and takes one bag.",
+    ],
 }
-QUESTIONS = ["How many {o} does {N} have now?", "How many {o} are there in the end?", "What is the number of {o} at the end?",
-             "How many {o} is that?", "In the end, how many {o} does {N} have?"]
-LARGEST = 99                                    # no value on the way is larger
+QUESTIONS = [
+    "How many {o} does {N} have now?",
+    "How many {o} are there in the end?",
+    "What is the number of {o} at the end?",
+    "How many {o} is that?",
+    "In the end, how many {o} does {N} have?",
+]
+LARGEST = 99  # no value on the way is larger
 
 
 class Problem(NamedTuple):
     question: str
-    answer: str                                 # "12 + 7 = 19. 19 - 4 = 15. #### 15"
-    template: str                               # the question's sentences with their blanks
-    numbers: tuple[int, ...]                    # of the question, in order
+    answer: str  # "12 + 7 = 19. 19 - 4 = 15. #### 15"
+    template: str  # the question's sentences with their blanks
+    numbers: tuple[int, ...]  # of the question, in order
 
     @property
     def held_out_template(self) -> bool:
@@ -102,8 +135,9 @@ def draw_problem(rng: random.Random) -> Problem | None:
 
 
 def wrong_answer(rng: random.Random, made: Problem) -> str:
-    """A worked answer with one sum read or calculated wrongly, carried on from there without another mistake: to a wrong end, because
-    each further sum takes different values to different values."""
+    """A worked answer with one sum read or calculated wrongly, carried on from there without another
+    mistake: to a wrong end, because each further sum takes different values to different values.
+    """
     while not (answer := answer_with_a_mistake(rng, made.answer)):
         pass
     return answer
@@ -116,12 +150,12 @@ def answer_with_a_mistake(rng: random.Random, answer: str) -> str | None:
     for i, line in enumerate(sums):
         a, operation, b, _, result = line.split()
         left, right = int(a) if value is None else value, int(b)
-        if i == at and rng.random() < 0.5:                      # reads the step wrongly
+        if i == at and rng.random() < 0.5:  # reads the step wrongly
             operation = rng.choice([o for o in "+-*/" if o != operation])
         if operation == "/" and left % right:
             return None
         value = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[operation]
-        if i == at and str(value) == result:                    # or calculates it wrongly
+        if i == at and str(value) == result:  # or calculates it wrongly
             value += rng.choice([-10, -2, -1, 1, 2, 10])
         said.append(f"{left} {operation} {right} = {value}.")
     return f"{' '.join(said)} #### {value}"

@@ -9,149 +9,237 @@ from typing import Iterator, NamedTuple
 
 import torch
 
-from cory.ppo.agent import Agent
-from cory.experiment.checkpoint import load_checkpoint, require_disk, save_checkpoint, save_final
-from cory.config import Config
+from cory import names
+from cory.config import ASSETS, LR_SCHEDULES, METHODS, TASKS, Config
 from cory.errors import UserError
-from cory.evaluate import EVALUATION_SEED, evaluate
+from cory.experiment.checkpoint import load_checkpoint, require_disk, save_checkpoint, save_final
 from cory.experiment.files import read_jsonl, replace_text
-from cory.experiment.machine import choose_device, peak_memory, tune_cpu
-from cory.ppo.model import load_language_model, storage_options
-from cory.report import RunLog, draw_curves, results_table
+from cory.experiment.held_out import (
+    EVALUATION_SEED,
+    answer,
+    evaluate,
+    number,
+    require_same_reward,
+    with_metrics,
+)
+from cory.experiment.log import RunLog
+from cory.experiment.machine import peak_memory, prepare_device
+from cory.experiment.plots import draw_curves
+from cory.experiment.tables import results_table
+from cory.loading import load_language_model, storage_options
+from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
-from cory.ppo.sampling import decode, encode_prompts, sample
 from cory.tasks.task import Task
+
+# Columns of what a run writes, so that no agent or role may have such a name.
+RESERVED = ["base", "eval", "iteration", "queries", "samples", "roles", "seconds", "metric"]
 
 
 class Turn(NamedTuple):
-    """What one agent did in one iteration."""
-    role: str                       # pioneer or observer; the agent's own name is its identity
+    """What one agent did in one role in one iteration."""
+    role: str                       # pioneer, observer, ...; the agent's own name is its identity
     agent: Agent
     rollout: Rollout
     reward_B: torch.Tensor          # the task reward of its own responses, whatever it was trained on
-    stats: dict[str, float]         # of its PPO update
+    update: dict[str, float]        # metrics of its update
 
-    def metrics(self, kl_coef: float) -> dict[str, float]:
+    def metrics(self, task: Task, queries: list[str], kl_coef: float) -> dict[str, float]:
+        """Its own, its update's and the task's. Raises `UserError` where one of them would hide another."""
         reward, kl = self.reward_B.mean().item(), self.rollout.kl_B.mean().item()
-        return {"task_reward": reward, "kl": kl, "combined_reward": reward - kl_coef * kl,
-                "task_reward_std": self.reward_B.std(correction=0).item(), "length": self.rollout.length_B.mean().item(),
-                "sampling_gap": self.rollout.sampling_gap, **self.stats}
+        own = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(), "kl": kl,
+               "combined_reward": reward - kl_coef * kl, "length": self.rollout.length_B.mean().item(),
+               "sampling_gap": self.rollout.sampling_gap}
+        for name in own.keys() & self.update.keys():
+            raise UserError("metrics", name, "is measured for every turn; name the update's otherwise")
+        return with_metrics(own | self.update, task, queries, self.rollout.text)
 
 
 class Run:
-    """One run: settings, task, reference, agents and log; after each iteration it evaluates, logs and saves."""
+    """What a loop works with: it reads `cfg`, `task`, `reference` and `roles` (the agents by first role).
 
-    def __init__(self, cfg: Config, task_class: type[Task]):
-        self.cfg, self.device, self.run_dir = cfg, choose_device(cfg), choose_run_dir(cfg)
-        if self.device.type == "cpu":
-            tune_cpu()
-        print(f"{cfg.method.upper()} on {cfg.task}: preset {cfg.preset}, model {shown(cfg.model)}, data {shown(cfg.dataset)}, {self.device} "
-              f"{cfg.dtype}. The paper's setting: python train_{cfg.task}.py --method {cfg.method} --preset {cfg.paper_preset}", flush=True)
-        storage_options(cfg.storage, self.device)                   # what cannot be is said before anything is loaded
-        data = task_class.load_data(cfg)                            # and data before any model: its faults are the cheapest to find
+    It goes through `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
+    """
+
+    def __init__(self, cfg: Config):
+        if names.being_imported:                        # the importing `find` says the way out
+            raise UserError("module", names.being_imported[-1], "starts a run while it is imported")
+        self.cfg, self.device, self.run_dir = cfg, prepare_device(cfg), choose_run_dir(cfg)
+        self.loop = names.find("method", cfg.method, METHODS)
+        task_class = find_task(cfg)
+        self.agent_names = agents_of(cfg, self.loop)
+        names.find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)        # said before anything is loaded
+        print(first_line(cfg, self.device), flush=True)
+        storage_options(cfg.storage, self.device)       # what cannot be is said before anything is loaded
+        data = task_class.load_data(cfg)                # and before any model: its faults are found soonest
         self.reference = load_language_model(cfg.model, cfg.temperature, cfg.dtype, self.device, cfg.storage)
         self.task = task_class(cfg, data, self.reference)
-        names = ["llm1"] if cfg.method == "ppo" else ["llm1", "llm2"]
-        self.agents = [Agent(name, self.reference, cfg, index) for index, name in enumerate(names)]
+        self.agents = [Agent(name, self.reference, cfg, i) for i, name in enumerate(self.agent_names)]
+        self.roles = self.agents * len(self.loop.agents) if cfg.share_weights else self.agents
         self.run_dir.mkdir(parents=True, exist_ok=True)
         require_disk(cfg, self.run_dir, self.agents)
-        self.start, self.roles, wandb_id = 0, self.agents, ""
-        state = load_checkpoint(self.run_dir, self.agents) if cfg.resume else None
-        if cfg.resume and not state and (self.run_dir / "eval.json").exists():
-            raise UserError("run_dir", str(self.run_dir), "holds a finished run without a checkpoint to go on from; start a new one")
-        if state:
-            by_name = {agent.name: agent for agent in self.agents}
-            self.start, self.roles, wandb_id = state["iteration"], [by_name[name] for name in state["roles"]], state["wandb_id"]
-            if cfg.iterations < self.start:
-                raise UserError("iterations", cfg.iterations, f"the run in {self.run_dir} has already done {self.start}; ask for more")
-        replace_text(self.run_dir / "config.json", json.dumps({"task": cfg.task, **asdict(cfg)}, indent=1) + "\n")
-        self.log = RunLog(cfg, self.run_dir, self.start, wandb_id)
+        self.start, wandb_id = self.resume() if cfg.resume else (0, "")
+        saved = {"config": names.name_of(type(cfg)), "agents": self.agent_names, **asdict(cfg)}
+        replace_text(self.run_dir / "config.json", json.dumps(saved, indent=1) + "\n")
+        self.log = RunLog(cfg, self.agent_names, self.run_dir, self.start, wandb_id)
+
+    def resume(self) -> tuple[int, str]:
+        """Puts the last checkpoint's state back. Returns (iterations done, W&B id), or (0, "")."""
+        state = load_checkpoint(self.run_dir, self.agents)
+        if not state:
+            finished = (self.run_dir / "eval.json").exists()
+            self.cfg.require("run_dir", not finished, "is a finished run without a checkpoint; start another")
+            return 0, ""
+        done = state["iteration"]
+        self.cfg.require("iterations", self.cfg.iterations >= done, f"the run has done {done}; ask for more")
+        require_same_reward(self.task, self.run_dir)
+        self.roles = [self.agents[self.agent_names.index(name)] for name in state["roles"]]
+        return done, state["wandb_id"]
 
     def iterations(self) -> Iterator[int]:
-        """Yields start + 1 .. iterations. A new run first evaluates the base, which both agents still equal (iteration 0)."""
+        """Yields start + 1 .. iterations. A new run first evaluates the base, which all agents equal."""
         if self.start == 0:
             base = evaluate(self.reference, self.reference, self.task, self.cfg)
-            self.log.iteration(0, {f"eval/base/{k}": v for k, v in base.items()}, [])
+            self.log.iteration(0, {f"eval/base/{name}": value for name, value in base.items()}, [], {})
         self.clock = time.perf_counter()
         yield from range(self.start + 1, self.cfg.iterations + 1)
 
-    def finish_iteration(self, step: int, queries: list[str], length: int, turns: list[Turn], roles: list[Agent]) -> None:
-        """`turns` were played on `queries` with at most `length` tokens; `roles` are (pioneer, observer) of the next iteration."""
-        cfg, last = self.cfg, step == self.cfg.iterations
-        metrics = {}
-        for turn in turns:                                          # each figure under its role and under its identity
-            figures = turn.metrics(cfg.init_kl_coef) | self.task.figures(queries, turn.rollout.text)
-            for k, v in figures.items():
-                metrics[f"{turn.role}/{k}"] = metrics[f"{turn.agent.name}/{k}"] = v
-        samples = self.samples(step, queries, length, turns)
-        metrics["seconds"] = time.perf_counter() - self.clock
-        if last or cfg.eval_every and step % cfg.eval_every == 0:
-            metrics |= self.evaluate_agents()
-        self.log.iteration(step, metrics, samples)
-        if cfg.save_every and (last or step % cfg.save_every == 0):
-            save_checkpoint(self.run_dir, step, self.agents, roles, self.log.wandb_id)
+    def finish_iteration(self, iteration: int, queries: list[str], max_new_tokens: int, turns: list[Turn],
+                         roles: list[Agent], metrics: dict[str, float] | None = None) -> None:
+        """Logs, evaluates and saves what is due. Raises `UserError` for what would silently be lost.
+
+        `turns` were played on `queries` with responses of at most `max_new_tokens`; `roles` are the agents in
+        the order of their roles in the next iteration; `metrics` are what a loop measured beside, by name.
+        """
+        cfg, last = self.cfg, iteration == self.cfg.iterations
+        self.require_known(turns, roles)
+        row, of_agents = {}, {}         # each metric under its role; under its agent, the mean over its roles
+        for turn in turns:
+            for name, value in turn.metrics(self.task, queries, cfg.init_kl_coef).items():
+                row[f"{turn.role}/{name}"] = value
+                of_agents.setdefault(f"{turn.agent.name}/{name}", []).append(value)
+        row |= {key: statistics.fmean(values) for key, values in of_agents.items()}
+        taken = {*RESERVED, *(part for key in row for part in key.split("/"))}
+        for name, value in (metrics or {}).items():
+            if "/" in name or name in taken:
+                raise UserError("metrics", name, "is taken or holds a slash; give the loop's another name")
+            row[name] = number(name, value)
+        samples = self.samples(iteration, queries, max_new_tokens, turns)
+        row["seconds"] = time.perf_counter() - self.clock
+        if last or cfg.eval_every and iteration % cfg.eval_every == 0:
+            row |= self.evaluate_agents()
+        self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
+        if cfg.save_every and (last or iteration % cfg.save_every == 0):
+            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.log.wandb_id)
         self.clock = time.perf_counter()
 
-    def evaluate_agents(self) -> dict[str, float]:
-        return {f"eval/{agent.name}/{k}": v for agent in self.agents
-                for k, v in evaluate(agent.policy, self.reference, self.task, self.cfg).items()}
+    def require_known(self, turns: list[Turn], roles: list[Agent]) -> None:
+        """Agents and roles are those that the run evaluates, saves and finds again. Raises `UserError`."""
+        if not turns:
+            raise UserError("turns", turns, "give finish_iteration a Turn of each agent that played")
+        for agent in {*roles, *(turn.agent for turn in turns)} - {*self.agents}:
+            raise UserError("agents", agent.name, "is not one of this run's; name it in the loop's "
+                            "@trains(...) and take it from run.roles")
+        names_of = [sorted(agent.name for agent in some) for some in (roles, self.roles)]
+        if names_of[0] != names_of[1]:
+            way_out = f"must be the run's agents in another order: {', '.join(names_of[1])}"
+            raise UserError("roles", ", ".join(names_of[0]), way_out)
+        taken = [*self.agent_names, *RESERVED, "query", *(turn.role for turn in turns)]
+        for turn in turns:
+            if taken.count(turn.role) > 1 or not turn.role.isidentifier():
+                raise UserError("role", turn.role, "is taken by another turn, agent or column, or no name; "
+                                "give each turn a role of its own")
 
-    def samples(self, step: int, queries: list[str], length: int, turns: list[Turn]) -> list[dict]:
-        """The first few queries with the response of each role, and of the base, and their rewards."""
-        rows = min(self.cfg.sample_rows, len(queries))
-        if rows == 0:
+    def evaluate_agents(self) -> dict[str, float]:
+        return {f"eval/{agent.name}/{name}": value for agent in self.agents
+                for name, value in evaluate(agent.policy, self.reference, self.task, self.cfg).items()}
+
+    def samples(self, iteration: int, queries: list[str], limit: int, turns: list[Turn]) -> list[dict]:
+        """A few different queries with the responses of each role and of the base, and their rewards."""
+        kept = range(0, len(queries), self.cfg.responses_per_query)[:self.cfg.sample_rows]
+        asked = [queries[i] for i in kept]
+        if not asked:
             return []
-        prompts = encode_prompts(self.reference, self.task.pioneer_prompts(queries[:rows]), length)
-        drawn = sample(self.reference, prompts, length, torch.Generator().manual_seed(EVALUATION_SEED + step))
-        base = decode(self.reference, drawn.response_BT, drawn.mask_BT)
-        base_reward = self.task.reward(queries[:rows], base).tolist()
-        table = []
-        for i in range(rows):
-            row = {"iteration": step, "query": queries[i]}
+        base = answer(self.reference, self.task, asked, limit, seed=EVALUATION_SEED + iteration)
+        base_reward = self.task.reward(asked, base).tolist()
+        rows = []
+        for i, text, reward in zip(kept, base, base_reward, strict=True):
+            row = {"iteration": iteration, "query": queries[i]}
             for turn in turns:
-                row |= {turn.role: turn.rollout.text[i], f"{turn.role}_agent": turn.agent.name, f"{turn.role}_reward": turn.reward_B[i].item()}
-            table.append(row | {"base": base[i], "base_reward": base_reward[i]})
-        return table
+                row |= {turn.role: turn.rollout.text[i], f"{turn.role}_agent": turn.agent.name,
+                        f"{turn.role}_reward": turn.reward_B[i].item()}
+            rows.append(row | {"base": text, "base_reward": reward})
+        return rows
 
     def finish(self) -> None:
         """Final models, eval.json, curves.png, and the held-out table on the terminal."""
         self.log.bar.close()
-        save_final(self.run_dir, self.agents)
         rows = read_jsonl(self.run_dir / "metrics.jsonl")
-        figures = rows[0] | rows[-1]                                # the base's stand in the first row
-        if "eval/llm1/kl" not in rows[-1]:                          # resumed at its end, which was not an end before
-            figures |= self.evaluate_agents()
+        if rows[-1]["iteration"] < self.cfg.iterations:
+            way_out = f"stopped after iteration {rows[-1]['iteration']}; call run.finish_iteration in each"
+            raise UserError("method", self.cfg.method, way_out)
+        save_final(self.run_dir, self.agents)
+        metrics = rows[0] | rows[-1]                    # the base's stand in the first row
+        if f"eval/{self.agent_names[0]}/kl" not in rows[-1]:
+            metrics |= self.evaluate_agents()           # resumed at its end, which was not an end before
         held_out = {"iteration": rows[-1]["iteration"], "queries": self.cfg.eval_queries}
-        for name in ["base", *(agent.name for agent in self.agents)]:
+        for name in ["base", *self.agent_names]:
             prefix = f"eval/{name}/"
-            held_out[name] = {k.removeprefix(prefix): v for k, v in figures.items() if k.startswith(prefix)}
+            held_out[name] = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
         replace_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_curves(self.run_dir)
         self.log.finish(held_out)
         print(results_table(held_out))
-        seconds = [row["seconds"] for row in rows if "seconds" in row]
-        print(f"{statistics.median(seconds):.2f} s per iteration (median of {len(seconds)}), peak memory {peak_memory(self.device):.2f} GiB")
+        for name in self.agent_names:
+            if not any(f"{name}/kl" in row for row in rows):
+                print(f"{name} is untrained: no Turn of it was given to finish_iteration")
+        seconds = [row["seconds"] for row in rows[1:]]
+        print(f"{statistics.median(seconds):.2f} s per iteration (median of {len(seconds)}), peak memory "
+              f"{peak_memory(self.device):.2f} GiB")
         print(f"written to {self.run_dir}: metrics.jsonl, samples.jsonl, eval.json, curves.png, final/")
 
 
-def shown(path: str) -> str:
-    """A name as typed; the embedded assets by their short name."""
-    from cory.config import ASSETS
-    return f"embedded {Path(path).relative_to(ASSETS)}" if Path(path).is_relative_to(ASSETS) else path
+def agents_of(cfg: Config, loop) -> list[str]:
+    """Names of the run's agents, in order: those that its loop trains, or the first if they share weights."""
+    agents = list(getattr(loop, "agents", ()))
+    cfg.require("method", agents, 'does not say which agents it trains; put @trains("llm1", ...) above it')
+    alike = [str(name).lower() for name in agents] + RESERVED
+    for name in agents:
+        own = isinstance(name, str) and name.isidentifier() and alike.count(name.lower()) == 1
+        way_out = f"trains an agent named {name!r}; give each a name of its own, of letters"
+        cfg.require("method", own, way_out)
+    return agents[:1] if cfg.share_weights else agents
+
+
+def find_task(cfg: Config) -> type[Task]:
+    found = names.find("task", cfg.task, TASKS)
+    is_task = isinstance(found, type) and issubclass(found, Task)
+    cfg.require("task", is_task, "is no subclass of cory.tasks.task.Task; make it one")
+    return found
+
+
+def first_line(cfg: Config, device: torch.device) -> str:
+    line = (f"{names.short_name(cfg.method).upper()} on {names.short_name(cfg.task)}: preset {cfg.preset}, "
+            f"model {cfg.model}, data {cfg.dataset}, {device} {cfg.dtype}.")
+    if cfg.paper_preset and ":" not in cfg.task + cfg.method:
+        flags = f"--method {cfg.method} --preset {cfg.paper_preset}"
+        line += f" The paper's setting: python train_{cfg.task}.py {flags}"
+    return line.replace(f"{ASSETS}/", "embedded ")
 
 
 def choose_run_dir(cfg: Config) -> Path:
     """Nothing existing is overwritten: a folder with anything in it is refused, unless it is resumed."""
-    name = f"{cfg.task}-{cfg.method}-{cfg.preset}-seed{cfg.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(cfg.run_dir or f"runs/{name}")
+    what = f"{names.short_name(cfg.task).lower()}-{names.short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}"
+    folder = Path(cfg.run_dir or f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        if folder.exists() and not folder.is_dir():
+        if folder.is_file():
             raise UserError("run_dir", str(folder), "is a file; name a folder")
         if not cfg.resume and folder.exists() and any(folder.iterdir()):
-            what = "holds another run; continue it with --resume" if (folder / "config.json").exists() else "is not empty"
-            raise UserError("run_dir", str(folder), f"{what}, or name another --run_dir")
+            holds_run = (folder / "config.json").exists()
+            why = "holds another run; continue it with --resume" if holds_run else "is not empty"
+            raise UserError("run_dir", str(folder), f"{why}, or name another --run_dir")
         parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
-        raise UserError("run_dir", str(folder), f"is not writable ({error.strerror}); name another --run_dir") from error
+        why = f"is not writable ({error.strerror}); name another --run_dir"
+        raise UserError("run_dir", str(folder), why) from error
     return folder

@@ -1,0 +1,113 @@
+"""What makes a CPU faster and changes no formula (docs/speed.md), for the whole process: PyTorch's float32
+matrix products on x86 become oneDNN's, and glibc keeps freed memory. To be without it, delete the call of
+`tune` in `machine.prepare_device`.
+"""
+import ctypes
+import warnings
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+from torch.library import Library
+
+overrides: list[Library] = []           # a Library's kernels live as long as it does
+onednn_dtypes = {torch.float32}
+
+
+def tune() -> None:
+    """Does all of it; a second call changes nothing."""
+    keep_freed_memory()
+    multiply_by_onednn()
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep freed blocks, instead of handing them back to a kernel that must then zero every page
+    of each (N, V) tensor anew. No effect on other C libraries.
+    """
+    m_trim_threshold, m_mmap_max = -1, -4                           # names of the two settings in malloc.h
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def multiply_by_onednn() -> None:
+    """Hands PyTorch's float32 matrix products on an x86 CPU to oneDNN, which every x86 build contains.
+
+    MKL keeps its AVX-512 kernels for Intel's processors; on an AMD EPYC oneDNN is twice as fast. But it
+    compiles a kernel for each new shape, about 2 ms and 0.7 MiB that it never gives back. So that ever new
+    numbers of tokens do not fill the memory, `mm` and `addmm` round them to `grid`; bfloat16, which PyTorch
+    itself hands to oneDNN where the processor has it, takes the same way.
+    """
+    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    if overrides or not has_avx or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return
+    overrides.append(Library("aten", "IMPL"))
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        onednn_dtypes.add(torch.bfloat16)
+    with warnings.catch_warnings(action="ignore"):                  # that it replaces PyTorch's own is meant
+        overrides[0].impl("mm", mm, "CPU")
+        overrides[0].impl("addmm", addmm, "CPU")
+        if not torch.cpu._is_amx_tile_supported():
+            overrides[0].impl("scaled_dot_product_attention", attention_in_float32, "AutocastCPU")
+
+
+def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """`a b`. An `a` stored by columns is the transpose of a layer's gradient by tokens, and the product its
+    weight's gradient.
+    """
+    if not for_onednn(a_MK, b_KN):
+        return torch.mm(a_MK, b_KN, out=a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]))
+    if a_MK.stride(0) != 1:
+        return linear(a_MK, b_KN.t())
+    K = grid(a_MK.shape[1], down=True)
+    a, b = a_MK[:, :K], b_KN[:K]
+    transposed = a.numel() > b.numel()                              # it copies the first: be it the smaller
+    y_MN = onednn_linear(b.t(), a).t() if transposed else onednn_linear(a, b.t())
+    return y_MN if K == a_MK.shape[1] else y_MN.addmm_(a_MK[:, K:], b_KN[K:])
+
+
+def addmm(bias: Tensor, a_MK: Tensor, b_KN: Tensor, *, beta=1, alpha=1) -> Tensor:
+    """`beta bias + alpha a b`."""
+    plain = bias.shape == b_KN.shape[1:] and beta == alpha == 1
+    if plain and for_onednn(a_MK, b_KN) and a_MK.stride(0) != 1:
+        return linear(a_MK, b_KN.t(), bias)
+    y_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
+    return torch.addmm(bias, a_MK, b_KN, beta=beta, alpha=alpha, out=y_MN)
+
+
+def attention_in_float32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args,
+                         **kwargs) -> Tensor:
+    """Attention under autocast on a CPU without AMX, where bfloat16's backward pass takes four times as long
+    (AMD EPYC). A single query, as sampling has it, stays in bfloat16, as its cache does.
+    """
+    dtype = torch.get_autocast_dtype("cpu") if query.shape[-2] == 1 else torch.float32
+    mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    with torch.autocast("cpu", enabled=False):
+        return nn.functional.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
+
+
+def for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
+    """Whether oneDNN can take the product and wins by it: below 16 tokens its calls cost more."""
+    tokens = a_MK.shape[1 if a_MK.stride(0) == 1 else 0]
+    return (a_MK.dtype == b_KN.dtype and a_MK.dtype in onednn_dtypes and tokens >= 16
+            and a_MK.shape[1] == b_KN.shape[0] > 0 and b_KN.shape[1] > 0)
+
+
+def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """`x weight^T + bias`, with rows of zeros under x up to the grid."""
+    M, rows = len(x_MK), grid(len(x_MK))
+    if rows > M:
+        x_MK = torch.cat([x_MK, x_MK.new_zeros(rows - M, x_MK.shape[1])])
+    return onednn_linear(x_MK, weight_NK, bias_N)[:M]
+
+
+def grid(n: int, down: bool = False) -> int:
+    """The nearest of ..., 32, 36, 40, ..., 60, 64, 72, ..., eight to a doubling, at or above (below) n."""
+    step = 2 ** max(0, n.bit_length() - 4)
+    return n // step * step if down else -(-n // step) * step
+
+
+def onednn_linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias_N, "none", [], "")
