@@ -3,15 +3,24 @@ import os
 import random
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")        # no test waits for a network; read when the libraries are imported
+# Both are read when the libraries are imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models gain nothing by threads; `-n 2` uses both cores
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig,
-                          LlamaForCausalLM, PreTrainedTokenizerFast)
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from cory.experiment.machine import tune_cpu
+from cory.experiment import fast_cpu
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -27,7 +36,9 @@ def byte_tokenizer(**special) -> PreTrainedTokenizerFast:
 
 def save_gpt2(folder: Path, tokenizer=None, **changes) -> Path:
     torch.manual_seed(0)
-    config = dict(vocab_size=257, n_positions=160, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256)
+    config = dict(
+        vocab_size=257, n_positions=160, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256
+    )
     GPT2LMHeadModel(GPT2Config(**{**config, **changes})).save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return folder
@@ -35,19 +46,42 @@ def save_gpt2(folder: Path, tokenizer=None, **changes) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def tuned():
-    """What every run sets for its whole process, from the first test on: else their order would decide which code they run."""
-    tune_cpu()
+    """What every run sets for its whole process, from the first test on: else their order would decide
+    which code they run.
+    """
+    fast_cpu.tune()
+
+
+@pytest.fixture(autouse=True)
+def few_pictures(request, monkeypatch):
+    """A picture takes as long as three iterations of a small model: runs draw it in tests marked
+    `pictures` alone.
+    """
+    if "pictures" not in request.keywords:
+        monkeypatch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
 
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory) -> Path:
-    """A folder with a random 2-layer GPT-2 over bytes (dropout 0.1 in its config), a random classifier, and openings."""
+    """A folder with a random 2-layer GPT-2 over bytes (dropout 0.1 in its config), a random classifier,
+    and openings.
+    """
     folder = tmp_path_factory.mktemp("small")
     save_gpt2(folder / "lm")
     torch.manual_seed(1)
-    DistilBertForSequenceClassification(DistilBertConfig(
-        vocab_size=257, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=160, initializer_range=0.5,
-        id2label={0: "NEGATIVE", 1: "POSITIVE"}, label2id={"NEGATIVE": 0, "POSITIVE": 1})).save_pretrained(folder / "classifier")
+    DistilBertForSequenceClassification(
+        DistilBertConfig(
+            vocab_size=257,
+            dim=16,
+            n_layers=1,
+            n_heads=2,
+            hidden_dim=32,
+            max_position_embeddings=160,
+            initializer_range=0.5,
+            id2label={0: "NEGATIVE", 1: "POSITIVE"},
+            label2id={"NEGATIVE": 0, "POSITIVE": 1},
+        )
+    ).save_pretrained(folder / "classifier")
     byte_tokenizer(pad_token="<|endoftext|>").save_pretrained(folder / "classifier")
     words = "the film was a story of one good man and his bad old dog who saw every scene in it".split()
     rng = random.Random(0)
@@ -60,8 +94,18 @@ def small(tmp_path_factory) -> Path:
 
 def save_llama(folder: Path, tokenizer=None, **changes) -> Path:
     torch.manual_seed(0)
-    config = dict(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                  max_position_embeddings=1024, bos_token_id=256, eos_token_id=256, initializer_range=0.2)
+    config = dict(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        bos_token_id=256,
+        eos_token_id=256,
+        initializer_range=0.2,
+    )
     LlamaForCausalLM(LlamaConfig(**{**config, **changes})).save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return folder
@@ -74,26 +118,89 @@ def problems(tmp_path_factory) -> Path:
     rng = random.Random(0)
     for split, count in (("train", 40), ("test", 20)):
         rows = [(a, rng.randint(1, 99)) for a in range(count)]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps({"question": f"Ann has {a} {split} eggs and gets {b} more. How many?",
-                                                                   "answer": f"{a} + {b} = {a + b}.\n#### {a + b}"}) + "\n" for a, b in rows))
+        (folder / f"{split}.jsonl").write_text(
+            "".join(
+                json.dumps(
+                    {
+                        "question": f"Ann has {a} {split} eggs and gets {b} more. How many?",
+                        "answer": f"{a} + {b} = {a + b}.\n#### {a + b}",
+                    }
+                )
+                + "\n"
+                for a, b in rows
+            )
+        )
     return folder
 
 
 @pytest.fixture(scope="session")
 def problem_flags(problems) -> list[str]:
     """Command line of a GSM8K run over `problems` that takes about a second. 5 iterations, T_REx = 2."""
-    return ["--model", str(problems / "lm"), "--dataset", str(problems), "--batch_size", "8", "--mini_batch_size", "4", "--gradient_accumulation_steps",
-            "2", "--iterations", "5", "--eval_queries", "8", "--eval_every", "3", "--save_every", "1", "--learning_rate", "1e-3", "--role_exchange_every",
-            "2", "--wandb", "disabled", "--device", "cpu", "--max_response_length", "12"]
+    return [
+        "--model",
+        str(problems / "lm"),
+        "--dataset",
+        str(problems),
+        "--batch_size",
+        "8",
+        "--mini_batch_size",
+        "4",
+        "--gradient_accumulation_steps",
+        "2",
+        "--iterations",
+        "5",
+        "--eval_queries",
+        "8",
+        "--eval_every",
+        "3",
+        "--save_every",
+        "1",
+        "--learning_rate",
+        "1e-3",
+        "--role_exchange_every",
+        "2",
+        "--wandb",
+        "disabled",
+        "--device",
+        "cpu",
+        "--max_response_length",
+        "12",
+    ]
 
 
 @pytest.fixture(scope="session")
 def small_flags(small) -> list[str]:
     """Command line of a run over `small` that takes about a second. 7 iterations, T_REx = 2."""
-    return ["--model", str(small / "lm"), "--reward_model", str(small / "classifier"), "--dataset", str(small / "openings"),
-            "--batch_size", "8", "--mini_batch_size", "4", "--gradient_accumulation_steps", "2", "--iterations", "7", "--eval_queries",
-            "8", "--eval_every", "3", "--save_every", "1", "--learning_rate", "1e-3", "--role_exchange_every", "2", "--wandb", "disabled",
-            "--device", "cpu"]
+    return [
+        "--model",
+        str(small / "lm"),
+        "--reward_model",
+        str(small / "classifier"),
+        "--dataset",
+        str(small / "openings"),
+        "--batch_size",
+        "8",
+        "--mini_batch_size",
+        "4",
+        "--gradient_accumulation_steps",
+        "2",
+        "--iterations",
+        "7",
+        "--eval_queries",
+        "8",
+        "--eval_every",
+        "3",
+        "--save_every",
+        "1",
+        "--learning_rate",
+        "1e-3",
+        "--role_exchange_every",
+        "2",
+        "--wandb",
+        "disabled",
+        "--device",
+        "cpu",
+    ]
 
 
 @pytest.fixture
@@ -106,5 +213,7 @@ def imdb_data() -> Path:
 @pytest.fixture
 def gsm8k_data() -> Path:
     if not (SHARED / "gsm8k" / "train.jsonl").exists():
-        pytest.skip("real GSM8K is not at ../shared/data/gsm8k: its questions and gold answers were not checked")
+        pytest.skip(
+            "real GSM8K is not at ../shared/data/gsm8k: its questions and gold answers were not checked"
+        )
     return SHARED / "gsm8k"

@@ -1,11 +1,11 @@
 """python -m cory.benchmark: what it reports, and its floor against operations counted by PyTorch."""
+
 import json
 import subprocess
 from contextlib import redirect_stdout
 from io import StringIO
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cory import benchmark
@@ -18,29 +18,65 @@ def known_rates(monkeypatch):
 
 
 def flags(small, *more):
-    return [str(small / "lm"), "--dataset", str(small / "openings"), "--batch", "4", "--minibatch", "2", "--response", "3",
-            "--iterations", "2", "--device", "cpu", *more]
+    return [
+        str(small / "lm"),
+        "--dataset",
+        str(small / "openings"),
+        "--batch",
+        "4",
+        "--minibatch",
+        "2",
+        "--response",
+        "3",
+        "--iterations",
+        "2",
+        "--device",
+        "cpu",
+        *more,
+    ]
 
 
-@pytest.mark.parametrize("more", [[], ["--method", "ppo", "--kl", "full"], ["--lora"], ["--dtype", "bfloat16"], ["--generate"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--method", "ppo", "--kl", "full"], ["--lora"], ["--dtype", "bfloat16"], ["--generate"]]
+)
 def test_reports_phases_memory_and_floor(small, capsys, more):
     benchmark.main(flags(small, *more))
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
-    assert len(lines) == 3                                                              # each iteration, and the result
+    assert len(lines) == 3  # each iteration, and the result
     phases = {name: result["seconds"][name] for name in ("sample", "score", "reward", "update")}
-    assert all(seconds > 0 for seconds in phases.values()) and sum(phases.values()) <= result["seconds"]["total"] * 1.001
-    assert result["response_tokens"] <= (1 if "ppo" in more else 2) * 4 * 3 and 0.1 < result["peak_rss_gib"] < 5
-    assert result["floor"]["total"] == pytest.approx(sum(result["floor"][phase] for phase in ("sample", "score", "update")))
+    assert (
+        all(seconds > 0 for seconds in phases.values())
+        and sum(phases.values()) <= result["seconds"]["total"] * 1.001
+    )
+    assert (
+        result["response_tokens"] <= (1 if "ppo" in more else 2) * 4 * 3 and 0.1 < result["peak_rss_gib"] < 5
+    )
+    assert result["floor"]["total"] == pytest.approx(
+        sum(result["floor"][phase] for phase in ("sample", "score", "update"))
+    )
     for phase in ("sample", "score", "update", "total"):
-        assert result["share_of_floor"][phase] == pytest.approx(result["floor"][phase] / result["seconds"][phase])
+        assert result["share_of_floor"][phase] == pytest.approx(
+            result["floor"][phase] / result["seconds"][phase]
+        )
     assert 0 < result["base_and_moments_gib"] < result["state_gib"]
     assert ("sampling" in result) == ("--generate" in more)
 
 
 def test_floor_counts_the_operations_of_a_forward_pass(small):
-    cfg = ImdbConfig(model=str(small / "lm"), dataset=str(small / "openings"), method="ppo", batch_size=1, mini_batch_size=1, min_response_length=6,
-                     max_response_length=6, iterations=2, eval_queries=1, device="cpu", num_ppo_epochs=4)
+    cfg = ImdbConfig(
+        model=str(small / "lm"),
+        dataset=str(small / "openings"),
+        method="ppo",
+        batch_size=1,
+        mini_batch_size=1,
+        min_response_length=6,
+        max_response_length=6,
+        iterations=2,
+        eval_queries=1,
+        device="cpu",
+        num_ppo_epochs=4,
+    )
     bench = benchmark.Bench(cfg)
     bench.run()
     turn = bench.turns[0].rollout
@@ -48,33 +84,51 @@ def test_floor_counts_the_operations_of_a_forward_pass(small):
         hidden = bench.reference.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT)
         bench.reference.logits(hidden[turn.mask_BT.bool()])
     seen = turn.prompt_BP.shape[1] + turn.mask_BT.shape[1] - 1
-    forward = counter.get_total_flops() + 4 * 2 * 32 * seen * (seen + 1) / 2            # PyTorch does not count attention on a CPU
+    forward = (
+        counter.get_total_flops() + 4 * 2 * 32 * seen * (seen + 1) / 2
+    )  # PyTorch does not count attention on a CPU
     least = benchmark.floor(bench, rate=1.0, copy=float("inf"))
-    assert least == pytest.approx({"sample": forward, "score": 2 * forward, "update": 12 * forward, "total": 15 * forward}, rel=1e-6)
-    weights, T = 4 * (2 * 12 * 32**2 + 257 * 32), turn.mask_BT.sum().item()             # bytes
+    assert least == pytest.approx(
+        {"sample": forward, "score": 2 * forward, "update": 12 * forward, "total": 15 * forward}, rel=1e-6
+    )
+    weights, T = 4 * (2 * 12 * 32**2 + 257 * 32), turn.mask_BT.sum().item()  # bytes
     trained = sum(p.numel() for p in bench.roles[0].policy.parameters())
     moved = benchmark.floor(bench, rate=float("inf"), copy=1.0)
-    assert moved == pytest.approx({"sample": T * weights, "score": 2 * weights, "update": 4 * (3 * weights + 28 * trained),
-                                   "total": (T + 2 + 12) * weights + 4 * 28 * trained})
+    assert moved == pytest.approx(
+        {
+            "sample": T * weights,
+            "score": 2 * weights,
+            "update": 4 * (3 * weights + 28 * trained),
+            "total": (T + 2 + 12) * weights + 4 * 28 * trained,
+        }
+    )
 
 
 def test_a_sweep_measures_each_size_and_draws_it(small, tmp_path, capsys, monkeypatch):
-    def in_this_process(command, **kwargs):                                             # a new one takes six seconds to import everything
+    def in_this_process(command, **kwargs):  # a new one takes six seconds to import everything
         with redirect_stdout(StringIO()) as out:
             benchmark.main(command[3:])
         return subprocess.CompletedProcess(command, 0, out.getvalue())
+
     monkeypatch.setattr(subprocess, "run", in_this_process)
-    benchmark.main([*flags(small), "--batch", "2", "4", "--response", "2", "5", "--plot", str(tmp_path / "cost.png")])
+    benchmark.main(
+        [*flags(small), "--batch", "2", "4", "--response", "2", "5", "--plot", str(tmp_path / "cost.png")]
+    )
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["sweep"]
     assert [(row["batch"], row["response"]) for row in rows] == [(2, 2), (2, 5), (4, 2), (4, 5)]
-    assert rows[3]["response_tokens"] > rows[0]["response_tokens"] and (tmp_path / "cost.png").stat().st_size > 10_000
+    assert (
+        rows[3]["response_tokens"] > rows[0]["response_tokens"]
+        and (tmp_path / "cost.png").stat().st_size > 10_000
+    )
 
 
 def test_a_sweep_ends_with_its_first_fault(small, tmp_path, monkeypatch, capfd):
     with pytest.raises(SystemExit) as end:
         benchmark.main(flags(small, "--batch", "2", "4", "--plot", str(tmp_path / "nowhere" / "cost.png")))
     assert end.value.code == 2 and "plot" in capfd.readouterr().err
-    monkeypatch.setattr(subprocess, "run", lambda command, **kwargs: subprocess.CompletedProcess(command, 2, ""))
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **kwargs: subprocess.CompletedProcess(command, 2, "")
+    )
     with pytest.raises(SystemExit) as end:
         benchmark.main(flags(small, "--batch", "2", "4", "--plot", str(tmp_path / "cost.png")))
     assert end.value.code == 2 and not (tmp_path / "cost.png").exists()

@@ -3,31 +3,33 @@ import json
 import shutil
 
 import pytest
-import train_gsm8k
 from conftest import byte_tokenizer, save_llama
 
-from cory.tasks.answers import CHECKERS
+import train_gsm8k
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
-from cory.tasks.gsm8k import Gsm8k
-from cory.ppo.model import load_language_model
+from cory.loading import load_language_model
 from cory.ppo.sampling import encode_prompts
+from cory.tasks.gsm8k import Gsm8k
 
 
 def gsm8k(problems, **changes) -> Gsm8k:
-    cfg = Gsm8kConfig(**{**dict(model=str(problems / "lm"), dataset=str(problems), batch_size=8, mini_batch_size=8, gradient_accumulation_steps=1,
-                                eval_queries=8, max_response_length=12), **changes})
+    small = dict(model=str(problems / "lm"), dataset=str(problems), batch_size=8, mini_batch_size=8,
+                 gradient_accumulation_steps=1, eval_queries=8, max_response_length=12)
+    cfg = Gsm8kConfig(**{**small, **changes})
     return Gsm8k(cfg, Gsm8k.load_data(cfg), load_language_model(cfg.model))
 
 
-EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each from his mom and dad. How many toys does he have now? Answer: "
-           "Shawn started with 5 toys. If he got 2 toys each from his mom and dad, then that is 4 more toys. 5 + 4 = 9.")
+EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each from his mom and dad. "
+           "How many toys does he have now? Answer: Shawn started with 5 toys. If he got 2 toys each from "
+           "his mom and dad, then that is 4 more toys. 5 + 4 = 9.")
 
 
 def test_prompts_are_the_papers(problems):
     task = gsm8k(problems)
     assert task.pioneer_prompts(["How many?"]) == [EXAMPLE + " Question: How many? Answer:"]
-    assert task.observer_prompts(["How many?"], [" 1 + 1 = 2.\n"]) == [EXAMPLE + " Question: How many? Reference: 1 + 1 = 2. Answer:"]
+    observer, = task.observer_prompts(["How many?"], [" 1 + 1 = 2.\n"])
+    assert observer == EXAMPLE + " Question: How many? Reference: 1 + 1 = 2. Answer:"
     bare = gsm8k(problems, one_shot=False)
     assert bare.pioneer_prompts(["How many?"]) == ["Question: How many? Answer:"]
     assert bare.observer_prompts(["How many?"], [""]) == ["Question: How many? Reference:  Answer:"]
@@ -36,8 +38,11 @@ def test_prompts_are_the_papers(problems):
 def test_a_chat_template_wraps_the_prompt_and_bos_is_written_once(problems, tmp_path):
     from tokenizers import processors
     tokenizer = byte_tokenizer(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}")
     model = str(save_llama(tmp_path / "chat", tokenizer))
     task = gsm8k(problems, model=model, chat_template=True, one_shot=False)
     prompt, = task.pioneer_prompts(["How?"])
@@ -45,37 +50,44 @@ def test_a_chat_template_wraps_the_prompt_and_bos_is_written_once(problems, tmp_
     assert task.observer_prompts(["How?"], ["7"]) == ["[user]Question: How? Reference: 7 Answer:[assistant]"]
     ids = encode_prompts(load_language_model(model), [prompt], 5).ids_BP[0].tolist()
     assert ids.count(256) == 1 and ids[0] == 256
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)     # one that adds no BOS: the template's stays
-    task = gsm8k(problems, model=str(save_llama(tmp_path / "chatml", tokenizer)), chat_template=True, one_shot=False)
+    # one that adds no BOS: the template's stays
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    model = str(save_llama(tmp_path / "chatml", tokenizer))
+    task = gsm8k(problems, model=model, chat_template=True, one_shot=False)
     assert task.pioneer_prompts(["How?"]) == ["<|endoftext|>[user]Question: How? Answer:[assistant]"]
     with pytest.raises(UserError, match="chat_template is True: the tokenizer of .* has none"):
         gsm8k(problems, chat_template=True)
 
 
-def test_reward_is_1_for_the_right_number_and_figures_count_the_rest(problems):
+def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest(problems):
     task = gsm8k(problems)
-    queries = task.batch(1)[0][:5]
+    queries = task.batch(1).queries[:5]
     gold = [task.gold[q] for q in queries]
     responses = [f" so {gold[0]}.", f"#### {gold[1]}", f" {gold[2]} + 1 = {gold[2] + 1}", " none", ""]
     assert task.reward(queries, responses).tolist() == [1, 1, 0, 0, 0]
-    assert task.figures(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.4}
+    assert task.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.4}
     strict = gsm8k(problems, checker="strict")
     assert strict.reward(queries, responses).tolist() == [0, 1, 0, 0, 0]
-    assert strict.figures(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.8}
+    assert strict.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.8}
 
 
-def test_a_checker_of_ones_own_goes_by_name(problems, monkeypatch):
-    from decimal import Decimal
-    monkeypatch.setitem(CHECKERS, "first", lambda response: Decimal(response.split()[0]))
-    task = gsm8k(problems, checker="first")
+def test_a_checker_of_ones_own_goes_by_name_and_may_return_text(problems, tmp_path, monkeypatch):
+    (tmp_path / "my_checkers.py").write_text("def first(response):\n    return response.split()[0]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = gsm8k(problems, checker="my_checkers:first")
     query = task.held_out_queries[0]
-    assert task.reward([query], [f"{task.gold[query]} or 5"]).tolist() == [1]
+    responses = [f"{task.gold[query]}.0 or 5", f"x {task.gold[query]}"]
+    assert task.reward([query] * 2, responses).tolist() == [1, 0]
+    assert task.metrics([query] * 2, responses)["unparsed"] == 0.5
+    with pytest.raises(UserError, match="checker is 'my_checkers:second': .* has no second"):
+        gsm8k(problems, checker="my_checkers:second")
 
 
 def test_every_iteration_has_the_longest_limit_unless_a_shortest_is_set(problems):
-    assert {gsm8k(problems).batch(i)[1] for i in range(1, 30)} == {12}
+    task = gsm8k(problems)
+    assert {task.batch(i).max_new_tokens for i in range(1, 30)} == {12}
     ranged = gsm8k(problems, min_response_length=10)
-    assert {ranged.batch(i)[1] for i in range(1, 60)} == {10, 11, 12}
+    assert {ranged.batch(i).max_new_tokens for i in range(1, 60)} == {10, 11, 12}
 
 
 def test_real_questions_load_from_every_layout(gsm8k_data, problems, tmp_path):
@@ -85,51 +97,71 @@ def test_real_questions_load_from_every_layout(gsm8k_data, problems, tmp_path):
     from datasets import load_dataset
     for split in ("train", "test"):
         rows = load_dataset("json", data_files=str(gsm8k_data / f"{split}.jsonl"), split="train")
-        for subset, some in (("main", rows), ("socratic", rows.select(range(9)))):                  # the other subset is left alone
-            (tmp_path / "hub" / subset).mkdir(parents=True, exist_ok=True)
-            some.to_parquet(tmp_path / "hub" / subset / f"{split}-00000-of-00001.parquet")
+        for subset, some in (("main", rows), ("socratic", rows.select(range(9)))):  # the second is left alone
+            folder = tmp_path / "hub" / subset
+            folder.mkdir(parents=True, exist_ok=True)
+            some.to_parquet(folder / f"{split}-00000-of-00001.parquet")
     hub = Gsm8k.load_data(Gsm8kConfig(dataset=str(tmp_path / "hub")))
     assert hub == flat
 
 
 @pytest.mark.parametrize("lora", ["false", "true"])
 def test_real_questions_train_a_local_model(gsm8k_data, problem_flags, tmp_path, lora):
-    train_gsm8k.main([*problem_flags, "--dataset", str(gsm8k_data), "--run_dir", str(tmp_path / "r"), "--iterations", "1", "--lora", lora,
-                      "--max_response_length", "4", "--model", str(save_llama(tmp_path / "lm", max_position_embeddings=4096))])
+    model = save_llama(tmp_path / "lm", max_position_embeddings=4096)
+    places = ["--model", str(model), "--dataset", str(gsm8k_data), "--run_dir", str(tmp_path / "r")]
+    short = ["--iterations", "1", "--max_response_length", "4"]
+    train_gsm8k.main([*problem_flags, *places, *short, "--lora", lora])
     held_out = json.loads((tmp_path / "r" / "eval.json").read_text())
-    assert held_out["llm2"].keys() >= {"accuracy", "strict_accuracy", "unparsed", "greedy_accuracy", "greedy_strict_accuracy", "greedy_unparsed", "kl"}
+    shares = {"accuracy", "strict_accuracy", "unparsed"}
+    assert held_out["llm2"].keys() >= shares | {f"greedy_{name}" for name in shares} | {"kl"}
 
 
 def test_observers_see_the_pioneers_answer(problem_flags, tmp_path, monkeypatch):
     seen, tasks, old = [], [], Gsm8k.observer_prompts
-    monkeypatch.setattr(Gsm8k, "observer_prompts", lambda self, *a: tasks.append(self) or seen.append(old(self, *a)) or seen[-1])
+
+    def watched(self, *args):
+        tasks.append(self)
+        seen.append(old(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(Gsm8k, "observer_prompts", watched)
     train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
     samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").open()]
-    assert all(f"Question: {row['query']} Reference: {tasks[1].cut(row['pioneer']).strip()} Answer:" in prompt for row, prompt in zip(samples, seen[1]))
+    for row, prompt in zip(samples, seen[1], strict=False):         # the samples are the first few queries
+        reference = tasks[1].cut(row["pioneer"]).strip()
+        assert f"Question: {row['query']} Reference: {reference} Answer:" in prompt
 
 
 def test_a_response_that_grew_as_text_is_cut_for_the_observer(problems):
-    """Sampled bytes that are no UTF-8 become signs of three bytes each; the observer's prompt still keeps its bound."""
-    task = gsm8k(problems)
-    count = lambda text: len(task.tokenizer(text)["input_ids"])
-    assert task.cut("x" * 12) == "x" * 12 and count("\ufffd" * 12) == 36 and 8 <= count(task.cut("\ufffd" * 12)) <= 12
-    assert f"Reference: {task.cut(chr(0xfffd) * 12)} Answer:" in task.observer_prompts(["How?"], ["\ufffd" * 12])[0]
+    """Sampled bytes that are no UTF-8 become signs of three bytes each; the prompt keeps its bound."""
+    task, grown = gsm8k(problems), "\ufffd" * 12
+
+    def count(text):
+        return len(task.tokenizer(text)["input_ids"])
+
+    assert task.cut("x" * 12) == "x" * 12 and count(grown) == 36 and 8 <= count(task.cut(grown)) <= 12
+    assert f"Reference: {task.cut(grown)} Answer:" in task.observer_prompts(["How?"], [grown])[0]
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------------------
 ROW = '{"question": "a?", "answer": "#### 1"}\n'
 BAD = {
-    "no gold": (ROW + '{"question": "b?", "answer": "2"}\n', [], "(train), row 2': its answer does not end in '####'"),
+    "no gold": (ROW + '{"question": "b?", "answer": "2"}\n', [],
+                "(train), row 2': its answer does not end in '####'"),
     "gold is no number": ('{"question": "b?", "answer": "#### two"}\n', [], "row 1': its answer"),
     "two answers": (ROW + '{"question": "a?", "answer": "#### 2"}\n', [], "row 2': asks the question of"),
     "missing column": ('{"question": "a?"}\n', [], "has no column 'answer'; columns found: question"),
     "empty question": ('{"question": " ", "answer": "#### 1"}\n', [], "row 1': its 'question' is empty"),
     "checker": (None, ["--checker", "regex"], "checker is 'regex': unknown; choose from last_number, strict"),
-    "context": (None, ["--max_response_length", "600"], "max_response_length is 600: an observer's prompt has up to"),
-    "4 bits without CUDA": (None, ["--lora", "true", "--load_in_4bit", "true"], "load_in_4bit is True: needs a CUDA GPU"),
-    "lora targets": (None, ["--lora", "true", "--lora_targets", "attn,mlp2"], "lora_targets is 'attn,mlp2': attn, mlp2 names no layer"),
+    "context": (None, ["--max_response_length", "600"],
+                "max_response_length is 600: an observer's prompt has up to"),
+    "4 bits without CUDA": (None, ["--lora", "true", "--load_in_4bit", "true"],
+                            "load_in_4bit is True: needs a CUDA GPU"),
+    "lora targets": (None, ["--lora", "true", "--lora_targets", "attn,mlp2"],
+                     "lora_targets is 'attn,mlp2': attn, mlp2 names no layer"),
     "chat": (None, ["--chat_template", "true"], "chat_template is True: the tokenizer"),
-    "lengths": (None, ["--min_response_length", "13"], "min_response_length is 13: must not exceed max_response_length = 12"),
+    "lengths": (None, ["--min_response_length", "13"],
+                "min_response_length is 13: must not exceed max_response_length = 12"),
 }
 
 
@@ -156,19 +188,22 @@ def test_a_run_of_the_other_task_is_not_resumed(problem_flags, tmp_path, capsys)
 
 
 def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):
-    from cory.ppo import model
-    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
+    from cory import loading
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install bitsandbytes"):
-        model.storage_options("4bit", "cuda")
-    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: object())
-    options = model.storage_options("4bit", "cuda")
-    assert options["quantization_config"].load_in_4bit and options["quantization_config"].bnb_4bit_quant_type == "nf4" and options["device_map"] == {"": "cuda"}
+        loading.storage_options("4bit", "cuda")
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: object())
+    options = loading.storage_options("4bit", "cuda")
+    quantization = options["quantization_config"]
+    assert quantization.load_in_4bit and quantization.bnb_4bit_quant_type == "nf4"
+    assert options["device_map"] == {"": "cuda"}
 
 
 def test_a_tokenizer_that_ends_every_text_is_refused(tmp_path):
     from tokenizers import processors
     tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 256)])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 256)])
     with pytest.raises(UserError, match="its tokenizer ends every text with EOS"):
         load_language_model(str(save_llama(tmp_path / "m", tokenizer)))
     shutil.rmtree(tmp_path / "m")

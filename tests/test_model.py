@@ -1,22 +1,23 @@
 """The model as a policy: padding, alignment, dropout, precision, and what is refused at loading."""
+
 import io
 import json
 import shutil
 
 import pytest
 import torch
-import train_imdb
 from conftest import byte_tokenizer, save_gpt2
-from toys import bigram
+from toys import bigram, settings
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2Model
 
-from cory.ppo.agent import Agent
+import train_imdb
 from cory.errors import UserError
+from cory.loading import load_language_model
+from cory.ppo.agent import Agent
 from cory.ppo.formulas import token_logprobs
-from cory.ppo.model import PolicyWithValue, load_language_model
-from cory.ppo.rollout import rollout
+from cory.ppo.model import PolicyWithValue
+from cory.ppo.rollout import collect_rollout
 from cory.ppo.sampling import encode_prompts
-from toys import settings
 
 
 def test_a_row_alone_equals_the_same_row_in_a_padded_batch(small):
@@ -25,7 +26,7 @@ def test_a_row_alone_equals_the_same_row_in_a_padded_batch(small):
     prompts, response = ["a", "a much longer prompt than that", "xyz"], torch.randint(0, 256, (3, 6))
     together = model.response_hidden(*encode_prompts(model, prompts, 6), response)
     for row, (prompt, length) in enumerate(zip(prompts, (6, 3, 1))):
-        alone = model.response_hidden(*encode_prompts(model, [prompt], 6), response[row:row + 1, :length])
+        alone = model.response_hidden(*encode_prompts(model, [prompt], 6), response[row : row + 1, :length])
         torch.testing.assert_close(together[row, :length], alone[0], atol=1e-5, rtol=1e-5)
 
 
@@ -33,20 +34,35 @@ def test_logprob_t_belongs_to_response_token_t():
     """Against log-probabilities read off the bigram table by hand."""
     model = bigram()
     table = model.lm.head.weight.T.log_softmax(-1)
-    response = torch.tensor([[2, 5, 0], [1, 1, 3]])                     # after the prompts "ab" and "d": last letters b, d
+    response = torch.tensor([[2, 5, 0], [1, 1, 3]])  # after the prompts "ab" and "d": last letters b, d
     logp = model.logprobs(model.response_hidden(*encode_prompts(model, ["ab", "d"], 3), response))
     logp = token_logprobs(logp.flatten(0, 1), response.flatten()).view(2, 3)
-    torch.testing.assert_close(logp, torch.stack([torch.stack([table[1, 2], table[2, 5], table[5, 0]]),
-                                                  torch.stack([table[3, 1], table[1, 1], table[1, 3]])]))
+    torch.testing.assert_close(
+        logp,
+        torch.stack(
+            [
+                torch.stack([table[1, 2], table[2, 5], table[5, 0]]),
+                torch.stack([table[3, 1], table[1, 1], table[1, 3]]),
+            ]
+        ),
+    )
 
 
 def test_matches_transformers_own_forward_and_applies_the_temperature(small):
-    model, hot = load_language_model(str(small / "lm")), load_language_model(str(small / "lm"), temperature=2.0)
+    model, hot = (
+        load_language_model(str(small / "lm")),
+        load_language_model(str(small / "lm"), temperature=2.0),
+    )
     prompts = encode_prompts(model, ["hello there"], 4)
     response = torch.tensor([[10, 20, 30, 40]])
     theirs = model.lm(torch.cat([prompts.ids_BP, response], 1)).logits[:, -5:-1]
     for ours, logits in ((model, theirs), (hot, theirs / 2)):
-        torch.testing.assert_close(ours.logprobs(ours.response_hidden(*prompts, response)), logits.log_softmax(-1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            ours.logprobs(ours.response_hidden(*prompts, response)),
+            logits.log_softmax(-1),
+            atol=1e-5,
+            rtol=1e-5,
+        )
 
 
 def test_gelu_new_is_computed_as_the_same_function(small):
@@ -54,8 +70,14 @@ def test_gelu_new_is_computed_as_the_same_function(small):
     model = load_language_model(str(small / "lm"))
     assert model.lm.config.activation_function == "gelu_pytorch_tanh"
     from transformers import AutoModelForCausalLM
+
     ids = torch.randint(0, 256, (2, 9))
-    torch.testing.assert_close(model.lm(ids).logits, AutoModelForCausalLM.from_pretrained(small / "lm").eval()(ids).logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        model.lm(ids).logits,
+        AutoModelForCausalLM.from_pretrained(small / "lm").eval()(ids).logits,
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 def test_dropout_is_off_while_gradients_flow(small):
@@ -82,8 +104,10 @@ def test_bfloat16_keeps_the_ratio_of_an_untouched_policy_near_1(small):
     base = load_language_model(str(small / "lm"), dtype="bfloat16")
     cfg = settings(dtype="bfloat16")
     agent = Agent("llm1", base, cfg, 0)
-    turn = rollout(agent, base, ["a film", "one story of a man"] * 4, 6, cfg)
-    logp = agent.policy.logprobs(agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT))
+    turn = collect_rollout(agent, base, ["a film", "one story of a man"] * 4, 6, cfg)
+    logp = agent.policy.logprobs(
+        agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT)
+    )
     assert logp.dtype == torch.float32
     logp = token_logprobs(logp.flatten(0, 1), turn.response_BT.flatten()).view_as(turn.logp_BT)
     assert ((logp - turn.logp_BT) * turn.mask_BT).exp().sub(1).abs().max() < 1e-2
@@ -97,20 +121,24 @@ def test_bfloat16_keeps_log_probabilities_where_all_logits_lie_near_minus_100(sm
     for dtype in ("float32", "bfloat16"):
         model = load_language_model(str(small / "lm"), dtype=dtype)
         model.lm.transformer.ln_f.bias.data += 1.0
-        model.lm.transformer.wte.weight.data -= 100 / 32                # 32 hidden units: every logit falls by about 100
-        hidden = model.response_hidden(*encode_prompts(model, ["a film of"], 5), torch.tensor([[1, 2, 3, 4, 5]]))
+        model.lm.transformer.wte.weight.data -= 100 / 32  # 32 hidden units: every logit falls by about 100
+        hidden = model.response_hidden(
+            *encode_prompts(model, ["a film of"], 5), torch.tensor([[1, 2, 3, 4, 5]])
+        )
         logps[dtype] = model.logprobs(hidden)
         assert model.lm.get_output_embeddings()(hidden.float()).mean() < -80
     assert (logps["bfloat16"] - logps["float32"]).abs().max() < 0.1
 
 
-# --- what is refused, each with one line that says the way out ----------------------------------------------------------
+# --- what is refused, each with one line that says the way out ---
 def broken(case: str, small, tmp_path) -> str:
     folder = tmp_path / "model"
     if case == "no config":
         folder.mkdir()
     elif case == "encoder":
-        DistilBertForSequenceClassification(DistilBertConfig(vocab_size=257, dim=8, n_layers=1, n_heads=1, hidden_dim=8)).save_pretrained(folder)
+        DistilBertForSequenceClassification(
+            DistilBertConfig(vocab_size=257, dim=8, n_layers=1, n_heads=1, hidden_dim=8)
+        ).save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
     elif case == "half of its layers":
         save_gpt2(folder)
@@ -128,7 +156,11 @@ def broken(case: str, small, tmp_path) -> str:
         for path in folder.glob("tokenizer*"):
             path.unlink()
     elif case == "no head":
-        GPT2Model(GPT2Config(vocab_size=257, n_positions=8, n_embd=8, n_layer=1, n_head=1, tie_word_embeddings=False)).save_pretrained(folder)
+        GPT2Model(
+            GPT2Config(
+                vocab_size=257, n_positions=8, n_embd=8, n_layer=1, n_head=1, tie_word_embeddings=False
+            )
+        ).save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
     elif case == "no eos":
         save_gpt2(folder, byte_tokenizer(pad_token="<|endoftext|>"))
@@ -140,21 +172,38 @@ def broken(case: str, small, tmp_path) -> str:
         torch.save({}, folder / "pytorch_model.bin")
     elif case == "remote code":
         shutil.copytree(small / "lm", folder)
-        config = json.loads((folder / "config.json").read_text()) | {"model_type": "mine", "auto_map": {
-            "AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}}
+        config = json.loads((folder / "config.json").read_text()) | {
+            "model_type": "mine",
+            "auto_map": {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"},
+        }
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "mine.py").write_text("raise SystemExit('remote code ran')")
     return str(folder)
 
 
-@pytest.mark.parametrize("case, says", [
-    ("no config", "no config.json"), ("encoder", "causal language model"), ("no head", "lack 1 tensors of a GPT2LMHeadModel (lm_head.weight"),
-    ("half of its layers", "lack 24 tensors"), ("broken weights", "could not be loaded"), ("other shapes", "could not be loaded"),
-    ("no tokenizer", "tokenizer"), ("no eos", "no EOS token"), ("vocabulary", "257 tokens and its embedding 200 rows"),
-    ("pickle", "no safetensors weights"), ("remote code", "never run here")])
-def test_models_that_cannot_be_used_are_refused(case, says, small, small_flags, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "case, says",
+    [
+        ("no config", "no config.json"),
+        ("encoder", "causal language model"),
+        ("no head", "lack 1 tensors of a GPT2LMHeadModel (lm_head.weight"),
+        ("half of its layers", "lack 24 tensors"),
+        ("broken weights", "could not be loaded"),
+        ("other shapes", "could not be loaded"),
+        ("no tokenizer", "tokenizer"),
+        ("no eos", "no EOS token"),
+        ("vocabulary", "257 tokens and its embedding 200 rows"),
+        ("pickle", "no safetensors weights"),
+        ("remote code", "never run here"),
+    ],
+)
+def test_models_that_cannot_be_used_are_refused(
+    case, says, small, small_flags, tmp_path, capsys, monkeypatch
+):
     name = broken(case, small, tmp_path)
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))            # nobody may be asked whether to run a stranger's code
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("y\n" * 9)
+    )  # nobody may be asked whether to run a stranger's code
     with pytest.raises(SystemExit) as stop:
         train_imdb.main([*small_flags, "--model", name, "--run_dir", str(tmp_path / "run")])
     err = capsys.readouterr().err
@@ -180,9 +229,22 @@ def test_a_hub_name_without_a_network_says_how_to_fetch_it():
 
 def test_an_architecture_that_changes_its_logits_behind_the_head_is_refused(tmp_path):
     from transformers import Gemma2Config, Gemma2ForCausalLM
-    Gemma2ForCausalLM(Gemma2Config(vocab_size=257, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                                   num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.05, bos_token_id=256, eos_token_id=256,
-                                   pad_token_id=256)).save_pretrained(tmp_path)
+
+    Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=257,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            final_logit_softcapping=0.05,
+            bos_token_id=256,
+            eos_token_id=256,
+            pad_token_id=256,
+        )
+    ).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="does more to its logits than a linear head"):
         load_language_model(str(tmp_path))

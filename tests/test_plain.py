@@ -1,25 +1,23 @@
-"""The whole loop against itself without its optimisations: rows as they come, plain autograd, PyTorch's own products, the library's cache.
+"""The whole loop against itself without its optimisations.
 
-That the head's chunks and dropped rows change nothing is held in test_ppo.py and test_sampling.py.
+Rows as they come, plain autograd, PyTorch's own products, the library's cache. That the head's chunks and
+dropped rows change nothing is held in test_update.py and test_sampling.py.
 """
+
 import json
 
 import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from cory.ppo import formulas
-from cory.experiment import machine
-from cory.ppo import update as ppo
-from cory.ppo import rollout
-from cory.ppo import sampling
-from cory.config import IMDB_PRESETS, ImdbConfig, parse
-from cory.tasks.imdb import Imdb
-from cory.experiment.run import Run
+from cory.command_line import parse
+from cory.config import IMDB_PRESETS, ImdbConfig
+from cory.experiment import fast_cpu
+from cory.ppo import formulas, minibatches, rollout, sampling, update
 from cory.train import train
 
 
-def plain_gradient(agent, batch, step_tokens, cfg):
+def plain_gradient(agent, batch, step_tokens, cfg, seen):
     """`add_gradient` as one would write it first: log-probabilities of all tokens at once, and autograd."""
     real = batch.mask_BT.bool()
     hidden = agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)
@@ -29,9 +27,16 @@ def plain_gradient(agent, batch, step_tokens, cfg):
     policy_loss = formulas.policy_loss(logp, old_logp, batch.advantage_BT[real], cfg.cliprange)
     value_loss = formulas.value_loss(value, batch.value_BT[real], returns, cfg.cliprange_value)
     ((policy_loss + cfg.vf_coef * value_loss).sum() / step_tokens).backward()
-    clipped, error = ((logp - old_logp).exp() - 1).abs() > cfg.cliprange, value - returns
-    columns = (policy_loss, value_loss, -(logp_NV.exp() * logp_NV).sum(-1), clipped, formulas.kl_k3(old_logp, logp), error, error**2)
-    return torch.stack([x.detach().double().sum() for x in (*columns, torch.ones_like(value))])
+    found = {
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "critic_error": value - returns,
+        "entropy": -(logp_NV.exp() * logp_NV).sum(-1),
+        "clip_fraction": ((logp - old_logp).exp() - 1).abs() > cfg.cliprange,
+        "approx_kl": formulas.kl_k3(old_logp, logp),
+    }
+    for name, x in found.items():
+        seen[name].append(x.detach())
 
 
 class LibraryCache(DynamicLayer):
@@ -42,26 +47,44 @@ class LibraryCache(DynamicLayer):
 
 
 def curves(flags, run_dir):
-    train(Run(parse(ImdbConfig, IMDB_PRESETS, [*flags, "--run_dir", str(run_dir)]), Imdb))
+    train(parse(ImdbConfig, IMDB_PRESETS, [*flags, "--run_dir", str(run_dir)]))
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_curves_of_50_iterations_are_those_of_the_plain_version(small_flags, tmp_path, monkeypatch):
-    flags = [*small_flags, "--iterations", "50", "--eval_every", "25", "--save_every", "0", "--sample_rows", "0", "--learning_rate", "1e-4"]
-    monkeypatch.setitem(rollout.TOKENS_AT_ONCE, "cpu", 128)                             # so that there is something to cut
+def test_curves_of_30_iterations_are_those_of_the_plain_version(small_flags, tmp_path, monkeypatch):
+    flags = [
+        *small_flags,
+        "--iterations",
+        "30",
+        "--eval_every",
+        "15",
+        "--save_every",
+        "0",
+        "--sample_rows",
+        "0",
+        "--learning_rate",
+        "1e-4",
+    ]
+    monkeypatch.setitem(minibatches.TOKENS_AT_ONCE, "cpu", 128)  # so that there is something to cut
     fast = curves(flags, tmp_path / "fast")
-    monkeypatch.setattr(machine, "for_onednn", lambda a, b: False)
-    monkeypatch.setattr(ppo, "add_gradient", plain_gradient)
+    monkeypatch.setattr(fast_cpu, "for_onednn", lambda a, b: False)
+    monkeypatch.setattr(update, "add_gradient", plain_gradient)
     monkeypatch.setattr(sampling, "GrowingLayer", LibraryCache)
-    monkeypatch.setattr(rollout, "by_length", lambda prompt_mask, mask, rows_at_once: list(torch.arange(len(mask)).split(rows_at_once)))
+    for module in (rollout, minibatches):
+        monkeypatch.setattr(module, "by_length", lambda _, mask,
+                            size: list(torch.arange(len(mask)).split(size)))
     plain = curves(flags, tmp_path / "plain")
-    assert len(fast) == len(plain) == 51
+    assert len(fast) == len(plain) == 31
     compared = 0
     for a, b in zip(fast, plain):
         assert a.keys() == b.keys()
         for key in a.keys() - {"seconds", "time"}:
             if isinstance(a[key], float) and "sampling_gap" not in key:
-                assert a[key] == pytest.approx(b[key], abs=1e-4, rel=1e-4), (a["iteration"], key, "a jump: a sampled token flipped")
+                assert a[key] == pytest.approx(b[key], abs=1e-4, rel=1e-4), (
+                    a["iteration"],
+                    key,
+                    "a jump: a sampled token flipped",
+                )
                 compared += 1
-    assert compared > 1000
-    assert any(row["pioneer/kl"] > 0.1 for row in plain[1:])                               # the policies have moved
+    assert compared > 700
+    assert any(row["pioneer/kl"] > 0.1 for row in plain[1:])  # the policies have moved

@@ -1,17 +1,32 @@
-"""Logs, Weights & Biases, evaluation figures and the comparison of runs."""
+"""What a run shows: log, Weights & Biases, held-out metrics, pictures, tables; and the comparison of runs."""
+import itertools
 import json
-import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-import train_imdb
-from toys import bigram, settings
+import yaml
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from test_sampling import path_model
+from toys import bigram, settings
 
+import train_imdb
 from cory import report
-from cory.evaluate import distinct, evaluate
+from cory.command_line import parse
+from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
+from cory.experiment import plots, weights_and_biases
+from cory.experiment.files import read_jsonl
+from cory.experiment.groups import grouped, shown
+from cory.experiment.held_out import distinct, evaluate
+from cory.experiment.log import RunLog
+from cory.experiment.tables import pass_at_k_table, results_table
+
+pytestmark = pytest.mark.pictures
 
 
+# --- held-out metrics -------------------------------------------------------------------------------------
 def test_distinct_by_hand():
     assert distinct([[1, 1, 2], [1, 2]], 1) == 2 / 5                    # tokens 1 and 2 among five
     assert distinct([[1, 1, 2], [1, 2]], 2) == 2 / 3                    # (1,1), (1,2), (1,2)
@@ -20,114 +35,517 @@ def test_distinct_by_hand():
 
 class Letters:
     """A task of one query; the reward counts letters."""
-    held_out_queries = ["a"] * 8
+    held_out_queries, greedy = ["a"] * 8, False
     pioneer_prompts = staticmethod(lambda queries: queries)
     reward = staticmethod(lambda queries, responses: torch.tensor([float(len(r)) for r in responses]))
-    figures, greedy = staticmethod(lambda queries, responses: {"longest": max(map(len, responses))}), False
+    metrics = staticmethod(lambda queries, responses: {"longest": max(map(len, responses))})
 
 
-def test_evaluation_figures_by_hand():
+def test_evaluation_metrics_by_hand():
     """A model that surely says "bcbcb" against a base that is uniform over 7 tokens."""
     logits = path_model(*"abcb")
     model, base = bigram(logits), bigram(torch.zeros(7, 7))
     got = evaluate(model, base, Letters, settings(max_response_length=5, init_kl_coef=0.5))
-    log7 = torch.tensor(7.0).log().item()
-    # each token costs log 7 nats: KL 5 log 7; 2 kinds among 40 tokens, (b,c) and (c,b) among 32 pairs; 3 of 5 repeat; perplexity 7
-    assert got == pytest.approx({"task_reward": 5.0, "kl": 5 * log7, "combined_reward": 5 - 0.5 * 5 * log7, "length": 5.0,
-                                 "distinct_1": 2 / 40, "distinct_2": 2 / 32, "repeated_tokens": 0.6, "base_perplexity": 7.0, "longest": 5}, rel=1e-4)
+    kl = 5 * torch.tensor(7.0).log().item()                             # each token costs log 7 nats
+    expected = {"task_reward": 5.0, "kl": kl, "combined_reward": 5 - 0.5 * kl, "length": 5.0, "longest": 5,
+                "distinct_1": 2 / 40,                                   # 2 kinds among 40 tokens
+                "distinct_2": 2 / 32,                                   # (b,c) and (c,b) among 32 pairs
+                "repeated_tokens": 0.6, "base_perplexity": 7.0}         # 3 of 5 repeat
+    assert got == pytest.approx(expected, rel=1e-4)
 
 
 def test_evaluation_leaves_every_random_stream_and_repeats_itself(small):
-    from cory.ppo.model import load_language_model
+    from cory.loading import load_language_model
     model = load_language_model(str(small / "lm"))
     state = torch.get_rng_state()
     first, second = (evaluate(model, model, Letters, settings(mini_batch_size=m)) for m in (8, 8))
     assert first == second and torch.equal(state, torch.get_rng_state()) and first["kl"] == 0
 
 
+# --- runs made by hand ------------------------------------------------------------------------------------
+def held_out_of(base: float) -> dict:
+    return {"task_reward": base, "kl": 10 * base, "combined_reward": -base, "length": 5.0,
+            "repeated_tokens": 0.1}
+
+
+def write_run(folder: Path, agents=("llm1", "llm2"), roles=("pioneer", "observer"), task_metrics=(),
+              loop_metrics=(), reward=1.0, iterations=12, exchange=3, **changes) -> Path:
+    """A finished run as `Run` writes it. Agent j ends at held-out reward `reward` + j / 10."""
+    config = {"config": "cory.config:ImdbConfig", "agents": list(agents), "task": "imdb", "method": "cory",
+              "preset": "tiny", "seed": 0, "learning_rate": 1e-4, "gamma": 1.0, "eval_queries": 256,
+              "temperature": 1.0, "run_dir": str(folder), "wandb": "auto", "wandb_group": "",
+              "device": "auto"} | changes
+    rows = [{"iteration": 0} | {f"eval/base/{k}": v for k, v in held_out_of(0.0).items()}]
+    rows[0] |= {f"eval/base/greedy_{name}": 0.5 for name in task_metrics}
+    final = {"iteration": iterations, "queries": 256, "base": held_out_of(0.0)}
+    for i in range(1, iterations + 1):
+        shift = (i - 1) // exchange if exchange else 0
+        played = {role: agents[(k + shift) % len(agents)] for k, role in enumerate(roles)}
+        row = {"iteration": i, "roles": played}
+        for role, agent in played.items():
+            metrics = held_out_of(i / iterations)
+            metrics |= {"entropy": 2.0, "policy_loss": 0.1, "learning_rate": 1e-4}
+            metrics |= dict.fromkeys(task_metrics, 0.25)
+            row |= {f"{who}/{name}": value for who in (role, agent) for name, value in metrics.items()}
+        row |= {**dict.fromkeys(loop_metrics, 0.1 * i), "seconds": 1.0}
+        if i % 4 == 0 or i == iterations:
+            for j, agent in enumerate(agents):
+                final[agent] = held_out_of(reward * i / iterations + j / 10)
+                final[agent] |= {prefix + name: 0.75 for name in task_metrics for prefix in ("", "greedy_")}
+                row |= {f"eval/{agent}/{name}": value for name, value in final[agent].items()}
+        rows.append(row)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "eval.json").write_text(json.dumps(final))
+    return folder
+
+
+def refused(capsys, *argv) -> str:
+    """The one line that `cory.report` ends with."""
+    with pytest.raises(SystemExit) as stop:
+        report.main([str(word) for word in argv])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1, error
+    return error
+
+
+def columns_of(table: str) -> dict[str, list[str]]:
+    """{first cell of a row: its other cells}"""
+    lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
+
+
+def titles(figure) -> list[str]:
+    return [ax.get_title() for ax in figure.axes]
+
+
+def require_no_overlap(figure) -> None:
+    """Of a figure that has been saved: panels with their titles, and the legend."""
+    boxes = [ax.get_tightbbox() for ax in figure.axes]
+    boxes += [legend.get_window_extent() for legend in figure.legends]
+    for one, other in itertools.combinations(boxes, 2):
+        assert not (one.x0 < other.x1 and other.x0 < one.x1 and one.y0 < other.y1 and other.y0 < one.y1)
+    for box in boxes:                                                   # and nothing is cut off
+        assert min(box.x0, box.y0) >= -1
+        assert box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1
+
+
+# --- the log ----------------------------------------------------------------------------------------------
 def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"iteration": 0}\n{"iteration": 1}\n{"itera')
-    assert report.read_jsonl(tmp_path / "m.jsonl") == [{"iteration": 0}, {"iteration": 1}]
+    assert read_jsonl(tmp_path / "m.jsonl") == [{"iteration": 0}, {"iteration": 1}]
 
 
-@pytest.mark.parametrize("environment, netrc, expected", [
-    ({"WANDB_API_KEY": "x" * 40}, None, True), ({}, None, False),
-    ({}, "machine api.wandb.ai login user password secret\n", True), ({}, "machine example.org login user password secret\n", False),
-    ({"WANDB_BASE_URL": "https://wandb.example.org"}, "machine wandb.example.org login user password secret\n", True)])
-def test_auto_goes_online_only_with_a_key(environment, netrc, expected, tmp_path, monkeypatch):
+def test_the_log_writes_whatever_agents_and_roles_there_are(tmp_path):
+    cfg = settings(wandb="disabled", method="chain:train_chain")
+    log = RunLog(cfg, ["llm1", "llm2", "llm3"], tmp_path, 0, "")
+    log.iteration(0, {"eval/base/kl": 0.0}, [], {})
+    roles = {"first": "llm1", "second": "llm2", "third": "llm3"}
+    metrics = {f"llm{i}/{name}": i + 0.5 for i in (1, 2, 3) for name in ("task_reward", "kl")}
+    metrics["copied"] = 0.5
+    log.iteration(1, metrics, [{"iteration": 1, "query": "q"}], roles)
+    assert log.bar.desc.startswith("chain")
+    assert log.bar.postfix == "reward 1.50 / 2.50 / 3.50, KL 1.50 / 2.50 / 3.50"
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"iteration": 0, "eval/base/kl": 0.0},
+                                                      {"iteration": 1, "roles": roles, **metrics}]
+    log.iteration(2, {"llm1/task_reward": 1.0, "llm1/kl": 2.0}, [], {"first": "llm1"})
+    assert log.bar.postfix == "reward 1.00 / - / -, KL 2.00 / - / -"    # two did not play
+
+
+def test_a_resumed_log_drops_what_the_checkpoint_does_not_know(tmp_path):
+    cfg = settings(wandb="disabled")
+    log = RunLog(cfg, ["llm1"], tmp_path, 0, "")
+    for i in range(4):
+        log.iteration(i, {"llm1/kl": float(i)}, [{"iteration": i, "query": str(i)}], {"pioneer": "llm1"})
+    again = RunLog(cfg, ["llm1"], tmp_path, 2, "abc")
+    assert [row["iteration"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert [row["query"] for row in again.sample_rows] == ["0", "1", "2"] and again.wandb_id == "abc"
+    RunLog(cfg, ["llm1"], tmp_path, 0, "")
+    assert not read_jsonl(tmp_path / "metrics.jsonl")
+
+
+# --- Weights & Biases -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("environment, host, expected", [
+    ({"WANDB_API_KEY": "x" * 40}, None, True), ({}, None, False), ({}, "api.wandb.ai", True),
+    ({}, "example.org", False), ({"WANDB_BASE_URL": "https://wandb.example.org"}, "wandb.example.org", True)])
+def test_auto_goes_online_only_with_a_key(environment, host, expected, tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "netrc").write_text(netrc or "")
+    (tmp_path / "netrc").write_text(f"machine {host} login user password secret\n" if host else "")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert report.has_wandb_key() is expected
+    assert weights_and_biases.has_wandb_key() is expected
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Options of each `wandb.init` and calls of `define_metric`; nothing is started."""
+    import wandb
+    calls = []
+
+    def init(mode, **options):
+        calls.append({"mode": mode, **options})
+        return SimpleNamespace(id=options["id"], define_metric=lambda *a, **k: calls.append((a, k)))
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    return calls
 
 
 @pytest.mark.parametrize("asked, environment, key, expected", [
-    ("auto", None, True, "online"), ("auto", None, False, "offline"), ("online", None, False, "offline"), ("offline", None, True, "offline"),
-    ("disabled", None, True, None), ("auto", "disabled", True, None), ("auto", "offline", True, "offline"), ("auto", None, "refused", "offline")])
-def test_wandb_mode(asked, environment, key, expected, tmp_path, capsys, monkeypatch):
+    ("auto", None, True, "online"), ("auto", None, False, "offline"), ("online", None, False, "offline"),
+    ("offline", None, True, "offline"), ("disabled", None, True, None), ("auto", "disabled", True, None),
+    ("auto", "offline", True, "offline"), ("auto", None, "refused", "offline")])
+def test_wandb_mode(asked, environment, key, expected, started, tmp_path, capsys, monkeypatch):
     import wandb
-    modes = []
+    init = wandb.init
 
-    def init(mode, **options):
+    def refusing(mode, **options):
         if key == "refused" and mode == "online":
             raise wandb.errors.CommError("no such server")
-        modes.append(mode)
-        return options
+        return init(mode, **options)
 
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(report, "has_wandb_key", lambda: bool(key))
-    monkeypatch.setenv("WANDB_MODE", environment) if environment else monkeypatch.delenv("WANDB_MODE", raising=False)
-    started = report.start_wandb(settings(wandb=asked), tmp_path, "abc")
-    assert modes == ([expected] if expected else []) and (started is None or started["id"] == "abc")
+    monkeypatch.setattr(wandb, "init", refusing)
+    monkeypatch.setattr(weights_and_biases, "has_wandb_key", lambda: bool(key))
+    if environment:
+        monkeypatch.setenv("WANDB_MODE", environment)
+    run = weights_and_biases.start_wandb(settings(wandb=asked), tmp_path, "abc")
+    assert [call["mode"] for call in started[::2]] == ([expected] if expected else [])
+    assert (run and run.id) == ("abc" if expected else None)
     assert ("wandb sync --append" in capsys.readouterr().out) == (expected == "offline")
 
 
-def test_wandb_offline_receives_every_figure_and_the_table(small_flags, tmp_path, capsys, monkeypatch):
+def test_wandb_group_tags_and_name(started, tmp_path):
+    weights_and_biases.start_wandb(settings(wandb="offline"), tmp_path / "folder", "")
+    flags = dict(wandb_project="p", wandb_group="rates", wandb_tags="imdb, a b,", wandb_name="mine")
+    weights_and_biases.start_wandb(settings(wandb="offline", **flags), tmp_path / "folder", "")
+    plain, named = [(c["project"], c["group"], c["tags"], c["name"]) for c in started[::2]]
+    assert plain == ("cory", None, None, "folder") and named == ("p", "rates", ["imdb", "a b"], "mine")
+    assert started[1] == (("*",), {"step_metric": "iteration"})         # the x axis of every panel
+
+
+def test_wandb_keys_have_the_prefixes():
+    """One agent in a role of its own name, a metric with a slash, and values that are no number."""
+    metrics = {"pioneer/kl": 1.0, "llm2/kl": 1.0, "observer/a/b": 2, "eval/llm1/kl": 3.0, "copied": 4.0,
+               "seconds": 5.0, "note": "text", "llm1/list": [1, 2], "llm1/none": None}
+    got = weights_and_biases.prefixed(metrics, ["llm1", "llm2"], {"pioneer": "llm2", "observer": "llm1"})
+    assert got == {"agent/llm1/role": 1, "agent/llm2/role": 0, "role/pioneer/kl": 1.0, "agent/llm2/kl": 1.0,
+                   "role/observer/a/b": 2, "eval/llm1/kl": 3.0, "copied": 4.0, "seconds": 5.0, "note": "text",
+                   "agent/llm1/list": "[1, 2]", "agent/llm1/none": "null"}
+    alone = weights_and_biases.prefixed({"llm1/kl": 1.0}, ["llm1"], {"pioneer": "llm1"})
+    assert alone == {"agent/llm1/kl": 1.0}
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """No key, W&B offline; what is logged, as (step, row)."""
     import wandb
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    logged, kept = [], wandb.sdk.wandb_run.Run.log
-    monkeypatch.setattr(wandb.sdk.wandb_run.Run, "log", lambda self, data, step=None: logged.append((step, data)) or kept(self, data, step=step))
+    logged, log = [], wandb.sdk.wandb_run.Run.log
+
+    def spy(self, data, step=None):
+        logged.append((step, data))
+        log(self, data, step=step)
+
+    monkeypatch.setattr(wandb.sdk.wandb_run.Run, "log", spy)
+    return logged
+
+
+def test_wandb_takes_values_that_are_no_number_and_tables_whose_columns_change(offline, tmp_path):
+    folder = write_run(tmp_path / "run")
+    plots.draw_curves(folder)
+    log = RunLog(settings(wandb="offline"), ["llm1"], folder, 0, "")
+    log.iteration(0, {"eval/base/kl": 0.0}, [{"iteration": 0, "query": "q"}], {})
+    odd = {"llm1/odd": ["a", 1], "eval/llm1/kl": float("nan")}
+    log.iteration(1, odd, [{"iteration": 1, "query": 2, "third": "x"}], {})
+    log.finish({"iteration": 1, "queries": 8, "base": {"kl": 0.0}, "llm1": {"kl": 1.0, "copied": "no"}})
+    samples = offline[1][1]["samples"]
+    assert samples.columns == ["iteration", "query", "third"]
+    assert samples.data == [[0, "q", None], [1, 2, "x"]]
+    last = offline[-1][1]
+    assert last["held_out_table"].data == [["kl", 0.0, 1.0], ["copied", None, "no"]]
+    assert last["curves"].format == "png"
+
+
+def test_wandb_offline_receives_every_metric_and_the_tables(small_flags, offline, tmp_path, capsys):
     folder = tmp_path / "run"
     train_imdb.main([*small_flags, "--run_dir", str(folder), "--iterations", "3", "--wandb", "auto"])
     assert f"wandb sync {folder}/wandb/offline-run-" in capsys.readouterr().out
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
-    first_id = json.loads(next(folder.glob("checkpoints/*/state.json")).read_text())["wandb_id"]
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    assert [step for step, _ in logged] == [0, 1, 2, 3]
-    for row, (_, data) in zip(rows, logged):
-        assert {k: v for k, v in data.items() if k != "samples"} == {k: v for k, v in row.items() if k != "iteration"}
-    table = logged[-1][1]["samples"]
-    assert {"query", "pioneer", "observer", "base", "pioneer_reward", "observer_reward", "base_reward"} <= set(table.columns) and len(table.data) == 12
+
+    def saved_id():
+        return json.loads(next(folder.glob("checkpoints/*/state.json")).read_text())["wandb_id"]
+
+    first_id = saved_id()
+    rows = read_jsonl(folder / "metrics.jsonl")
+    assert [step for step, _ in offline] == [0, 1, 2, 3, None]          # what comes last joins the last row
+    for row, (_, data) in zip(rows, offline[:-1], strict=True):
+        roles = row.pop("roles", {})
+        expected = weights_and_biases.prefixed(row, ["llm1", "llm2"], roles)
+        assert {k: v for k, v in data.items() if k != "samples"} == expected
+    assert {"iteration", "role/pioneer/kl", "agent/llm2/kl", "agent/llm2/role", "eval/llm2/kl",
+            "seconds"} <= offline[3][1].keys()
+    assert offline[-1][1].keys() == {"iteration", "curves", "held_out_table"}
+    table = offline[3][1]["samples"]
+    assert {"query", "pioneer", "observer", "base", "pioneer_reward", "observer_reward",
+            "base_reward"} <= set(table.columns)
+    assert len(table.data) == 12
     train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "4"])
-    assert json.loads(next(folder.glob("checkpoints/*/state.json")).read_text())["wandb_id"] == first_id and first_id
-    assert len(logged[-1][1]["samples"].data) == 16                     # rows of before the stop included
+    assert saved_id() == first_id and first_id
+    assert len(offline[-2][1]["samples"].data) == 16                    # rows of before the stop included
 
 
-def test_comparison_of_runs_draws_and_tabulates_mean_and_std(small_flags, tmp_path, capsys, monkeypatch):
-    folders = []
-    for method in ("ppo", "cory"):
-        for seed in ("0", "1"):
-            folders.append(str(tmp_path / f"{method}{seed}"))
-            train_imdb.main([*small_flags, "--run_dir", folders[-1], "--method", method, "--seed", seed, "--iterations", "2"])
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["report", *folders, "--out", str(tmp_path / "c.png")])
-    report.main()
+@pytest.mark.parametrize("name, config, presets", [("imdb", ImdbConfig, IMDB_PRESETS),
+                                                   ("gsm8k", Gsm8kConfig, GSM8K_PRESETS)])
+def test_sweep_files_fit_the_command_line(name, config, presets):
+    """Each parameter, at each value or end that the file allows, as W&B's agent hands it over."""
+    sweep = yaml.safe_load((Path(__file__).parents[1] / f"docs/sweep_{name}.yaml").read_text())
+    assert sweep["program"] == f"train_{name}.py"
+    assert sweep["command"] == ["${env}", "${interpreter}", "${program}", "${args}"]
+    choices = {}
+    for key, given in sweep["parameters"].items():
+        assert given.keys() in ({"value"}, {"values"}, {"distribution", "min", "max"})
+        given.pop("distribution", None)
+        choices[key] = given.get("values") or list(given.values())
+    assert not {"run_dir", "resume"} & choices.keys()
+    for i in range(max(map(len, choices.values()))):
+        values = {key: found[i % len(found)] for key, found in choices.items()}
+        cfg = parse(config, presets, [f"--{key}={value}" for key, value in values.items()])
+        assert {key: getattr(cfg, key) for key in values} == values
+    metric = sweep["metric"]["name"].removeprefix("eval/llm1/")
+    assert metric in ("combined_reward", "greedy_accuracy") and sweep["metric"]["goal"] == "maximize"
+
+
+# --- curves -----------------------------------------------------------------------------------------------
+FIVE = ["task reward", "KL per response (nats)", "combined reward", "entropy per token (nats)",
+        "held-out reward against KL"]
+
+
+def test_a_metric_of_a_task_or_a_loop_has_a_panel_of_its_own(tmp_path):
+    """Whatever their number: the grid grows, and nothing is drawn over anything else."""
+    plain = plots.draw_curves(write_run(tmp_path / "plain"))
+    assert titles(plain) == FIVE                            # explained variance was not measured: no panel
+    for count in (1, 4, 7):                                             # 8, 11 and 14 panels
+        loop, of_loop = [f"copied_{i}" for i in range(count)], [f"copied {i}" for i in range(count)]
+        folder = write_run(tmp_path / str(count), task_metrics=["rhymes", "accuracy"], loop_metrics=loop)
+        figure = plots.draw_curves(folder)
+        assert titles(figure) == [*FIVE[:-1], "rhymes", "accuracy", *of_loop, FIVE[-1]]
+        require_no_overlap(figure)
+        assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+        for ax in figure.axes:
+            assert any(len(line.get_xdata()) > 2 for line in ax.lines), ax.get_title()
+    copied = figure.axes[6].lines[0]                                    # a raw line: every iteration as it is
+    assert copied.get_ydata() == pytest.approx([0.1 * i for i in range(1, 13)])
+
+
+def test_greedy_answers_share_the_panel_in_hollow_markers(tmp_path):
+    figure = plots.draw_curves(write_run(tmp_path / "run", task_metrics=["accuracy"]))
+    ax = figure.axes[titles(figure).index("accuracy")]
+    hollow = [line for line in ax.lines if line.get_markerfacecolor() == "white" and len(line.get_xdata())]
+    assert [line.get_ydata().tolist() for line in hollow] == 2 * [[0.5, 0.75, 0.75, 0.75]]  # the base first
+    assert "greedy answers" in [text.get_text() for text in figure.legends[0].get_texts()]
+    # a panel of its own, if there is no X or if it is measured in training
+    row = {"iteration": 1, "llm1/kl": 0.1, "llm1/greedy_kl": 0.2, "eval/llm1/greedy_new": 1.0}
+    assert plots.metric_names([row], ["llm1"])[0] == ["kl", "greedy_kl", "greedy_new"]
+
+
+def test_background_shows_who_plays_the_first_role(tmp_path):
+    figure = plots.draw_curves(write_run(tmp_path / "run", iterations=5, exchange=2))
+    for ax in figure.axes[:-1]:
+        bands = {}
+        for band in ax.collections:
+            spans = [path.get_extents().intervalx.tolist() for path in band.get_paths()]
+            bands[to_hex(band.get_facecolor()[0])] = spans
+        assert bands == {plots.COLORS[0].lower(): [[0.5, 1.5], [1.5, 2.5], [4.5, 5.5]],
+                         plots.COLORS[1].lower(): [[2.5, 3.5], [3.5, 4.5]]}
+    assert not figure.axes[-1].collections
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["base", "llm1", "llm2", "llm1 is pioneer", "llm2 is pioneer"]
+    alone = plots.draw_curves(write_run(tmp_path / "ppo", agents=["llm1"], roles=["pioneer"], method="ppo"))
+    assert not any(ax.collections for ax in alone.axes)
+
+
+def test_smoothing_is_a_centred_mean_and_the_title_says_over_how_many(tmp_path):
+    values = {1: 0.0, 2: 3.0, 3: 6.0, 5: 0.0}
+    assert plots.smooth(values, 1) == {1: 1.5, 2: 3.0, 3: 3.0, 5: 3.0}
+    assert [plots.half_window([{}] * rows) for rows in (1, 13, 61, 101)] == [1, 1, 3, 5]
+    assert "mean over 3 iterations" in plots.draw_curves(write_run(tmp_path / "a")).get_suptitle()
+
+
+def test_a_band_is_the_mean_and_one_sample_std_by_hand():
+    """Seeds 1 and 3 at iteration 5: mean 2, std sqrt(2). Iteration 6 has one seed only and is left out."""
+    ax = Figure().subplots()
+    plots.band(ax, [{5: 1.0, 6: 9.0}, {5: 3.0}], color="red")
+    assert ax.lines[0].get_xydata().tolist() == [[5.0, 2.0]]
+    low, high = ax.collections[0].get_paths()[0].get_extents().intervaly
+    assert (low, high) == pytest.approx((2 - 2**0.5, 2 + 2**0.5))
+
+
+def test_looks_differ_for_many_agents():
+    assert len({tuple(plots.look(i).items()) for i in range(21)}) == 21
+
+
+def test_values_that_are_no_finite_number_are_left_out(tmp_path):
+    folder = write_run(tmp_path / "run", loop_metrics=["copied"])
+    rows = read_jsonl(folder / "metrics.jsonl")
+    rows[3] |= {"copied": float("nan"), "llm1/kl": float("inf"), "note": "text"}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figure = plots.draw_curves(folder)
+    assert titles(figure) == [*FIVE[:-1], "copied", FIVE[-1]]
+
+
+# --- tables -----------------------------------------------------------------------------------------------
+def test_the_held_out_table_has_every_agent_and_metric_found():
+    judge = {"task_reward": 2.0, "kl": 1.0, "greedy_accuracy": 0.5, "rhymes_found": 1234.5678}
+    held_out = {"iteration": 3, "queries": 8, "base": {"task_reward": 0.126, "kl": 0.0},
+                "llm1": {"task_reward": 1.0, "kl": 2.34}, "judge": judge}
+    assert columns_of(results_table(held_out)) == {
+        "held-out": ["base", "llm1", "judge"],
+        "task reward": ["0.13", "1.00", "2.00"], "kl": ["0.0", "2.3", "1.0"],
+        "greedy accuracy": ["–", "–", "0.500"], "rhymes found": ["–", "–", "1235"]}
+
+
+def test_pass_at_k_of_groups_by_hand(tmp_path):
+    runs = []
+    for rate, seed, value in ((1e-4, 1, 0.4), (1e-4, 0, 0.2), (1e-5, 0, 0.8)):
+        config = {"method": "ppo", "agents": ["llm1"], "seed": seed, "learning_rate": rate,
+                  "eval_queries": 7, "task": "gsm8k", "temperature": 1.0}
+        shares = {"base": 0.1, "llm1": value}
+        runs.append((config, {name: {"pass@1": share, "pass@2": share} for name, share in shares.items()}))
+    table = columns_of(pass_at_k_table(runs, ["learning_rate"]))
+    labels = ["base", "PPO LLM1, learning_rate 1e-5", "PPO LLM1, learning_rate 1e-4"]
+    assert table["held-out, 7 queries"] == labels
+    assert table["pass@1"] == ["0.100", "0.800", "0.300 ± 0.141"]       # std of 0.2 and 0.4: 0.2 / sqrt(2)
+    plots.draw_pass_at_k(runs, [2, 1], tmp_path / "p.svg", ["learning_rate"])
+    assert (tmp_path / "p.svg").stat().st_size > 5000
+
+
+# --- comparison of runs -----------------------------------------------------------------------------------
+@pytest.fixture
+def rates(tmp_path) -> list[Path]:
+    """Three learning rates, two seeds each: llm1's held-out reward ends at 1 and 2, 3 and 4, 5 and 8."""
+    ends = {1e-5: (1.0, 2.0), 1e-4: (3.0, 4.0), 1.41e-3: (5.0, 8.0)}
+    return [write_run(tmp_path / f"{rate}-{seed}", learning_rate=rate, seed=seed, reward=reward)
+            for rate, pair in ends.items() for seed, reward in enumerate(pair)]
+
+
+def test_rates_are_grouped_and_never_averaged(rates, tmp_path, capsys):
+    report.main([*map(str, rates), "--out", str(tmp_path / "c.png"), "--by", "learning_rate"])
     out = capsys.readouterr().out
-    held = [json.load(open(f"{f}/eval.json"))["llm1"]["kl"] for f in folders[:2]]
-    mean, std = sum(held) / 2, abs(held[0] - held[1]) / 2**0.5          # sample std of two values
+    rows = columns_of(out)                                              # seven groups: one in a row
+    reward = {name: cells[0] for name, cells in rows.items()}
+    assert list(reward.items()) == [                                    # in the order of their size
+        ("held-out", "task reward"), ("base", "0.00"),
+        ("CORY LLM1, learning_rate 1e-5", "1.50 ± 0.71"), ("CORY LLM2, learning_rate 1e-5", "1.60 ± 0.71"),
+        ("CORY LLM1, learning_rate 1e-4", "3.50 ± 0.71"), ("CORY LLM2, learning_rate 1e-4", "3.60 ± 0.71"),
+        ("CORY LLM1, learning_rate 1.41e-3", "6.50 ± 2.12"),
+        ("CORY LLM2, learning_rate 1.41e-3", "6.60 ± 2.12")]
+    runs = [report.read_run(folder)[:2] for folder in rates]
+    figure = plots.draw_comparison(runs, tmp_path / "c.png", ["learning_rate"])
+    require_no_overlap(figure)
+    held_out = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 4]
+    ends = [line.get_ydata()[-1] for line in held_out]
+    assert ends == pytest.approx([1.5, 1.6, 3.5, 3.6, 6.5, 6.6])
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(labels) == 7 and "CORY LLM2, learning_rate 1.41e-3 (n = 2)" in labels
+
+
+def test_runs_that_differ_are_refused_with_the_way_out(rates, tmp_path, capsys):
+    error = refused(capsys, *rates)
+    assert "differs from" in error and "in learning_rate" in error and "--by learning_rate" in error
+    assert "did you mean learning_rate?" in refused(capsys, *rates, "--by", "learning_rte")
+    assert "by is 'zzz': is no setting" in refused(capsys, *rates, "--by", "zzz")
+    other = write_run(tmp_path / "gamma", gamma=0.9, learning_rate=1e-3)
+    error = refused(capsys, *rates, other, "--by", "learning_rate")
+    assert "in gamma;" in error and "--by learning_rate gamma" in error
+    picture = ["--out", str(tmp_path / "c.png")]
+    report.main([*map(str, rates), str(other), "--by", "learning_rate", "gamma", *picture])
+    assert "CORY LLM1, learning_rate 1e-3, gamma 0.9" in capsys.readouterr().out
+    report.main([*map(str, rates[:2]), "--by", "gamma", *picture])    # they do not differ in it: no harm
+    assert "CORY LLM1, gamma 1.0" in capsys.readouterr().out
+
+
+def test_the_same_run_twice_is_no_second_seed(tmp_path, capsys):
+    first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b", device="cuda", wandb_group="x")
+    assert "has seed 0 as" in refused(capsys, first, again)
+    assert "is named twice" in refused(capsys, first, first)
+    ppo = write_run(tmp_path / "p", agents=["llm1"], roles=["pioneer"], method="ppo")
+    report.main([str(first), str(ppo), "--out", str(tmp_path / "c.png")])   # another method, another group
+    three = write_run(tmp_path / "three", agents=["llm1", "llm2", "llm3"], seed=1)
+    assert "has other agents than" in refused(capsys, first, three)
+
+
+def test_three_agents_are_everywhere(tmp_path, capsys):
+    agents, roles = ["llm1", "llm2", "llm3"], ["first", "second", "third"]
+    runs = [write_run(tmp_path / str(seed), agents, roles, ["rhymes"], ["copied"], seed=seed,
+                      method="chain:train_chain") for seed in (0, 1)]
+    runs.append(write_run(tmp_path / "cory", task_metrics=["rhymes"]))
+    held_out = json.loads((runs[0] / "eval.json").read_text())
+    assert columns_of(results_table(held_out))["held-out"] == ["base", *agents]
+    curves = plots.draw_curves(runs[0])
+    texts = [text.get_text() for text in curves.legends[0].get_texts()]
+    assert {*agents, "llm1 is first", "llm2 is first", "llm3 is first"} <= set(texts)
+    assert [len(line.get_xdata()) for line in curves.axes[-1].lines] == [4, 4, 4]   # each one's frontier
+    report.main([*map(str, runs), "--out", str(tmp_path / "c.pdf")])
+    head = columns_of(capsys.readouterr().out)["held-out"]
+    assert head == ["base", "CHAIN LLM1", "CHAIN LLM2", "CHAIN LLM3", "CORY LLM1", "CORY LLM2"]
+    figure = plots.draw_comparison([report.read_run(run)[:2] for run in runs], tmp_path / "c.png")
+    require_no_overlap(figure)
+    assert titles(figure) == [*FIVE[:3], "repeated tokens", FIVE[3], "rhymes", "copied", FIVE[-1]]
+    copied = [line for line in figure.axes[6].lines if len(line.get_xdata())]
+    assert len(copied) == 1                                 # of the chain's runs, once; CORY has none
+
+
+def test_groups_follow_methods_and_bases_as_they_are():
+    def run(method, seed, base=0.0, **changes):
+        config = {"method": method, "agents": ["llm1"], "seed": seed, **changes}
+        return config, {"base": {"kl": base}, "llm1": seed}
+
+    both = [run("b:train_chain", 0), run("a:train_chain", 1), run("a:train_chain", 0)]
+    assert grouped(both) == {"base": [{"kl": 0.0}], "a:train_chain LLM1": [0, 1], "b:train_chain LLM1": [0]}
+    models = [run("ppo", seed, base, model=model) for seed, base, model in
+              ((0, 1.0, "gpt2"), (1, 1.0, "gpt2"), (0, 2.0, "xl"))]
+    assert grouped(models, ["model"]) == {"base, model gpt2": [{"kl": 1.0}], "base, model xl": [{"kl": 2.0}],
+                                          "PPO LLM1, model gpt2": [0, 1], "PPO LLM1, model xl": [0]}
+    assert [shown(v) for v in (1e-4, 1.41e-5, 0.3, 1.0, 0.0, 5, True, "gpt2")] == [
+        "1e-4", "1.41e-5", "0.3", "1.0", "0.0", "5", "true", "gpt2"]
+
+
+@pytest.mark.parametrize("name, text, says", [
+    ("eval.json", None, "is no finished run (no eval.json)"), ("eval.json", "{", "cannot be read"),
+    ("eval.json", "[]", "cannot be read"), ("eval.json", '{"base": {"kl": 0}, "llm1": {"kl": 0}}', "'llm2'"),
+    ("config.json", None, "config.json"), ("config.json", "{}", "'agents'"),
+    ("metrics.jsonl", "", "cannot be read"), ("metrics.jsonl", "{\n", "cannot be read")])
+def test_a_folder_that_is_no_finished_run_is_one_line(name, text, says, tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    (folder / name).unlink()
+    if text is not None:
+        (folder / name).write_text(text)
+    assert says in refused(capsys, folder)
+
+
+def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    assert "must end in .png" in refused(capsys, folder, "--out", tmp_path / "c.txt")
+    assert "its folder is missing" in refused(capsys, folder, "--out", tmp_path / "none" / "c.png")
+    assert "unrecognized arguments: --zzz" in refused(capsys, folder, "--zzz")
+
+
+def test_comparison_of_trained_runs(small_flags, tmp_path, capsys):
+    folders = []
+    for method, seed in itertools.product(("ppo", "cory"), ("0", "1")):
+        folders.append(str(tmp_path / f"{method}{seed}"))
+        flags = ["--run_dir", folders[-1], "--method", method, "--seed", seed, "--iterations", "2"]
+        train_imdb.main([*small_flags, *flags])
+    capsys.readouterr()
+    report.main([*folders, "--out", str(tmp_path / "c.png")])
+    out = capsys.readouterr().out
+    one, two = (json.loads(Path(folder, "eval.json").read_text())["llm1"]["kl"] for folder in folders[:2])
+    mean, std = (one + two) / 2, abs(one - two) / 2**0.5                # sample std of two values
     assert f"{mean:.1f} ± {std:.1f}" in out and "PPO LLM1" in out and "CORY LLM2" in out
     assert (tmp_path / "c.png").stat().st_size > 20_000
-    train_imdb.main([*small_flags, "--run_dir", str(tmp_path / "other"), "--iterations", "2", "--gamma", "0.9"])
-    monkeypatch.setattr(sys, "argv", ["report", *folders, str(tmp_path / "other")])
-    with pytest.raises(SystemExit):
-        report.main()
-    assert "differs from" in (err := capsys.readouterr().err) and "gamma" in err
-    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
-    with pytest.raises(SystemExit) as stop:
-        report.main()
-    assert stop.value.code == 2
+    assert "no finished run" in refused(capsys, tmp_path)

@@ -1,14 +1,15 @@
 """The sampling loop: what is masked, what distribution is drawn from, what crosses as text."""
+
 import pytest
 import torch
 from conftest import byte_tokenizer
 from toys import LetterTokenizer, agent_of, bigram, settings
 
+from cory.errors import UserError
+from cory.loading import load_language_model
 from cory.ppo import sampling
 from cory.ppo.cache import GrowingLayer
-from cory.errors import UserError
-from cory.ppo.model import load_language_model
-from cory.ppo.rollout import rollout
+from cory.ppo.rollout import collect_rollout
 from cory.ppo.sampling import decode, draw, encode_prompts, sample
 
 
@@ -25,16 +26,28 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("prompt, limit, ids, mask, text", [
-    ("a", 5, [1, 2, 6], [1, 1, 1], "bc"),               # the first EOS is a real token of the response, not of its text
-    ("aba", 2, [1, 2], [1, 1], "bc"),                   # cut by the limit before EOS
-    (".a", 4, [1, 2, 6], [1, 1, 1], "bc"),              # an EOS inside a prompt survives and stops nothing
-    ("c", 3, [6], [1], ""),                             # a response that is nothing but EOS still has one token
-])
+@pytest.mark.parametrize(
+    "prompt, limit, ids, mask, text",
+    [
+        (
+            "a",
+            5,
+            [1, 2, 6],
+            [1, 1, 1],
+            "bc",
+        ),  # the first EOS is a real token of the response, not of its text
+        ("aba", 2, [1, 2], [1, 1], "bc"),  # cut by the limit before EOS
+        (".a", 4, [1, 2, 6], [1, 1, 1], "bc"),  # an EOS inside a prompt survives and stops nothing
+        ("c", 3, [6], [1], ""),  # a response that is nothing but EOS still has one token
+    ],
+)
 def test_mask_and_text_of_responses(prompt, limit, ids, mask, text):
     model = bigram(path_model(*"abc."))
     prompts = encode_prompts(model, [prompt], limit)
-    assert prompts.ids_BP.tolist() == [LetterTokenizer()([prompt])["input_ids"][0]] and prompts.mask_BP.min() == 1
+    assert (
+        prompts.ids_BP.tolist() == [LetterTokenizer()([prompt])["input_ids"][0]]
+        and prompts.mask_BP.min() == 1
+    )
     drawn = sample(model, prompts, limit, generator())
     assert drawn.response_BT.tolist() == [ids] and drawn.mask_BT.tolist() == [mask]
     assert decode(model, drawn.response_BT, drawn.mask_BT) == [text]
@@ -54,7 +67,7 @@ def test_draw_follows_the_distribution_and_never_takes_what_has_probability_zero
     token = draw(p.log().expand(n, 6), torch.rand(n, generator=generator()))
     share = torch.bincount(token, minlength=6) / n
     assert ((share - p).abs() <= 3 * (p * (1 - p) / n).sqrt()).all() and share[p == 0].sum() == 0
-    extremes = torch.tensor([0.0, 1 - 2**-24, 1.0])                     # even a uniform number that rounds to 1
+    extremes = torch.tensor([0.0, 1 - 2**-24, 1.0])  # even a uniform number that rounds to 1
     assert draw(p.log().expand(3, 6), extremes).tolist() == [1, 4, 4]
 
 
@@ -62,10 +75,18 @@ def test_logprobs_kept_while_sampling_equal_those_recomputed(small):
     for temperature in (1.0, 0.7):
         base = load_language_model(str(small / "lm"), temperature)
         agent = agent_of(base, temperature=temperature)
-        turn = rollout(agent, base, ["a", "some longer prompt", "xy", "z" * 30] * 2, 12, settings(mini_batch_size=2))
-        drawn = sample(agent.policy, encode_prompts(agent.policy, ["a", "some longer prompt"], 12), 12, generator())
-        assert turn.sampling_gap < 1e-5 and drawn.logp_BT.min() < -1     # the random model is not sure of anything
-        hidden = base.response_hidden(*encode_prompts(base, ["a", "some longer prompt"], 12), drawn.response_BT)
+        turn = collect_rollout(
+            agent, base, ["a", "some longer prompt", "xy", "z" * 30] * 2, 12, settings(mini_batch_size=2)
+        )
+        drawn = sample(
+            agent.policy, encode_prompts(agent.policy, ["a", "some longer prompt"], 12), 12, generator()
+        )
+        assert (
+            turn.sampling_gap < 1e-5 and drawn.logp_BT.min() < -1
+        )  # the random model is not sure of anything
+        hidden = base.response_hidden(
+            *encode_prompts(base, ["a", "some longer prompt"], 12), drawn.response_BT
+        )
         again = base.logprobs(hidden).gather(-1, drawn.response_BT[..., None]).squeeze(-1)
         torch.testing.assert_close(drawn.logp_BT, again * drawn.mask_BT, atol=1e-4, rtol=1e-4)
 
@@ -87,10 +108,10 @@ def test_only_text_crosses_and_ids_are_never_made_again_from_it(small):
     text = decode(base, ids, torch.tensor([[1.0, 1.0, 0.0]]))[0]
     assert "<|endoftext|>" not in text
     agent = agent_of(base)
-    turn = rollout(agent, base, ["ab"] * 8, 8, settings())
+    turn = collect_rollout(agent, base, ["ab"] * 8, 8, settings())
     again = sample(agent_of(base).policy, encode_prompts(base, ["ab"] * 8, 8), 8, agent_of(base).generator)
     assert torch.equal(turn.response_BT, again.response_BT)
-    assert any("\ufffd" in t for t in turn.text)                         # random bytes: the text alone could not give them back
+    assert any("\ufffd" in t for t in turn.text)  # random bytes: the text alone could not give them back
 
 
 def test_prompts_beyond_the_context_or_empty_are_refused_with_numbers(small):
@@ -104,7 +125,11 @@ def test_prompts_beyond_the_context_or_empty_are_refused_with_numbers(small):
 
 def test_greedy_takes_the_likeliest_token_and_no_random_number():
     logits = torch.zeros(7, 7)
-    logits[0, 3], logits[3, 4], logits[4, 6] = 1.0, 0.5, 0.5            # a -> d -> e -> EOS, each only a little likelier
+    logits[0, 3], logits[3, 4], logits[4, 6] = (
+        1.0,
+        0.5,
+        0.5,
+    )  # a -> d -> e -> EOS, each only a little likelier
     model = bigram(logits)
     drawn = sample(model, encode_prompts(model, ["a", "d"], 9), 9, None)
     assert decode(model, drawn.response_BT, drawn.mask_BT) == ["de", "e"]
@@ -114,7 +139,7 @@ def test_finished_rows_are_dropped_and_the_rest_computed_as_before(small):
     """Counted, not timed: what the body computes falls with the rows that run; and nobody notices."""
     model = load_language_model(str(small / "lm"))
     head, likely = model.logprobs, torch.zeros(257)
-    likely[256] = 3.0                                                   # EOS at about one token in 13, so that rows end all the time
+    likely[256] = 3.0  # EOS at about one token in 13, so that rows end all the time
     model.logprobs = lambda hidden: (head(hidden) + likely).log_softmax(-1)
     texts = ["a", "some longer prompt", "z" * 30, "one story", "xy"] * 8
     prompts, rows, body = encode_prompts(model, texts, 40), [], model.body
@@ -122,7 +147,7 @@ def test_finished_rows_are_dropped_and_the_rest_computed_as_before(small):
     together = sample(model, prompts, 40, generator())
     lengths = together.mask_BT.sum(1)
     assert len(rows) == lengths.max() > 10 and rows[0] == 40 and rows[-1] < 10
-    for step, computed in enumerate(rows):                              # at most a quarter of what is computed has ended
+    for step, computed in enumerate(rows):  # at most a quarter of what is computed has ended
         running = int((lengths > step).sum())
         assert running <= computed <= max(running / 0.75, running + 1)
     hidden = model.response_hidden(*prompts, together.response_BT)
@@ -133,7 +158,7 @@ def test_finished_rows_are_dropped_and_the_rest_computed_as_before(small):
 def test_each_row_keeps_its_own_random_numbers_when_others_are_dropped(small, monkeypatch):
     """Row b draws with the b-th of the B numbers of each step, whoever has ended before it."""
     model, seen = load_language_model(str(small / "lm")), []
-    tokens = iter([[256, 1, 2, 3], [1, 2, 256], [5, 5], [5, 5]])        # row 0 ends first, then row 3
+    tokens = iter([[256, 1, 2, 3], [1, 2, 256], [5, 5], [5, 5]])  # row 0 ends first, then row 3
 
     def scripted(logp, uniform):
         seen.append(uniform)
@@ -142,7 +167,7 @@ def test_each_row_keeps_its_own_random_numbers_when_others_are_dropped(small, mo
     monkeypatch.setattr(sampling, "draw", scripted)
     sample(model, encode_prompts(model, ["a", "b", "c", "d"], 4), 4, generator(3))
     again = generator(3)
-    expected = [torch.rand(4, generator=again) for _ in range(4)]
+    expected = [torch.rand(4, generator=again, dtype=torch.float64) for _ in range(4)]
     for step, rows in enumerate(([0, 1, 2, 3], [1, 2, 3], [1, 2], [1, 2])):
         assert torch.equal(seen[step], expected[step][rows])
 
@@ -154,7 +179,9 @@ def test_columns_that_hold_no_token_any_more_are_dropped(small):
     model.body = lambda ids, mask, *rest: widths.append(tuple(mask.shape)) or body(ids, mask, *rest)
     prompts, original = encode_prompts(model, ["z" * 100, "ab", "cde", "xy"], 6), sampling.draw
     try:
-        sampling.draw = lambda logp, uniform: torch.tensor([256, 1, 2, 3])[:len(logp)] if len(logp) == 4 else torch.full((len(logp),), 5)
+        sampling.draw = lambda logp, uniform: (
+            torch.tensor([256, 1, 2, 3])[: len(logp)] if len(logp) == 4 else torch.full((len(logp),), 5)
+        )
         sample(model, prompts, 6, generator())
     finally:
         sampling.draw = original
@@ -167,28 +194,38 @@ def test_the_cache_writes_a_token_into_its_place_and_copies_seldom():
     k, v = layer.update(keys[:, :, :50], -keys[:, :, :50])
     for t in range(50, 200):
         before = layer.buffers[0].data_ptr()
-        k, v = layer.update(keys[:, :, t:t + 1], -keys[:, :, t:t + 1])
+        k, v = layer.update(keys[:, :, t : t + 1], -keys[:, :, t : t + 1])
         made += layer.buffers[0].data_ptr() != before
     assert torch.equal(k, keys) and torch.equal(v, -keys) and layer.get_seq_length() == 200 and made <= 4
     layer.keep(torch.tensor([True, False, True]), 30)
     k, v = layer.update(keys[:2, :, :1], keys[:2, :, :1])
-    assert torch.equal(k, torch.cat([keys[[0, 2], :, 30:], keys[:2, :, :1]], 2)) and torch.equal(v[:, :, :-1], -keys[[0, 2], :, 30:])
+    assert torch.equal(k, torch.cat([keys[[0, 2], :, 30:], keys[:2, :, :1]], 2)) and torch.equal(
+        v[:, :, :-1], -keys[[0, 2], :, 30:]
+    )
 
 
 def test_a_tokenizers_bos_stands_before_the_prompt():
     """Llama's does; the response then follows it."""
     from tokenizers import processors
+
     tokenizer = byte_tokenizer(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
     model = bigram()
     model.tokenizer = tokenizer
     prompts = encode_prompts(model, ["ab", "c"], 3)
-    assert prompts.ids_BP[:, -1].tolist() == tokenizer("bc", add_special_tokens=False)["input_ids"] and prompts.ids_BP[0, 0] == 256
+    assert (
+        prompts.ids_BP[:, -1].tolist() == tokenizer("bc", add_special_tokens=False)["input_ids"]
+        and prompts.ids_BP[0, 0] == 256
+    )
     assert prompts.mask_BP.tolist() == [[1, 1, 1], [0, 1, 1]] and prompts.ids_BP[1, 1] == 256
 
 
 def test_every_end_of_turn_that_the_model_knows_ends_a_response(small):
-    """A chat model may end its turn with another token than its tokenizer's EOS; its generation_config lists both."""
+    """A chat model may end its turn with another token than its tokenizer's EOS; its generation_config
+    lists both.
+    """
     model = load_language_model(str(small / "lm"))
     assert model.end_ids == [256]
     model.lm.generation_config.eos_token_id = 0
@@ -198,3 +235,23 @@ def test_every_end_of_turn_that_the_model_knows_ends_a_response(small):
     model.logprobs = lambda hidden: torch.full((len(hidden), 257), -9.0).index_fill(1, torch.tensor([7]), 0.0)
     drawn = sample(model, encode_prompts(model, ["ab"], 5), 5, None)
     assert drawn.response_BT.tolist() == [[7]] and drawn.mask_BT.tolist() == [[1.0]]
+
+
+def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should():
+    """24 bits would never draw them: p = 3e-9 each for 100 tokens, beside one that takes the rest."""
+    p = torch.full((101,), 3e-9, dtype=torch.float64)
+    p[0] = 1 - 100 * 3e-9
+    logp = p.log().float()[None]
+    # in the middle of each one's share
+    uniform = 1 - 3e-9 * (torch.arange(100, dtype=torch.float64) + 0.5)
+    tokens = [draw(logp, u[None]).item() for u in uniform]
+    assert len(set(tokens)) > 80 and 0 not in tokens[:80]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_nan_is_said_before_anything_is_drawn_from_it(greedy):
+    logits = torch.zeros(7, 7)
+    logits[0, 3] = float("nan")
+    model = bigram(logits)
+    with pytest.raises(UserError, match="log-probability is nan"):
+        sample(model, encode_prompts(model, ["b", "a"], 3), 3, None if greedy else generator())

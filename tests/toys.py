@@ -1,16 +1,18 @@
 """Models small enough to know by hand."""
+
 import torch
 from torch import nn
 
-from cory.ppo.agent import Agent
 from cory.config import ImdbConfig
+from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 
-LETTERS = "abcdef"          # ids 0..5; id 6, written ".", is EOS
+LETTERS = "abcdef"  # ids 0..5; id 6, written ".", is EOS
 
 
 class LetterTokenizer:
     """One id per letter; "." is EOS, as a real tokenizer's EOS text would be."""
+
     eos_token_id = 6
 
     def __call__(self, texts, add_special_tokens=False):
@@ -26,9 +28,14 @@ class Body(nn.Module):
 
     def __init__(self, vocab):
         super().__init__()
-        self.vocab, self.zero = vocab, nn.Parameter(torch.zeros(1))     # a body without parameters would have no gradient
+        self.vocab, self.zero = (
+            vocab,
+            nn.Parameter(torch.zeros(1)),
+        )  # a body without parameters would have no gradient
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+    def forward(
+        self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None
+    ):
         hidden = nn.functional.one_hot(input_ids, self.vocab) + 0 * self.zero
         return type("Out", (), {"last_hidden_state": hidden, "past_key_values": past_key_values})
 
@@ -38,7 +45,10 @@ class BigramLM(nn.Module):
 
     def __init__(self, logits_UV):
         super().__init__()
-        self.base_model, self.head = Body(len(logits_UV)), nn.Linear(len(logits_UV), len(logits_UV), bias=False)
+        self.base_model, self.head = (
+            Body(len(logits_UV)),
+            nn.Linear(len(logits_UV), len(logits_UV), bias=False),
+        )
         self.head.weight.data = logits_UV.float().T.contiguous()
         self.device, self.config = torch.device("cpu"), type("Config", (), {})()
 
@@ -53,7 +63,12 @@ def bigram(logits_UV=None, seed=0, temperature=1.0) -> LanguageModel:
 
 
 def settings(**changes) -> ImdbConfig:
-    return ImdbConfig(**{**dict(batch_size=8, mini_batch_size=8, learning_rate=0.05, adap_kl_ctrl=False, eval_queries=8), **changes})
+    return ImdbConfig(
+        **{
+            **dict(batch_size=8, mini_batch_size=8, learning_rate=0.05, adap_kl_ctrl=False, eval_queries=8),
+            **changes,
+        }
+    )
 
 
 def agent_of(model: LanguageModel, **changes) -> Agent:

@@ -1,0 +1,86 @@
+"""README and docs speak of what there is: files, links, flags, functions, and the loop as it stands."""
+import re
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from cory.config import Gsm8kConfig, ImdbConfig
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = ["report.py", "evaluate.py", "benchmark.py", "assets/make_imdb_assets.py",
+            "assets/make_gsm8k_assets.py"]
+OF_OTHERS = {"help", "local-dir", "repo-type", "project", "append"}            # argparse's, hf's, wandb's
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def without_programs(page: Path) -> str:
+    return re.sub(r"^```python\n.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub links to them."""
+    headings = re.findall(r"^#+ (.+)", without_programs(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 220
+    assert [line for line in lines if len(line) > 110] == []
+
+
+@each_page
+def test_links_and_pictures_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)|src=\"([^\"]+)\"", without_programs(page))
+    for link in (a or b for a, b in links):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@each_page
+def test_flags_exist(page):
+    known = {f.name for config in (ImdbConfig, Gsm8kConfig) for f in fields(config)} | OF_OTHERS
+    for name in COMMANDS:
+        known |= set(re.findall(r'add(?:_argument)?\(\s*"--(\w+)"', (ROOT / "cory" / name).read_text()))
+    known |= set(re.findall(r"^    (\w+): \w+ = setting\(", page.read_text(), re.M))    # a program's own
+    assert set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text())) - known == set()
+
+
+def test_every_setting_has_its_place_in_settings_md():
+    text = (ROOT / "docs" / "settings.md").read_text()
+    names = {f.name for config in (ImdbConfig, Gsm8kConfig) for f in fields(config)}
+    assert [name for name in names if f"`--{name}`" not in text] == []
+
+
+@each_page
+def test_files_and_modules_exist(page):
+    text = page.read_text()
+    paths = re.findall(r"(?<![\w/.])(?:cory|tests|docs)/[\w/]+\.\w+", text)
+    paths += [module.replace(".", "/") + ".py" for module in re.findall(r"python -m (cory[\w.]+)", text)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("title", ["Reading order", "To change X, edit this function"])
+def test_functions_are_defined_in_the_files_named_beside_them(title):
+    section = README.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    rows = [row.split("|") for row in section.splitlines() if row.startswith("|") and "cory/" in row]
+    assert len(rows) >= 11
+    for cells in rows:
+        files = re.findall(r"`(cory/[\w/]+\.py)`", "|".join(cells))
+        source = "\n".join((ROOT / file).read_text() for file in files)
+        for name in re.findall(r"`([A-Za-z_]\w*)`", cells[2]):
+            assert re.search(rf"^\s*(def|class) {name}\b|^{name}\b.* = ", source, re.M), (name, files)
+
+
+def test_the_loop_is_quoted_from_its_file():
+    (block,) = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    assert "\n" + textwrap.indent(block, "    ") in (ROOT / "cory" / "train.py").read_text()
+    assert block.count("\n") > 25

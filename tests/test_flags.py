@@ -1,0 +1,147 @@
+"""The algorithm's flags over whole runs: each resumes bit for bit, one model plays both roles, groups are
+a query's own.
+"""
+
+import json
+
+import pytest
+import torch
+from test_loop import metrics, same_weights, weights
+from toys import bigram, settings
+
+import cory.experiment.run
+import train_imdb
+from cory.command_line import parse
+from cory.config import IMDB_PRESETS, ImdbConfig
+from cory.experiment.run import Run
+from cory.ppo.agent import Agent, agent_seed
+
+COMBINATIONS = {
+    "rloo": "--advantage rloo --responses_per_query 4 --kl_in loss --ent_coef 0.01",
+    "grpo": "--advantage grpo --responses_per_query 2 --lr_schedule cosine --warmup_iterations 1",
+    "share": "--advantage reinforce --share_weights true --whiten_advantages false --lr_schedule linear",
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_stopped_run_resumes_to_the_same_bits_with_each_flag(name, small_flags, tmp_path, monkeypatch):
+    flags = [*small_flags, *COMBINATIONS[name].split(), "--iterations", "4", "--eval_every", "0"]
+    train_imdb.main([*flags, "--run_dir", str(tmp_path / "whole")])
+    kept = cory.experiment.run.save_checkpoint
+
+    def save(run_dir, iteration, *rest):
+        if iteration == 3:
+            raise KeyboardInterrupt
+        kept(run_dir, iteration, *rest)
+
+    monkeypatch.setattr(cory.experiment.run, "save_checkpoint", save)
+    with pytest.raises(KeyboardInterrupt):
+        train_imdb.main([*flags, "--run_dir", str(tmp_path / "stopped")])
+    monkeypatch.setattr(cory.experiment.run, "save_checkpoint", kept)
+    train_imdb.main(["--resume", "--run_dir", str(tmp_path / "stopped")])
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    agents = ["llm1"] if name == "share" else ["llm1", "llm2"]
+    for agent in agents:
+        assert same_weights(weights(tmp_path / "stopped", agent), weights(tmp_path / "whole", agent))
+    rows = metrics(tmp_path / "whole")
+    assert {"llm1/task_reward", "llm1/entropy", "llm1/learning_rate"} <= rows[1].keys()
+    assert ("llm1/kl_loss" in rows[1]) == (name == "rloo")
+    assert json.loads((tmp_path / "whole" / "config.json").read_text())["agents"] == agents
+
+
+def test_raising_the_iterations_of_a_falling_rate_is_refused(small_flags, tmp_path, capsys):
+    flags = ["--lr_schedule", "linear", "--iterations", "2", "--run_dir", str(tmp_path / "r")]
+    train_imdb.main([*small_flags, *flags])
+    rows = metrics(tmp_path / "r")
+    assert [row["llm1/learning_rate"] for row in rows[1:]] == [1e-3, 0.5e-3]
+    with pytest.raises(SystemExit) as stop:
+        train_imdb.main(["--resume", "--run_dir", str(tmp_path / "r"), "--iterations", "4"])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and "iterations is 4: the run was started with 2" in err
+    assert metrics(tmp_path / "r") == rows
+
+
+def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
+    """Both turns train it, the pioneer's first; it is saved once; its own metrics are the mean of its two
+    turns.
+    """
+    flags = ["--share_weights", "true", "--iterations", "2", "--run_dir", str(tmp_path / "r")]
+    order, update = [], cory.train.ppo_update
+
+    def watched(agent, rollout, *rest):
+        prompts = rollout.prompt_mask_BP.sum(1).float().mean().item()
+        order.append((agent.name, prompts > 30))                        # the observer's template is long
+        return update(agent, rollout, *rest)
+
+    monkeypatch.setattr(cory.train, "ppo_update", watched)
+    train_imdb.main([*small_flags, *flags])
+    assert order == [("llm1", False), ("llm1", True)] * 2
+    rows = metrics(tmp_path / "r")
+    assert rows[1]["roles"] == {"pioneer": "llm1", "observer": "llm1"}
+    for key in ("task_reward", "kl", "entropy", "approx_kl"):
+        mean = (rows[2][f"pioneer/{key}"] + rows[2][f"observer/{key}"]) / 2
+        assert rows[2][f"llm1/{key}"] == pytest.approx(mean, rel=1e-12)
+    held_out = json.loads((tmp_path / "r" / "eval.json").read_text())
+    assert set(held_out) == {"iteration", "queries", "base", "llm1"}
+    assert [p.name for p in (tmp_path / "r" / "final").iterdir()] == ["llm1"]
+    saved = {p.name for p in (tmp_path / "r" / "checkpoints").rglob("*.safetensors")}
+    assert saved == {"llm1.safetensors"}
+
+
+def test_one_model_in_both_roles_has_the_memory_of_ppo(small_flags, tmp_path):
+    def parameters(*flags):
+        argv = [*small_flags, *flags, "--run_dir", str(tmp_path / "-".join(flags))]
+        run = Run(parse(ImdbConfig, IMDB_PRESETS, argv))
+        run.log.bar.close()
+        owned = {id(p): p.numel() for agent in run.roles for p in agent.policy.parameters()}
+        return sum(owned.values())
+
+    ppo = parameters("--method", "ppo")
+    assert parameters("--share_weights", "true") == ppo == parameters("--method", "cory") / 2
+
+
+def test_each_of_the_pioneers_answers_gets_its_observers_answer(small_flags, tmp_path, monkeypatch):
+    """k = 4: four prompts with the same query, each around another answer of the pioneer; groups are
+    consecutive.
+    """
+    import cory.train as loop
+
+    seen, collect = [], loop.collect_rollout
+
+    def watched(agent, reference, prompts, *rest):
+        rollout = collect(agent, reference, prompts, *rest)
+        seen.append((prompts, rollout.text))
+        return rollout
+
+    monkeypatch.setattr(loop, "collect_rollout", watched)
+    flags = ["--advantage", "rloo", "--responses_per_query", "4", "--iterations", "1"]
+    train_imdb.main([*small_flags, *flags, "--run_dir", str(tmp_path / "r")])
+    (queries, answers), (prompts, _) = seen
+    assert [queries[i : i + 4] for i in (0, 4)] == [[queries[0]] * 4, [queries[4]] * 4]
+    assert len(set(answers[:4])) > 1
+    for query, answer, prompt in zip(queries, answers, prompts):
+        assert prompt.startswith(f'I can make this sentence "{query}{answer[:2]}')
+        assert prompt.endswith(f'" more positive: {query}')
+
+
+def test_no_two_agents_of_any_two_runs_share_a_seed():
+    seeds = [agent_seed(seed, index) for seed in (0, 1, 2, 2**31 - 1) for index in range(5)]
+    assert len(set(seeds)) == len(seeds)
+    # what runs of two agents have always had
+    assert [agent_seed(3, 0), agent_seed(3, 1)] == [6, 7]
+
+
+def test_the_kl_is_charged_once_in_the_reward_or_in_the_loss():
+    from cory.ppo.rollout import collect_rollout
+    from cory.ppo.update import make_experience
+
+    base = bigram()
+    for kl_in, charged in (("reward", True), ("loss", False)):
+        cfg = settings(kl_in=kl_in, kl_penalty="k1", advantage="reinforce", whiten_advantages="false")
+        agent = Agent("llm1", base, cfg, 0)
+        agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=torch.Generator().manual_seed(3))
+        rollout = collect_rollout(agent, base, ["a"] * 8, 3, cfg)
+        advantage_BT = make_experience(rollout, torch.zeros(8), 0.5, cfg).advantage_BT
+        expected = -0.5 * rollout.kl_BT.flip(1).cumsum(1).flip(1) * rollout.mask_BT * charged
+        torch.testing.assert_close(advantage_BT, expected, atol=1e-6, rtol=1e-5)
+        assert rollout.kl_BT.abs().max() > 0.1

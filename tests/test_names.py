@@ -1,0 +1,370 @@
+"""Names of a user's own things: found again, or refused in one line; and what a loop or task of one's own may
+not do silently.
+"""
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from toys import bigram, settings
+
+import train_imdb
+from cory import evaluate, names
+from cory.command_line import parse
+from cory.config import ADVANTAGES, IMDB_PRESETS, METHODS, ImdbConfig
+from cory.errors import UserError
+from cory.experiment.run import Run, Turn, agents_of, find_task
+from cory.names import find, name_of, short_name
+from cory.ppo.agent import Agent
+from cory.ppo.rollout import collect_rollout
+from cory.ppo.update import ppo_update
+from cory.train import train_cory
+
+MINE = """
+from cory.tasks.imdb import Imdb
+
+class Mine(Imdb):
+    def reward_of(self, queries, responses):
+        return [-1.0 * len(response) for response in responses]
+"""
+# the two ways of forgetting the guard
+STARTS = """
+from cory.command_line import parse
+from cory.config import IMDB_PRESETS, ImdbConfig
+from cory.train import train
+flags = "--iterations 1 --batch_size 8 --mini_batch_size 8 --wandb disabled --run_dir started"
+train(parse(ImdbConfig, IMDB_PRESETS, flags.split()))
+"""
+STARTS_AND_EXITS = STARTS.replace("train(parse", "@exit_on_user_error\ndef main():\n    train(parse").replace(
+    "from cory.train", "from cory.errors import exit_on_user_error\nfrom cory.train") + "main()\n"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The present folder, empty; `here(name, code)` writes a module. Modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)       # an edit within a second is read, too
+    written = []
+
+    def write(name: str, code: str) -> None:
+        Path(f"{name}.py").write_text(code)
+        written.append(name)
+        sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def finished(small_flags, tmp_path_factory) -> Path:
+    """A folder with mine.py and a finished run of its task."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "mine.py").write_text(MINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        patch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
+        train_imdb.main([*small_flags, "--iterations", "1", "--task", "mine:Mine", "--run_dir", "run"])
+    sys.modules.pop("mine")
+    return folder
+
+
+def one_line(capsys, main, argv) -> str:
+    """The line on stderr, beside a progress bar, with which `main(argv)` ends, with exit status 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    err = capsys.readouterr().err
+    lines = [line for line in err.splitlines() if line.strip() and ("it/s]" not in line or "error: " in line)]
+    assert stop.value.code == 2 and len(lines) == 1 and "error: " in lines[0], err
+    return lines[0]
+
+
+RESUME = ["--run_dir", "run", "--resume", "--iterations", "2"]
+EVALUATE = ["run", "--samples", "1", "--k", "1", "--queries", "2", "--device", "cpu"]
+CONTINUATIONS = pytest.mark.parametrize("main, argv", [(train_imdb.main, RESUME), (evaluate.main, EVALUATE)],
+                                        ids=["resume", "evaluate"])
+
+
+# --- find ---------------------------------------------------------------------------------------------------
+def test_a_name_is_a_short_one_or_ones_own():
+    assert find("method", "cory", METHODS) is train_cory
+    assert find("method", "cory.train:train_cory", METHODS) is train_cory
+    assert find("checker", "json:loads", {}) is json.loads
+
+
+@pytest.mark.parametrize("name, says", [
+    ("rlo", "advantage is 'rlo': unknown; did you mean rloo? choose from gae, rloo, grpo, reinforce, or"),
+    ("median", "unknown; choose from gae, rloo, grpo, reinforce, or name one of your own as module:Name"),
+    ("json:", "unknown; choose from"),
+    ("json:laods", "the module json has no laods; did you mean loads?"),
+    ("json:median", "the module json has no median; name one that it defines"),
+    ("nowhere:median", "there is no module nowhere here; run this in the folder of nowhere.py"),
+    ("nowhere.at_all:median", "there is no module nowhere.at_all here"),
+    ("json.nowhere:median", "there is no module json.nowhere here"),
+    ("own.py:median", "name the module without .py")])
+def test_unknown_names_are_refused_with_the_way_out(name, says, here):
+    here("own", "")
+    with pytest.raises(UserError) as error:
+        find("advantage", name, ADVANTAGES)
+    assert says in str(error.value)
+
+
+def test_a_name_without_short_ones_asks_for_ones_own():
+    with pytest.raises(UserError, match="checker is 'best': unknown; name one of your own as module:Name"):
+        find("checker", "best", {})
+
+
+def test_the_present_folder_is_looked_in(here, monkeypatch):
+    here("own", "x = 7")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p) != Path.cwd()])
+    assert find("advantage", "own:x", {}) == 7
+
+
+@pytest.mark.parametrize("lacks", ["not_there_at_all", "lack", "json.not_there"])
+def test_a_module_that_lacks_an_import_keeps_its_traceback(lacks, here):
+    here("lacking", f"import {lacks}")
+    with pytest.raises(ModuleNotFoundError, match=f"No module named '{lacks}'"):
+        find("task", "lacking:Mine", {})
+    assert names.being_imported == []
+
+
+def test_names_of_things_are_where_they_stand(monkeypatch):
+    assert name_of(ImdbConfig) == "cory.config:ImdbConfig" and name_of(train_cory) == METHODS["cory"]
+    script = type("MyConfig", (ImdbConfig,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/somewhere/penalty.py", raising=False)
+    assert name_of(script) == "penalty:MyConfig"                # of a script its own name, to be found again
+
+
+@pytest.mark.parametrize("name, short", [
+    ("cory", "cory"), ("chain:train_chain", "chain"), ("my.short:Short", "Short"),
+    ("cory.train:train_ppo", "ppo"), ("mine:retrain_it", "retrain_it")])
+def test_short_names(name, short):
+    assert short_name(name) == short
+
+
+# --- a module that starts a run -----------------------------------------------------------------------------
+def test_training_refuses_a_module_that_starts_a_run(here, small_flags, capsys):
+    here("starts", MINE + STARTS)
+    line = one_line(capsys, train_imdb.main, [*small_flags, "--task", "starts:Mine", "--run_dir", "run"])
+    assert "task is 'starts:Mine': importing starts starts something" in line
+    assert 'keep its last lines under `if __name__ == "__main__":`' in line
+    assert not Path("run").exists() and not Path("started").exists()
+
+
+@pytest.mark.parametrize("code", [STARTS, STARTS_AND_EXITS], ids=["bare", "main"])
+def test_evaluation_refuses_a_module_that_starts_a_run(code, here, finished, capsys):
+    shutil.copytree(finished / "run", "run")
+    here("mine", MINE + code)
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(EVALUATE)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and "importing mine starts something" in last and "__main__" in last
+    assert not Path("started").exists() and not Path("run/evaluation").exists()
+
+
+# --- a task that is another one now -------------------------------------------------------------------------
+@CONTINUATIONS
+def test_a_run_whose_task_is_gone_is_refused(main, argv, here, finished, capsys):
+    shutil.copytree(finished / "run", "run")
+    before = tree(Path("run"))
+    line = one_line(capsys, main, argv)
+    assert "task is 'mine:Mine': there is no module mine here; run this in the folder of mine.py" in line
+    assert tree(Path("run")) == before
+
+
+@CONTINUATIONS
+def test_a_run_whose_reward_was_edited_is_refused(main, argv, here, finished, capsys):
+    shutil.copytree(finished / "run", "run")
+    before = tree(Path("run"))
+    here("mine", MINE.replace("-1.0", "-2.0"))
+    line = one_line(capsys, main, argv)
+    assert "task is 'Mine': gives -" in line and "and gave it -" in line and "start a new run" in line
+    assert tree(Path("run")) == before
+    here("mine", MINE)                                          # put back, it goes on
+    main(argv)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- what is no task and no loop ----------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["json:JSONDecoder", "json:loads", "cory.train:train_ppo"])
+def test_a_task_that_is_no_task_is_refused(name):
+    with pytest.raises(UserError, match="is no subclass of cory.tasks.task.Task; make it one"):
+        find_task(ImdbConfig(task=name))
+
+
+@pytest.mark.parametrize("agents, says", [
+    (None, r'does not say which agents it trains; put @trains\("llm1", ...\) above it'),
+    ((), "does not say which agents it trains"),
+    (("base",), "trains an agent named 'base'"),
+    (("llm1", "llm1"), "trains an agent named 'llm1'; give each a name of its own"),
+    (("llm1", "LLM1"), "trains an agent named 'llm1'"), (("queries",), "trains an agent named 'queries'"),
+    ((["llm1", "llm2"],), "trains an agent named"),
+    (("llm1", "a/b"), "trains an agent named 'a/b'")])
+def test_loops_whose_agents_cannot_be_are_refused(agents, says):
+    def loop(run):
+        pass
+
+    if agents is not None:
+        loop.agents = agents
+    with pytest.raises(UserError, match=says):
+        agents_of(ImdbConfig(method="own:loop"), loop)
+
+
+def test_such_a_loop_is_one_line_of_the_command(here, small_flags, capsys):
+    here("loops", "def train_it(run): pass")
+    flags = [*small_flags, "--method", "loops:train_it", "--run_dir", "run"]
+    assert "method is 'loops:train_it': does not say" in one_line(capsys, train_imdb.main, flags)
+    assert not Path("run").exists()
+
+
+# --- what a loop hands over ---------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def played(small_flags, tmp_path_factory):
+    """A run that has not begun, and a rollout of its first agent with reward."""
+    folder = tmp_path_factory.mktemp("played")
+    run = Run(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--run_dir", str(folder)]))
+    run.clock = 0.0
+    queries, limit = run.task.batch(1)
+    a = collect_rollout(run.roles[0], run.reference, run.task.pioneer_prompts(queries), limit, run.cfg)
+    yield run, queries, limit, a, run.task.reward(queries, a.text)
+    run.log.bar.close()
+
+
+@pytest.mark.parametrize("roles, says", [
+    (["llm1"], "role is 'llm1': is taken by another turn, agent or column"),
+    (["pioneer", "llm2"], "role is 'llm2'"), (["pioneer", "pioneer"], "role is 'pioneer'"),
+    (["query"], "role is 'query'"), (["iteration"], "role is 'iteration'"), (["a/b"], "role is 'a/b'"),
+    (["base"], "role is 'base'"), (["eval"], "role is 'eval'")])
+def test_roles_that_would_hide_something_are_refused(roles, says, played):
+    run, queries, limit, a, r = played
+    turns = [Turn(role, agent, a, r, {}) for role, agent in zip(roles, run.agents, strict=False)]
+    with pytest.raises(UserError, match=says):
+        run.finish_iteration(1, queries, limit, turns, roles=run.agents)
+    assert (run.run_dir / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("place", ["turn", "roles"])
+def test_an_agent_that_the_run_does_not_know_is_refused(place, played):
+    run, queries, limit, a, r = played
+    stranger = Agent("llm3", run.reference, run.cfg, 2)
+    turns = [Turn("pioneer", stranger if place == "turn" else run.agents[0], a, r, {})]
+    roles = [run.agents[0], stranger] if place == "roles" else run.agents
+    with pytest.raises(UserError, match="agents is 'llm3': is not one of this run's; name it in the loop's"):
+        run.finish_iteration(1, queries, limit, turns, roles=roles)
+    assert (run.run_dir / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("roles", [[0], [0, 0], [0, 1, 1]])
+def test_roles_of_the_next_iteration_are_all_the_runs_agents(roles, played):
+    """Else the run would resume with one agent in both roles, or not at all."""
+    run, queries, limit, a, r = played
+    turns = [Turn("pioneer", run.agents[0], a, r, {})]
+    with pytest.raises(UserError, match="must be the run's agents in another order: llm1, llm2"):
+        run.finish_iteration(1, queries, limit, turns, roles=[run.agents[i] for i in roles])
+
+
+def test_an_iteration_without_a_turn_is_refused(played):
+    run, queries, limit, _, _ = played
+    with pytest.raises(UserError, match="give finish_iteration a Turn of each agent that played"):
+        run.finish_iteration(1, queries, limit, [], roles=run.agents)
+
+
+def test_a_metric_of_the_update_does_not_hide_one_of_the_rollout(played):
+    run, queries, limit, a, r = played
+    turns = [Turn("pioneer", run.agents[0], a, r, {"kl": 77.0})]
+    with pytest.raises(UserError, match="metrics is 'kl': is measured for every turn"):
+        run.finish_iteration(1, queries, limit, turns, roles=run.agents)
+
+
+@pytest.mark.parametrize("metrics, says", [
+    ({"both/copied": 0.5}, "metrics is 'both/copied': is taken or holds a slash"),
+    ({"seconds": 0.5}, "metrics is 'seconds': is taken"), ({"roles": 1.0}, "metrics is 'roles': is taken"),
+    ({"copied": [0.5, 1.0]}, "metrics is 'copied': is '.0.5, 1.0.', not one number; log its mean"),
+    ({"copied": "half"}, "metrics is 'copied': is 'half', not one number"),
+    ({"copied": None}, "metrics is 'copied': is 'None', not one number")])
+def test_metrics_of_a_loop_that_would_be_lost_are_refused(metrics, says, played):
+    run, queries, limit, a, r = played
+    turns = [Turn("pioneer", run.agents[0], a, r, {})]
+    with pytest.raises(UserError, match=says):
+        run.finish_iteration(1, queries, limit, turns, roles=run.agents, metrics=metrics)
+    assert (run.run_dir / "metrics.jsonl").read_text() == ""
+
+
+def test_a_metric_of_a_task_that_would_hide_one_of_every_task_is_refused(here, small_flags, capsys):
+    here("hides", MINE + "    def metrics(self, queries, responses):\n        return {'kl': 0.0}\n")
+    flags = [*small_flags, "--iterations", "1", "--task", "hides:Mine", "--run_dir", "run"]
+    assert "metrics is 'kl': is measured for every task already" in one_line(capsys, train_imdb.main, flags)
+
+
+@pytest.mark.parametrize("body, says", [
+    ("def metrics(self, queries, responses):\n        return {'distinct_1': 0.0}", "metrics is 'distinct_1'"),
+    ("def metrics(self, queries, responses):\n        return {'a/b': 0.0}", "metrics is 'a/b'"),
+    ("def metrics(self, queries, responses):\n        pass", "task is 'Mine': its metrics returned None"),
+    ("def reward(self, queries, responses):\n        return [0.0] * len(queries)", "name it reward_of")])
+def test_what_a_task_may_not_define_or_return(body, says, here, small_flags, capsys):
+    here("own", MINE + f"    {body}\n")
+    flags = [*small_flags, "--iterations", "1", "--task", "own:Mine", "--run_dir", "run"]
+    assert says in one_line(capsys, train_imdb.main, flags)
+
+
+@pytest.mark.parametrize("name", [":Mine", "./own:Mine", "own.py:Mine", "a b:Mine"])
+def test_names_that_are_no_module_are_one_line(name):
+    with pytest.raises(UserError, match="task is "):
+        find_task(ImdbConfig(task=name))
+
+
+def test_a_loop_that_never_finishes_an_iteration_is_one_line(here, small_flags, capsys):
+    here("idle", """
+from cory.train import trains
+
+@trains("llm1")
+def train_idle(run):
+    for iteration in run.iterations():
+        pass
+""")
+    flags = [*small_flags, "--method", "idle:train_idle", "--run_dir", "run"]
+    assert "stopped after iteration 0; call run.finish_iteration" in one_line(capsys, train_imdb.main, flags)
+
+
+def negative(progress):
+    return -1.0
+
+
+def nothing(progress):
+    return None
+
+
+def column(reward_BT):
+    return reward_BT.sum(1)
+
+
+@pytest.mark.parametrize("changes, says", [
+    (dict(lr_schedule="test_names:negative"), "lr_schedule is 'test_names:negative': must be a function"),
+    (dict(lr_schedule="test_names:nothing"), "lr_schedule is 'test_names:nothing': must be a function"),
+    (dict(lr_schedule="test_names:RESUME"), "lr_schedule is 'test_names:RESUME': must be a function"),
+    (dict(advantage="test_names:column"), "advantage is 'test_names:column': must return a tensor like")])
+def test_schedules_and_estimators_that_return_nonsense_are_one_line(changes, says):
+    model, cfg = bigram(), settings(**changes)
+    agent = Agent("llm1", model, settings(), 0)
+    rollout = collect_rollout(agent, model, ["a"] * 8, 3, cfg)
+    with pytest.raises(UserError, match=says):
+        ppo_update(agent, rollout, torch.zeros(8), 1, cfg)
+
+
+@pytest.mark.parametrize("score", [torch.zeros(8, 1), torch.tensor(0.0), [0.0] * 8])
+def test_scores_that_are_not_one_number_for_each_response_are_one_line(score):
+    model, cfg = bigram(), settings()
+    agent = Agent("llm1", model, cfg, 0)
+    rollout = collect_rollout(agent, model, ["a"] * 8, 3, cfg)
+    with pytest.raises(UserError, match="must be a tensor of 8 numbers, one for each response"):
+        ppo_update(agent, rollout, score, 1, cfg)
