@@ -2,8 +2,8 @@
 
 `--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the
 names of its parameters: reward_BT, mask_BT, value_BT (the run then trains a critic), group_size
-(responses to the same query, which stand in consecutive rows), gamma, lam. It returns the advantages (B,
-T), 0 on padding.
+(responses to the same query, which stand in consecutive rows), gamma, lam. It returns the advantages,
+(B, T), 0 on padding.
 """
 import inspect
 from typing import Callable
