@@ -4,8 +4,9 @@
 
 The loop of `cory.train` runs as it is, on IMDB's prompts with a trivial reward; its phases are timed from
 outside, the first iteration left out, medians of the others. `floor` divides operations and bytes of the same
-work by the rates of a large matrix product and a large copy, measured in the same process. The last line is
-JSON. Several values of --batch or --response are a sweep: each in a process of its own, then a picture.
+work by the rates of a large matrix product and a large copy, measured in the same process. The first line
+names the processor and the library that multiplies, the last is JSON. Several values of --batch or --response
+are a sweep: each in a process of its own, then a picture.
 """
 import argparse
 import json
@@ -15,6 +16,7 @@ import sys
 import time
 from itertools import product
 from pathlib import Path
+from typing import get_args, get_type_hints
 from unittest.mock import patch
 
 import torch
@@ -24,9 +26,9 @@ from transformers.pytorch_utils import Conv1D
 import cory.ppo.rollout
 import cory.train
 from cory.command_line import OneLineParser
-from cory.config import ASSETS, METHODS, ImdbConfig
+from cory.config import ASSETS, METHODS, Config, ImdbConfig
 from cory.errors import UserError, exit_on_user_error
-from cory.experiment.machine import peak_memory, prepare_device
+from cory.experiment.machine import described, peak_memory, prepare_device, settled
 from cory.experiment.plots import draw_costs
 from cory.loading import load_language_model
 from cory.names import find
@@ -41,9 +43,11 @@ class Bench:
     """Stands in for `Run`: the loop runs, nothing is logged or saved; seconds per phase are kept."""
 
     def __init__(self, cfg: ImdbConfig):
-        self.cfg, self.device = cfg, prepare_device(cfg)
+        self.cfg = cfg = settled(cfg)
+        self.device = prepare_device(cfg)
         self.loop = find("method", cfg.method, METHODS)
-        self.reference = load_language_model(cfg.model, cfg.temperature, cfg.dtype, self.device, cfg.storage)
+        self.reference = load_language_model(cfg.model, cfg.temperature, cfg.precision, self.device,
+                                             cfg.storage)
         self.task = Imdb(cfg, Imdb.load_data(cfg), self.reference,
                          reward_model=lambda texts: [len(set(text)) / 50 for text in texts])
         self.roles = [Agent(name, self.reference, cfg, i) for i, name in enumerate(self.loop.agents)]
@@ -95,14 +99,23 @@ def seconds_of(work, device: torch.device) -> float:
 
 
 # --- the floor ---
-def measured_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """(operations/s of a 2048^3 matrix product, bytes/s read and written by a copy of 256 MiB), at best."""
-    a, b = (torch.randn(2048, 2048, device=device, dtype=dtype) for _ in range(2))
+def measured_rates(device: torch.device) -> tuple[dict[str, float], float]:
+    """({dtype: operations/s of a matrix product}, bytes/s read and written by a copy of 256 MiB), at best.
+
+    The product is 2048^3, on a GPU 8192^3; float32 is by the library and at the precision of the run.
+    """
+    n = 8192 if device.type == "cuda" else 2048
+
+    def best(work) -> float:
+        return min([seconds_of(work, device) for _ in range(8)][2:])
+
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+        rates[str(dtype).removeprefix("torch.")] = 2 * n**3 / best(lambda a=a, b=b: torch.mm(a, b))
     source = torch.ones(2**26, device=device)
     target = torch.empty_like(source)
-    multiply, copy = (min([seconds_of(work, device) for _ in range(12)][2:])
-                      for work in (lambda: torch.mm(a, b), lambda: target.copy_(source)))
-    return 2 * 2048**3 / multiply, 2 * source.numel() * 4 / copy
+    return rates, 2 * source.numel() * 4 / best(lambda: target.copy_(source))
 
 
 def floor(bench: Bench, rate: float, copy: float) -> dict[str, float]:
@@ -119,7 +132,7 @@ def floor(bench: Bench, rate: float, copy: float) -> dict[str, float]:
     body_weights = sum(m.weight.numel() for path, m in lm.named_modules()
                        if isinstance(m, (nn.Linear, Conv1D)) and m is not head and ".lora_" not in path)
     pair = 4 * lm.config.num_hidden_layers * lm.config.hidden_size
-    weights = (4 if cfg.dtype == "float32" else 2) * body_weights + 4 * head.weight.numel()
+    weights = (2 if cfg.dtype == "bfloat16" else 4) * body_weights + 4 * head.weight.numel()
     passes = cfg.num_ppo_epochs * (2 if cfg.lora else 3)
     steps = cfg.num_ppo_epochs * cfg.batch_size / cfg.rows_per_optimizer_step
     seconds = dict.fromkeys(("sample", "score", "update"), 0.0)
@@ -168,17 +181,21 @@ def measure(args: argparse.Namespace, batch: int, response: int) -> dict:
     cfg = ImdbConfig(model=args.model, dataset=args.dataset, method=args.method, lora=args.lora,
                      batch_size=batch, mini_batch_size=min(batch, args.minibatch), iterations=args.iterations,
                      min_response_length=response, max_response_length=response, max_query_length=7,
-                     dtype=args.dtype, device=args.device, kl_penalty=kl_penalty, eval_queries=1)
+                     dtype=args.dtype, head_precision=args.head_precision, cpu_matmul=args.cpu_matmul,
+                     device=args.device, kl_penalty=kl_penalty, eval_queries=1)
     bench = Bench(cfg)
+    machine = described(bench.cfg, bench.device)
+    print(machine, flush=True)
     seconds = bench.run()
-    result = {"batch": batch, "response": response, "seconds": seconds,
+    result = {"machine": machine, "batch": batch, "response": response, "seconds": seconds,
               "peak_rss_gib": peak_memory(torch.device("cpu"))}
     if bench.device.type == "cuda":
         result["peak_cuda_gib"] = peak_memory(bench.device)
-    rate, copy = measured_rates(bench.device, getattr(torch, args.dtype))       # takes memory of its own
-    least = floor(bench, rate, copy)
+    rates, copy = measured_rates(bench.device)                      # takes memory of its own
+    least = floor(bench, rates["bfloat16" if bench.cfg.dtype == "bfloat16" else "float32"], copy)
     result |= {"floor": least, "share_of_floor": {key: least[key] / seconds[key] for key in least},
-               "matrix_gflops": rate / 1e9, "copy_gib_per_s": copy / 2**30,
+               "matrix_gflops": {name: rate / 1e9 for name, rate in rates.items()},
+               "copy_gib_per_s": copy / 2**30,
                "response_tokens": sum(int(turn.rollout.length_B.sum()) for turn in bench.turns)}
     result |= state_gib(bench)
     if args.generate:
@@ -218,7 +235,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--iterations", type=int, default=4, help="the first is a warm-up and is left out")
     add("--kl", choices=["kl", "full"], default="kl", help="KL of the sampled token, or the exact one")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32")
+    for setting in ("dtype", "head_precision", "cpu_matmul"):
+        choices = get_args(get_type_hints(Config)[setting])
+        add(f"--{setting}", default="auto", help="as in training", choices=choices)
     add("--lora", action="store_true", help="two adapters on one frozen base instead of three full copies")
     add("--generate", action="store_true", help="also time the sampling loop against transformers' generate")
     add("--dataset", default=str(ASSETS / "imdb/openings"), help="reviews whose first tokens are the queries")

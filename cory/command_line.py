@@ -1,10 +1,9 @@
 """From the command line to a `Config`: presets, flags over them, the settings of a resumed run."""
 import sys
-from argparse import ArgumentParser
-from dataclasses import asdict
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from dataclasses import asdict, fields
 from pathlib import Path
-
-from transformers import HfArgumentParser
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from cory.config import Config, load_config
 from cory.errors import UserError
@@ -12,6 +11,7 @@ from cory.names import guess, name_of
 
 # These, and what concerns W&B, may differ in a continuation: none changes what an iteration computes.
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every"}
+YES, NO = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
 
 
 class OneLineParser(ArgumentParser):
@@ -21,16 +21,49 @@ class OneLineParser(ArgumentParser):
         raise UserError("command line", " ".join(sys.argv[1:]), message + " (--help lists every flag)")
 
 
-class Parser(HfArgumentParser, OneLineParser):
-    """HfArgumentParser that names the nearest flag for an unknown one."""
+class Parser(OneLineParser):
+    """A flag for each setting of a dataclass: `--name VALUE`, and for a yes or no `--name` alone too.
 
-    def parse(self, argv: list[str], **defaults):
-        self.set_defaults(**defaults)
-        config, unknown = self.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    argparse itself, since importing a parser of a large library takes longer than its answer may.
+    """
+
+    def __init__(self, config_class: type[Config], defaults: dict):
+        super().__init__(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
+        self.config_class, hints = config_class, get_type_hints(config_class)
+        for f in fields(config_class):
+            hint = hints[f.name]
+            how = {"help": f.metadata.get("help", " "), "default": defaults.get(f.name, f.default)}
+            if hint is bool:
+                how |= {"type": yes_or_no, "nargs": "?", "const": True}
+            elif get_origin(hint) is Literal:
+                how |= {"choices": get_args(hint)}
+            elif hint in (int, float, str):
+                how |= {"type": hint}
+            else:
+                raise UserError("setting", f.name, f"is of type {hint}; make it a bool, int, float, str or "
+                                "Literal of words, which a flag can give")
+            self.add(f.name, f.name, **how)
+            if f.default is True:
+                self.add(f"no_{f.name}", f.name, action="store_false", default=how["default"],
+                         help=f"the same as --{f.name} false")
+
+    def add(self, flag: str, setting: str, **how) -> None:
+        """As `--two_words` and as `--two-words`."""
+        self.add_argument(*dict.fromkeys([f"--{flag}", f"--{flag.replace('_', '-')}"]), dest=setting, **how)
+
+    def parse(self, argv: list[str]) -> Config:
+        """The settings; for an unknown flag a `UserError` that names the nearest."""
+        known, unknown = self.parse_known_args(argv)
         for word in unknown:
             near = guess(word.split("=")[0], self._option_string_actions)
             raise UserError("flag", word, f"unknown; {near}--help lists every flag")
-        return config
+        return self.config_class(**vars(known))
+
+
+def yes_or_no(word: str) -> bool:
+    if word.lower() not in YES + NO:
+        raise ArgumentTypeError(f"{word!r} is neither true nor false")
+    return word.lower() in YES
 
 
 def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None) -> Config:
@@ -41,12 +74,12 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     first.add_argument("--run_dir", nargs="?", default="")
     first.add_argument("--resume", nargs="?", const="true", default="false")
     known = first.parse_known_args(argv)[0]
-    if known.resume.lower() in ("true", "1", "yes", "y", "t"):
+    if known.resume.lower() in YES:
         return continued(config_class, known.run_dir or "", argv)
     if known.preset not in (presets or [""]):
         raise UserError("preset", known.preset, f"choose from {', '.join(presets)}")
     preset = {"preset": known.preset, **presets.get(known.preset, {})}
-    return Parser(config_class, allow_abbrev=False).parse(argv, **preset)
+    return Parser(config_class, preset).parse(argv)
 
 
 def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Config:
@@ -58,7 +91,7 @@ def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Conf
         script = f"train_{saved.task}.py" if ":" not in saved.task else "the script that started it"
         raise UserError("run_dir", run_dir, f"holds a run of {saved.task}; continue it with {script}")
     old = asdict(saved)
-    config = Parser(config_class, allow_abbrev=False).parse(argv, **old)
+    config = Parser(config_class, old).parse(argv)
     changed = "; ".join(f"{name} was {old[name]!r}, now {value!r}" for name, value in asdict(config).items()
                         if value != old[name] and name not in FREE_ON_RESUME and not name.startswith("wandb"))
     if changed:

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from cory.errors import UserError
 from cory.names import find, unknown
@@ -19,6 +19,15 @@ METHODS = {"ppo": "cory.train:train_ppo", "cory": "cory.train:train_cory"}
 ADVANTAGES = {name: f"cory.ppo.advantages:{name}" for name in ("gae", "rloo", "grpo", "reinforce")}
 CHECKERS = {name: f"cory.tasks.answers:{name}" for name in ("last_number", "strict")}
 LR_SCHEDULES = {name: f"cory.ppo.formulas:{name}" for name in ("constant", "linear", "cosine")}
+
+
+class Precision(NamedTuple):
+    """What matrix products are computed in: those of the transformer's body, and those of its head."""
+    body: str = "float32"
+    head: str = "float32"
+
+
+FLOAT32 = Precision()
 
 
 def setting(default, help: str):
@@ -36,9 +45,15 @@ class Config:
     model: str = setting("gpt2-large", "causal LM of agents and reference: folder or Hub name (paper)")
     dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper: IMDB)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA when there is one (ours)")
-    dtype: Literal["float32", "bfloat16"] = setting("float32",
-        "arithmetic of the transformer's body and of the head's backward pass, and a frozen base; other "
-        "weights, logits and losses stay float32 (ours)")
+    dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting("auto",
+        "arithmetic of the transformer's body, and what a frozen base is kept in; other weights, logits and "
+        "losses stay float32. auto: bfloat16 on a GPU that has it, float32 on a CPU (ours)")
+    head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = setting("auto",
+        "what the inputs of the head's products are rounded to; their sums are float32. auto: float32, and "
+        "under dtype bfloat16 tf32 on a GPU, bfloat16 on a CPU that has it (ours)")
+    cpu_matmul: Literal["auto", "pytorch", "onednn"] = setting("auto",
+        "library of a CPU's matrix products. auto: onednn on AMD processors with AVX-512, else PyTorch's own "
+        "(ours)")
     seed: int = setting(0, "seeds queries, lengths, sampling and mini-batches; 0 to 2^31 - 1 (ours)")
     iterations: int = setting(100, "rollout and update rounds (paper: 100)")
     # LoRA: two agents, one base
@@ -124,8 +139,15 @@ class Config:
 
     @property
     def storage(self) -> str:
-        """What the base is kept in: 4bit, or under LoRA, where it is frozen, `dtype`; else float32."""
-        return "4bit" if self.load_in_4bit else self.dtype if self.lora else "float32"
+        """What the base is kept in: 4bit, or bfloat16 where LoRA freezes it, or float32."""
+        frozen = "4bit" if self.load_in_4bit else "bfloat16" if self.dtype == "bfloat16" else "float32"
+        return frozen if self.lora else "float32"
+
+    @property
+    def precision(self) -> Precision:
+        for name in ("dtype", "head_precision"):
+            self.require(name, getattr(self, name) != "auto", "let the machine choose: machine.settled(cfg)")
+        return Precision(self.dtype, self.head_precision)
 
     @property
     def whitens(self) -> bool:

@@ -6,25 +6,24 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
+from cory.config import FLOAT32, Precision
 from cory.errors import UserError
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.model import LanguageModel, positions
 
 
-def load_language_model(name: str, temperature: float = 1.0, dtype: str = "float32", device: str = "cpu",
-                        storage: str = "float32") -> LanguageModel:
+def load_language_model(name: str, temperature: float = 1.0, precision: Precision = FLOAT32,
+                        device: str = "cpu", storage: str = "float32") -> LanguageModel:
     """Loads a local folder or a Hub name: safetensors only, remote code never. Raises `UserError`.
 
     `storage` is what the frozen weights are kept in: float32, bfloat16 or 4bit; the head is float32 always.
     """
     with model_errors("model", name):
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if getattr(config, "activation_function", None) == "gelu_new":
-            config.activation_function = "gelu_pytorch_tanh"    # the same, in one operation instead of eight
+        config = model_config(name)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         lm = load_weights(AutoModelForCausalLM, name, config=config, **storage_options(storage, device))
     refused = partial(UserError, "model", name)
@@ -38,11 +37,18 @@ def load_language_model(name: str, temperature: float = 1.0, dtype: str = "float
     if len(tokenizer) > rows:
         raise refused(f"its tokenizer has {len(tokenizer)} tokens and its embedding {rows} rows; use the "
                       "tokenizer that the model was trained with")
-    model = LanguageModel(lm if storage == "4bit" else lm.to(device), tokenizer, temperature, dtype)
+    model = LanguageModel(lm if storage == "4bit" else lm.to(device), tokenizer, temperature, precision)
     model.requires_grad_(False)
     check_head(model, name)
     lm.get_output_embeddings().float()
     return model
+
+
+def model_config(name: str) -> PretrainedConfig:
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if getattr(config, "activation_function", None) == "gelu_new":
+        config.activation_function = "gelu_pytorch_tanh"        # the same, in one operation instead of eight
+    return config
 
 
 def storage_options(storage: str, device) -> dict:

@@ -21,7 +21,8 @@ from cory.experiment.tables import groups_table
 from cory.names import guess
 
 # Runs may differ in these, and in what concerns W&B, and still be compared.
-FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "save_every", "sample_rows", "device"}
+FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "save_every", "sample_rows", "device",
+                     "cpu_matmul"}
 NO_SETTINGS = {"config", "agents"}              # what config.json holds beside the settings
 
 

@@ -20,7 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cory.experiment import fast_cpu
+from cory.config import ImdbConfig
+from cory.experiment.machine import prepare_device, settled
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -49,7 +50,7 @@ def tuned():
     """What every run sets for its whole process, from the first test on: else their order would decide
     which code they run.
     """
-    fast_cpu.tune()
+    prepare_device(settled(ImdbConfig()))
 
 
 @pytest.fixture(autouse=True)

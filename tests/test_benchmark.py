@@ -14,7 +14,7 @@ from cory.config import ImdbConfig
 
 @pytest.fixture(autouse=True)
 def known_rates(monkeypatch):
-    monkeypatch.setattr(benchmark, "measured_rates", lambda device, dtype: (1e9, 1e12))
+    monkeypatch.setattr(benchmark, "measured_rates", lambda device: ({"float32": 1e9, "bfloat16": 2e9}, 1e12))
 
 
 def flags(small, *more):
@@ -43,7 +43,7 @@ def test_reports_phases_memory_and_floor(small, capsys, more):
     benchmark.main(flags(small, *more))
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
-    assert len(lines) == 3  # each iteration, and the result
+    assert len(lines) == 4  # the machine, each iteration, and the result
     phases = {name: result["seconds"][name] for name in ("sample", "score", "reward", "update")}
     assert (
         all(seconds > 0 for seconds in phases.values())

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gsm8k
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
+from cory.experiment.machine import settled
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.lora import load_adapter
@@ -26,7 +27,7 @@ PROMPTS = ["Ann has 3 eggs.", "How many?", "5 + 4 =", "Question: a? Answer:"] * 
 
 
 def config(**changes) -> Gsm8kConfig:
-    return Gsm8kConfig(
+    cfg = Gsm8kConfig(
         **{
             **dict(
                 lora=True,
@@ -42,10 +43,11 @@ def config(**changes) -> Gsm8kConfig:
             **changes,
         }
     )
+    return settled(cfg)
 
 
 def two_agents(name, cfg):
-    reference = load_language_model(str(name), dtype=cfg.dtype, storage=cfg.storage)
+    reference = load_language_model(str(name), precision=cfg.precision, storage=cfg.storage)
     return reference, [Agent(agent, reference, cfg, i) for i, agent in enumerate(("llm1", "llm2"))]
 
 

@@ -11,11 +11,13 @@ from toys import bigram, settings
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, GPT2Config, GPT2Model
 
 import train_imdb
+from cory.config import Precision
 from cory.errors import UserError
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.formulas import token_logprobs
 from cory.ppo.model import PolicyWithValue
+from cory.ppo.precision import multiply
 from cory.ppo.rollout import collect_rollout
 from cory.ppo.sampling import encode_prompts
 
@@ -100,34 +102,81 @@ def test_value_head_starts_at_zero_in_float32_and_agents_start_as_copies(small):
     assert not any(p.requires_grad for p in base.parameters())
 
 
-def test_bfloat16_keeps_the_ratio_of_an_untouched_policy_near_1(small):
-    base = load_language_model(str(small / "lm"), dtype="bfloat16")
+@pytest.fixture
+def rounded(monkeypatch):
+    """The head's inputs rounded as the precision says, on processors too that leave them as they are."""
+
+    def rounding(a_MK, b_KN, precision):
+        if precision == "bfloat16":
+            a_MK, b_KN = a_MK.bfloat16().float(), b_KN.bfloat16().float()
+        return multiply(a_MK, b_KN, "float32")
+
+    monkeypatch.setattr("cory.ppo.model.multiply", rounding)
+
+
+@pytest.mark.parametrize("head", ["float32", "bfloat16"])
+def test_bfloat16_keeps_the_ratio_of_an_untouched_policy_near_1(small, rounded, head):
+    base = load_language_model(str(small / "lm"), precision=Precision("bfloat16", head))
     cfg = settings(dtype="bfloat16")
     agent = Agent("llm1", base, cfg, 0)
     turn = collect_rollout(agent, base, ["a film", "one story of a man"] * 4, 6, cfg)
     logp = agent.policy.logprobs(
-        agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT)
+        agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT).flatten(0, 1)
     )
     assert logp.dtype == torch.float32
-    logp = token_logprobs(logp.flatten(0, 1), turn.response_BT.flatten()).view_as(turn.logp_BT)
+    logp = token_logprobs(logp, turn.response_BT.flatten()).view_as(turn.logp_BT)
     assert ((logp - turn.logp_BT) * turn.mask_BT).exp().sub(1).abs().max() < 1e-2
     assert turn.sampling_gap < 2e-2 and turn.kl_BT.abs().max() == 0
     assert all(p.dtype == torch.float32 for p in agent.policy.parameters())
 
 
-def test_bfloat16_keeps_log_probabilities_where_all_logits_lie_near_minus_100(small):
-    """As GPT-2's do; neighbouring bfloat16 numbers are 0.5 apart there."""
+@pytest.mark.parametrize("offset", ["one unit", "spread"])
+@pytest.mark.parametrize("head, tolerance", [("float32", 0.1), ("bfloat16", 0.1)])
+def test_low_precision_keeps_log_probabilities_where_all_logits_lie_near_minus_100(
+    small, rounded, head, tolerance, offset
+):
+    """As GPT-2's do; neighbouring bfloat16 numbers are 0.5 apart there, so that a product rounded to them
+    would be lost, while rounded inputs are not. The offset comes from one large hidden unit, or from many.
+    """
     logps = {}
-    for dtype in ("float32", "bfloat16"):
-        model = load_language_model(str(small / "lm"), dtype=dtype)
-        model.lm.transformer.ln_f.bias.data += 1.0
-        model.lm.transformer.wte.weight.data -= 100 / 32  # 32 hidden units: every logit falls by about 100
-        hidden = model.response_hidden(
-            *encode_prompts(model, ["a film of"], 5), torch.tensor([[1, 2, 3, 4, 5]])
-        )
-        logps[dtype] = model.logprobs(hidden)
+    for precision in (Precision(), Precision("bfloat16", head)):
+        model = load_language_model(str(small / "lm"), precision=precision)
+        units = slice(0, 1) if offset == "one unit" else slice(0, 32)
+        count = 32 if offset == "spread" else 1
+        model.lm.transformer.ln_f.bias.data[units] += 100 / count**0.5
+        model.lm.transformer.wte.weight.data[:, units] -= 1 / count**0.5
+        prompts = encode_prompts(model, ["a film of"], 5)
+        hidden = model.response_hidden(*prompts, torch.tensor([[1, 2, 3, 4, 5]])).flatten(0, 1)
+        logps[precision] = model.logprobs(hidden)
         assert model.lm.get_output_embeddings()(hidden.float()).mean() < -80
-    assert (logps["bfloat16"] - logps["float32"]).abs().max() < 0.1
+    exact, low = logps.values()
+    assert 0 < (low - exact).abs().max() < tolerance
+
+
+def test_products_of_the_head_are_float32_and_the_setting_lasts_no_longer(small):
+    """Also within autocast, which would round the result."""
+    a, b = torch.randn(20, 30), torch.randn(30, 40)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    for precision in ("float32", "bfloat16"):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = multiply(a, b, precision)
+        assert y.dtype == torch.float32
+        close = {"float32": dict(atol=1e-5, rtol=1e-5), "bfloat16": dict(atol=0.1, rtol=0.05)}[precision]
+        torch.testing.assert_close(y, a @ b, **close)
+        assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_the_head_is_told_its_precision_in_sampling_and_in_the_update(small, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "cory.ppo.model.multiply", lambda a, b, precision: asked.append(precision) or a @ b
+    )
+    model = load_language_model(str(small / "lm"), precision=Precision("float32", "bfloat16"))
+    model.requires_grad_(True)
+    model.logprobs(torch.randn(3, 32))
+    hidden = torch.randn(3, 32, requires_grad=True)
+    model.logp_and_entropy(hidden, torch.tensor([1, 2, 3]))[0].sum().backward()
+    assert asked == ["bfloat16"] * 4
 
 
 # --- what is refused, each with one line that says the way out ---

@@ -12,7 +12,6 @@ from transformers.cache_utils import DynamicLayer
 
 from cory.command_line import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
-from cory.experiment import fast_cpu
 from cory.ppo import formulas, minibatches, rollout, sampling, update
 from cory.train import train
 
@@ -66,14 +65,13 @@ def test_curves_of_30_iterations_are_those_of_the_plain_version(small_flags, tmp
         "1e-4",
     ]
     monkeypatch.setitem(minibatches.TOKENS_AT_ONCE, "cpu", 128)  # so that there is something to cut
-    fast = curves(flags, tmp_path / "fast")
-    monkeypatch.setattr(fast_cpu, "for_onednn", lambda a, b: False)
+    fast = curves([*flags, "--cpu_matmul", "onednn"], tmp_path / "fast")
     monkeypatch.setattr(update, "add_gradient", plain_gradient)
     monkeypatch.setattr(sampling, "GrowingLayer", LibraryCache)
     for module in (rollout, minibatches):
         monkeypatch.setattr(module, "by_length", lambda _, mask,
                             size: list(torch.arange(len(mask)).split(size)))
-    plain = curves(flags, tmp_path / "plain")
+    plain = curves([*flags, "--cpu_matmul", "pytorch"], tmp_path / "plain")
     assert len(fast) == len(plain) == 31
     compared = 0
     for a, b in zip(fast, plain):

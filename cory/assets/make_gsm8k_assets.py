@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
-from cory.experiment.fast_cpu import keep_freed_memory
+from cory.experiment.machine import keep_freed_memory
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode, encode_prompts, sample
 from cory.tasks.answers import gold_answer, last_number

@@ -1,23 +1,39 @@
-"""The machine a run is on: its device and its memory."""
-import resource
+"""The machine a run is on: what it is, what it decides of a run's settings, and its memory."""
+import ctypes
+import platform
 import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from cory.config import Config
 from cory.errors import UserError
-from cory.experiment import fast_cpu
+from cory.experiment import onednn
 
 
-def prepare_device(cfg: Config) -> torch.device:
-    """The device that a run asks for, set up. Raises `UserError` if it is not there."""
-    device = choose_device(cfg)
-    if device.type == "cpu":
-        fast_cpu.tune()                 # without this line everything runs on PyTorch's own products
-    return device
+class Processor(NamedTuple):
+    name: str
+    is_amd: bool
+    has: list[str]          # of AVX-512, bfloat16 (products of it) and AMX, what it has and PyTorch can use
+
+
+def processor() -> Processor:
+    """The CPU, from Linux's own list or what Python knows of it elsewhere."""
+    name = identity = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration):
+        identity = Path("/proc/cpuinfo").read_text()
+        name = next(x for x in identity.splitlines() if x.startswith("model name")).partition(": ")[2]
+    has = {"AVX-512": torch.backends.cpu.get_cpu_capability().startswith("AVX512"),
+           "bfloat16": torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+           "AMX": torch.cpu._is_amx_tile_supported()}
+    return Processor(name, "AuthenticAMD" in identity, [flag for flag, there in has.items() if there])
 
 
 def choose_device(cfg: Config) -> torch.device:
+    """Raises `UserError` if it is not there, or cannot compute as asked."""
     available = torch.cuda.is_available()
     if cfg.device == "cuda" and not available:
         raise UserError("device", "cuda", "PyTorch sees no CUDA GPU here; use --device auto or cpu")
@@ -25,12 +41,84 @@ def choose_device(cfg: Config) -> torch.device:
     if cfg.dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         name = torch.cuda.get_device_name()
         raise UserError("dtype", cfg.dtype, f"{name} has no bfloat16 arithmetic; use --dtype float32")
+    for name in ("dtype", "head_precision"):
+        if device.type == "cpu" and getattr(cfg, name) == "tf32":
+            raise UserError(name, "tf32", f"only a GPU has it; use --{name} auto")
     return device
 
 
-def peak_memory(device: torch.device) -> float:
-    """GiB: the largest the process has been, or on a GPU what PyTorch has allocated there at most."""
+def settled(cfg: Config) -> Config:
+    """The settings with each `auto` that is the machine's to decide replaced by its choice. It depends on
+    what the machine is, never on a timing, and stands in config.json: a resumed run computes as it began.
+
+        dtype           bfloat16 on a GPU that has it, float32 on a CPU
+        head_precision  under bfloat16: tf32 on a GPU, where it is more exact and nearly as fast, bfloat16
+                        on a CPU that has it; else as dtype, or float32
+        cpu_matmul      onednn on an AMD processor with AVX-512, whom MKL serves badly; else pytorch
+    """
+    device, cpu = choose_device(cfg), processor()
+    dtype, head_precision, cpu_matmul = cfg.dtype, cfg.head_precision, cfg.cpu_matmul
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    if head_precision == "auto":
+        on_gpu = "float32" if dtype == "float32" else "tf32"
+        on_cpu = dtype if "bfloat16" in cpu.has else "float32"
+        head_precision = on_gpu if device.type == "cuda" else on_cpu
+    if cpu_matmul == "auto":
+        cpu_matmul = "onednn" if cpu.is_amd and "AVX-512" in cpu.has else "pytorch"
+    return replace(cfg, dtype=dtype, head_precision=head_precision, cpu_matmul=cpu_matmul)
+
+
+def prepare_device(cfg: Config) -> torch.device:
+    """The device of settled settings, made ready for this process. Raises `UserError` if it is not there."""
+    device = choose_device(cfg)
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if cfg.dtype == "tf32" else "ieee"
+    onednn.install() if cfg.cpu_matmul == "onednn" else onednn.remove()
+    return device
+
+
+def described(cfg: Config, device: torch.device) -> str:
+    """Where and how settled settings are computed, for a person: one line."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {cfg.dtype}, head in {cfg.head_precision}"
+    cpu, matmul = processor(), "oneDNN" if onednn.overrides else pytorch_matmul()
+    line = (f"{cpu.name} ({', '.join(cpu.has) or 'no AVX-512'}), {torch.get_num_threads()} threads, "
+            f"{cfg.dtype}, head in {cfg.head_precision}, products by {matmul}")
+    if cfg.cpu_matmul == "onednn" and not onednn.overrides:
+        line += ", since this PyTorch has no oneDNN for x86: figures differ by rounding"
+    if cfg.dtype == "bfloat16" and "bfloat16" not in cpu.has:
+        line += ". It has no arithmetic in bfloat16: float32 is faster here"
+    return line
+
+
+def pytorch_matmul() -> str:
+    """The library behind PyTorch's float32 matrix products on this CPU."""
+    return "MKL" if torch.backends.mkl.is_available() else "PyTorch's BLAS"
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep freed blocks, instead of handing them back to a kernel that must then zero every page
+    of each (N, V) tensor anew. No effect on other C libraries.
+    """
+    m_trim_threshold, m_mmap_max = -1, -4                           # names of the two settings in malloc.h
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def peak_memory(device: torch.device) -> float | None:
+    """GiB: the largest the process has been, or on a GPU what PyTorch has allocated there at most. None where
+    the system does not tell (Windows).
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:
+        return None
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -23,7 +23,7 @@ from cory.experiment.held_out import (
     with_metrics,
 )
 from cory.experiment.log import RunLog
-from cory.experiment.machine import peak_memory, prepare_device
+from cory.experiment.machine import described, peak_memory, prepare_device, settled
 from cory.experiment.plots import draw_curves
 from cory.experiment.tables import results_table
 from cory.loading import load_language_model, storage_options
@@ -63,15 +63,17 @@ class Run:
     def __init__(self, cfg: Config):
         if names.being_imported:                        # the importing `find` says the way out
             raise UserError("module", names.being_imported[-1], "starts a run while it is imported")
-        self.cfg, self.device, self.run_dir = cfg, prepare_device(cfg), choose_run_dir(cfg)
+        self.cfg = cfg = settled(cfg)
+        self.device, self.run_dir = prepare_device(cfg), choose_run_dir(cfg)
         self.loop = names.find("method", cfg.method, METHODS)
         task_class = find_task(cfg)
         self.agent_names = agents_of(cfg, self.loop)
         names.find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)        # said before anything is loaded
-        print(first_line(cfg, self.device), flush=True)
+        print(first_lines(cfg, self.device), flush=True)
         storage_options(cfg.storage, self.device)       # what cannot be is said before anything is loaded
         data = task_class.load_data(cfg)                # and before any model: its faults are found soonest
-        self.reference = load_language_model(cfg.model, cfg.temperature, cfg.dtype, self.device, cfg.storage)
+        self.reference = load_language_model(cfg.model, cfg.temperature, cfg.precision, self.device,
+                                             cfg.storage)
         self.task = task_class(cfg, data, self.reference)
         self.agents = [Agent(name, self.reference, cfg, i) for i, name in enumerate(self.agent_names)]
         self.roles = self.agents * len(self.loop.agents) if cfg.share_weights else self.agents
@@ -193,8 +195,9 @@ class Run:
             if not any(f"{name}/kl" in row for row in rows):
                 print(f"{name} is untrained: no Turn of it was given to finish_iteration")
         seconds = [row["seconds"] for row in rows[1:]]
-        print(f"{statistics.median(seconds):.2f} s per iteration (median of {len(seconds)}), peak memory "
-              f"{peak_memory(self.device):.2f} GiB")
+        memory = peak_memory(self.device)
+        print(f"{statistics.median(seconds):.2f} s per iteration (median of {len(seconds)})"
+              + (f", peak memory {memory:.2f} GiB" if memory else ""))
         print(f"written to {self.run_dir}: metrics.jsonl, samples.jsonl, eval.json, curves.png, final/")
 
 
@@ -217,13 +220,13 @@ def find_task(cfg: Config) -> type[Task]:
     return found
 
 
-def first_line(cfg: Config, device: torch.device) -> str:
+def first_lines(cfg: Config, device: torch.device) -> str:
     line = (f"{names.short_name(cfg.method).upper()} on {names.short_name(cfg.task)}: preset {cfg.preset}, "
-            f"model {cfg.model}, data {cfg.dataset}, {device} {cfg.dtype}.")
+            f"model {cfg.model}, data {cfg.dataset}.")
     if cfg.paper_preset and ":" not in cfg.task + cfg.method:
         flags = f"--method {cfg.method} --preset {cfg.paper_preset}"
         line += f" The paper's setting: python train_{cfg.task}.py {flags}"
-    return line.replace(f"{ASSETS}/", "embedded ")
+    return line.replace(f"{ASSETS}/", "embedded ") + f"\n{described(cfg, device)}"
 
 
 def choose_run_dir(cfg: Config) -> Path:

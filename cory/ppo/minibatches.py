@@ -7,8 +7,8 @@ from torch import Tensor
 
 from cory.ppo.model import LanguageModel
 
-# By measurement on 2 CPU cores; larger on a GPU, to fill it.
-TOKENS_AT_ONCE = {"cpu": 3 * 2**9, "cuda": 2**14}           # through the transformer, padding included
+# By measurement on 2 CPU cores; on a GPU more, and so that the paper's models fit on a card (docs/gpu.md).
+TOKENS_AT_ONCE = {"cpu": 3 * 2**9, "cuda": 2**12}           # through the transformer, padding included
 LOGPROBS_AT_ONCE = {"cpu": 25 * 2**20, "cuda": 2**27}       # elements of (tokens, V): 100 and 512 MiB
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from cory.config import FLOAT32, Precision
 from cory.ppo import formulas
 from cory.ppo.lora import adapter_parameters, select
+from cory.ppo.precision import multiply
 
 
 class LanguageModel(nn.Module):
@@ -22,11 +24,11 @@ class LanguageModel(nn.Module):
     function of the weights. DIFFERS: the released code samples and trains with it after its first update.
     """
 
-    def __init__(self, lm: nn.Module, tokenizer, temperature: float = 1.0, dtype: str = "float32",
-                 adapter: str | None = None):
+    def __init__(self, lm: nn.Module, tokenizer, temperature: float = 1.0,
+                 precision: Precision = FLOAT32, adapter: str | None = None):
         super().__init__()
         self.lm, self.tokenizer, self.adapter = lm.eval(), tokenizer, adapter
-        self.temperature, self.dtype = temperature, dtype
+        self.temperature, self.precision = temperature, precision
 
     @property
     def device(self) -> torch.device:
@@ -48,7 +50,8 @@ class LanguageModel(nn.Module):
         return sorted({self.tokenizer.eos_token_id, *more})
 
     def autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
+        in_bfloat16 = self.precision.body == "bfloat16"
+        return torch.autocast(self.device.type, torch.bfloat16) if in_bfloat16 else nullcontext()
 
     def response_hidden(self, prompt_BP: Tensor, prompt_mask_BP: Tensor, response_BT: Tensor) -> Tensor:
         """The (B, T, H) last hidden states from which each response token is predicted.
@@ -71,13 +74,9 @@ class LanguageModel(nn.Module):
         return out.last_hidden_state, out.past_key_values
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) logits of the next token over the temperature, for sampling and scoring.
-
-        The head is computed in float32 also when the body runs in bfloat16: GPT-2's logits lie near -100,
-        where neighbouring bfloat16 numbers are 0.5 apart.
-        """
-        logits_NV = self.lm.get_output_embeddings()(hidden_NH.float())
-        return logits_NV if self.temperature == 1.0 else logits_NV / self.temperature
+        """(N, V) logits of the next token over the temperature, in float32, for sampling and scoring."""
+        head = self.lm.get_output_embeddings()
+        return head_logits(hidden_NH.float(), head.weight, head.bias, self.temperature, self.precision.head)
 
     def logprobs(self, hidden_NH: Tensor) -> Tensor:
         """(N, V) log-probabilities of the next token, `log softmax(logits)`."""
@@ -89,9 +88,22 @@ class LanguageModel(nn.Module):
     def logp_and_entropy(self, hidden_NH: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
         """(log pi(token), entropy of pi), each (N,) in nats, to be trained through."""
         head = self.lm.get_output_embeddings()
-        backward_dtype = torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
         return LogpAndEntropy.apply(hidden_NH.float(), head.weight, head.bias, token_N, self.temperature,
-                                    backward_dtype)
+                                    self.precision.head)
+
+
+def head_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float,
+                precision: str) -> Tensor:
+    """`(hidden weight^T + bias) / temperature`, (N, V), in bfloat16 up to a constant of each row: there the
+    mean row is taken from the weights, which changes no softmax. GPT-2's logits lie near -100, and the last
+    digit of a bfloat16 weight that makes most of that is worth 0.4 nats.
+    """
+    if precision == "bfloat16":
+        weight_VH = weight_VH - weight_VH.mean(0)
+    logits_NV = multiply(hidden_NH, weight_VH.t(), precision)
+    if bias_V is not None:
+        logits_NV = logits_NV.add_(bias_V)
+    return logits_NV if temperature == 1.0 else logits_NV.div_(temperature)
 
 
 class LogpAndEntropy(torch.autograd.Function):
@@ -100,18 +112,17 @@ class LogpAndEntropy(torch.autograd.Function):
         d log pi(a) / d logits = onehot(a) - pi        d H / d logits = -pi (log pi + H)
 
     Plain autograd keeps three tensors of (N, V) for it and makes two more; this keeps one. What the loss
-    does not use costs nothing. The products of the backward pass are in bfloat16 where the body's are.
+    does not use costs nothing. All three products are in the head's precision.
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, bias_V, token_N, temperature, backward_dtype):
-        logits_NV = nn.functional.linear(hidden_NH, weight_VH, bias_V)
-        logits_NV = logits_NV if temperature == 1.0 else logits_NV.div_(temperature)
+    def forward(ctx, hidden_NH, weight_VH, bias_V, token_N, temperature, precision):
+        logits_NV = head_logits(hidden_NH, weight_VH, bias_V, temperature, precision)
         p_NV = logits_NV.softmax(-1)
         logp_NV = torch.log_softmax(logits_NV, -1, out=logits_NV)
         entropy_N = formulas.entropy(p_NV, logp_NV)
         ctx.save_for_backward(hidden_NH, weight_VH, token_N, p_NV, entropy_N)
-        ctx.temperature, ctx.backward_dtype = temperature, backward_dtype
+        ctx.temperature, ctx.precision = temperature, precision
         ctx.set_materialize_grads(False)                # None for what the loss does not use
         return formulas.token_logprobs(logp_NV, token_N), entropy_N
 
@@ -130,14 +141,13 @@ class LogpAndEntropy(torch.autograd.Function):
             of_logits_NV = p_NV.mul_(-of_logp_N1).scatter_add_(1, token_N[:, None], of_logp_N1)
             if through_entropy_NV is not None:
                 of_logits_NV.add_(through_entropy_NV)
-        of_logits_NV = of_logits_NV.to(ctx.backward_dtype)
         of_hidden = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_hidden = (of_logits_NV @ weight_VH.to(ctx.backward_dtype)).float()
+            of_hidden = multiply(of_logits_NV, weight_VH, ctx.precision)
         if ctx.needs_input_grad[1]:
-            of_weight = (of_logits_NV.t() @ hidden_NH.to(ctx.backward_dtype)).float()
+            of_weight = multiply(of_logits_NV.t(), hidden_NH, ctx.precision)
         if ctx.needs_input_grad[2]:
-            of_bias = of_logits_NV.sum(0, dtype=torch.float32)
+            of_bias = of_logits_NV.sum(0)
         return of_hidden, of_weight, of_bias, None, None, None
 
 
@@ -151,7 +161,7 @@ class PolicyWithValue(LanguageModel):
 
     def __init__(self, base: LanguageModel, adapter: str | None = None, critic: bool = True):
         lm = base.lm if adapter else copy.deepcopy(base.lm)
-        super().__init__(lm, base.tokenizer, base.temperature, base.dtype, adapter)
+        super().__init__(lm, base.tokenizer, base.temperature, base.precision, adapter)
         self.value_head = None
         if critic:
             width = self.lm.get_output_embeddings().in_features

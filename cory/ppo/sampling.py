@@ -10,6 +10,9 @@ from cory.ppo import formulas
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.model import LanguageModel, positions
 
+# A look at which rows still run waits for all that a GPU was given; nothing else in sampling does.
+STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}
+
 
 class Prompts(NamedTuple):
     ids_BP: Tensor      # token ids, padded on the left with EOS
@@ -60,7 +63,8 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     total_B1 = cumulative_BV[:, -1:]
     largest_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
     threshold_B1 = (uniform_B[:, None] * total_B1).minimum(largest_B1)
-    return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
+    token_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
+    return token_B.clamp(max=logp_BV.shape[1] - 1)          # where all is NaN: `sample` finds out soon
 
 
 @torch.no_grad()
@@ -72,50 +76,61 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
     no top-p, no repetition penalty (DIFFERS: the released code samples with one and scores without), no
     suppressed EOS. `generator` is a CPU generator; each token draws B numbers from it, whichever rows
     still run. R rows are computed: once a quarter of them have ended, those are dropped, and with them
-    the columns that hold no token of any other row. Raises `UserError` where log-probabilities are NaN,
-    before anything is drawn from them.
+    the columns that hold no token of any other row. Raises `UserError` where log-probabilities are NaN.
     """
+    uniform_TB, B = None, len(prompts.ids_BP)
+    if generator is not None:
+        start = generator.get_state()
+        uniform_TB = torch.rand(max_new_tokens, B, generator=generator, dtype=torch.float64)
+        uniform_TB = uniform_TB.to(model.device)
+    with model.autocast():                      # once for all steps, so that each weight is cast once
+        sampled = sample_by(uniform_TB, model, prompts, max_new_tokens)
+    if generator is not None:                   # as if the numbers of these steps alone had been drawn
+        generator.set_state(start)
+        torch.rand(sampled.mask_BT.shape[1], B, generator=generator, dtype=torch.float64)
+    return sampled
+
+
+def sample_by(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prompts,
+              max_new_tokens: int) -> Sample:
+    """The loop of `sample`: a function of one uniform number for each token, or greedy without them."""
     B, device = len(prompts.ids_BP), model.device
-    ends = torch.tensor(model.end_ids, device=device)
-    response_BT = torch.full((B, max_new_tokens), model.tokenizer.eos_token_id, device=device)
+    eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
+    response_BT = torch.full((B, max_new_tokens), eos, device=device)
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
+    any_nan = torch.zeros((), dtype=torch.bool, device=device)
     ids, mask, position_ids = prompts.ids_BP, prompts.mask_BP, positions(prompts.mask_BP)
     cache = Cache(layer_class_to_replicate=GrowingLayer)
     for t in range(max_new_tokens):
         hidden, cache = model.body(ids, mask, position_ids, cache)
         logp_RV = model.logprobs(hidden[:, -1])
-        require_numbers(logp_RV)
-        if generator is None:
-            token_R = logp_RV.argmax(-1)
-        else:
-            uniform_B = torch.rand(B, generator=generator, dtype=torch.float64)
-            token_R = draw(logp_RV, uniform_B.to(device)[row_R])
-
-        at = row_R[running_R]
-        response_BT[at, t] = token_R[running_R]
-        mask_BT[at, t] = 1.0
-        logp_BT[at, t] = formulas.token_logprobs(logp_RV, token_R)[running_R]
+        token_R = logp_RV.argmax(-1) if uniform_TB is None else draw(logp_RV, uniform_TB[t, row_R])
+        token_R = torch.where(running_R, token_R, eos)
+        response_BT[row_R, t] = token_R
+        mask_BT[row_R, t] = running_R.float()
+        logp_BT[row_R, t] = formulas.token_logprobs(logp_RV, token_R).where(running_R, 0.0)
         running_R = running_R & ~torch.isin(token_R, ends)
-        left = int(running_R.sum())
-        if left == 0:
-            break
 
+        # one NaN or infinite logit makes a whole row of log-probabilities NaN, so that one column tells
+        any_nan = any_nan | logp_RV[:, 0].isnan().any()
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         position_ids = position_ids[:, -1:] + 1
-        if left <= 3 / 4 * len(row_R):
-            first = int(mask[running_R].argmax(1).min())
-            for layer in cache.layers:
-                layer.keep(running_R, first)
-            row_R, token_R, position_ids = row_R[running_R], token_R[running_R], position_ids[running_R]
-            mask, running_R = mask[running_R, first:], running_R[running_R]
+        if (t + 1) % STEPS_BETWEEN_LOOKS[device.type] == 0 or t + 1 == max_new_tokens:
+            first_R = mask.argmax(1).masked_fill(~running_R, mask.shape[1])
+            left, first, broken = torch.stack([running_R.sum(), first_R.min(), any_nan]).tolist()
+            if broken:
+                raise UserError("log-probability", float("nan"), "the model's logits are no numbers any "
+                                "more; go on from the last checkpoint or start anew, with a lower "
+                                "--learning_rate or --max_grad_norm 1")
+            if left == 0:
+                break
+            if left <= 3 / 4 * len(row_R):
+                keep = running_R.sort(descending=True, stable=True).indices[:left]
+                for layer in cache.layers:
+                    layer.keep(keep, first)
+                row_R, token_R, position_ids = row_R[keep], token_R[keep], position_ids[keep]
+                mask, running_R = mask[keep, first:], running_R[keep]
         ids = token_R[:, None]
-    return Sample(response_BT[:, :t + 1], mask_BT[:, :t + 1], logp_BT[:, :t + 1])
-
-
-def require_numbers(logp_RV: Tensor) -> None:
-    """One NaN or infinite logit makes a whole row of log-probabilities NaN, so that one column tells."""
-    if logp_RV[:, 0].isnan().any():
-        raise UserError("log-probability", float("nan"), "the model's logits are no numbers any more; "
-                        "go on from the last checkpoint or start anew, with a lower --learning_rate or "
-                        "--max_grad_norm 1")
+    T = int(mask_BT.sum(1).max())
+    return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])

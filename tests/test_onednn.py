@@ -7,28 +7,33 @@ import itertools
 import pytest
 import torch
 
-from cory.experiment import fast_cpu
+from cory.config import ImdbConfig
+from cory.experiment import onednn as products
+from cory.experiment.machine import prepare_device, settled
 
 onednn = pytest.mark.skipif(
-    not (
-        torch.backends.cpu.get_cpu_capability().startswith("AVX")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    ),
-    reason="this PyTorch has no oneDNN for x86: its own matrix products stay",
+    not products.AVAILABLE, reason="this PyTorch has no oneDNN for x86: its own matrix products stay"
 )
 
 
 @pytest.fixture
-def shapes(monkeypatch):
+def installed():
+    """oneDNN's products for one test, and then again what this machine takes."""
+    products.install()
+    yield
+    prepare_device(settled(ImdbConfig()))
+
+
+@pytest.fixture
+def shapes(installed, monkeypatch):
     """The shapes that oneDNN is given."""
-    fast_cpu.tune()
-    seen, original = [], fast_cpu.onednn_linear
+    seen, original = [], products.onednn_linear
 
     def recorded(x, weight, bias=None):
         seen.append((*x.shape, weight.shape[0]))
         return original(x, weight, bias)
 
-    monkeypatch.setattr(fast_cpu, "onednn_linear", recorded)
+    monkeypatch.setattr(products, "onednn_linear", recorded)
     return seen
 
 
@@ -85,7 +90,7 @@ def test_products_are_those_of_float64(shapes, dtype, atol, rtol):
         torch.testing.assert_close(
             torch.addmm(bias, a, b).double(), expected + bias.double(), atol=atol, rtol=rtol
         )
-    assert bool(shapes) == (dtype in fast_cpu.onednn_dtypes)
+    assert bool(shapes) == (dtype in products.DTYPES)
 
 
 @onednn
@@ -139,14 +144,13 @@ def test_any_number_of_tokens_meets_few_kernels(shapes):
 
 def test_the_grid_is_near():
     for n in range(1, 5000):
-        up, down = fast_cpu.grid(n), fast_cpu.grid(n, down=True)
+        up, down = products.grid(n), products.grid(n, down=True)
         assert down <= n <= up and 8 * (up - n) < n and 8 * (n - down) < n
 
 
-@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="on AMX attention stays in bfloat16")
+@pytest.mark.skipif(products.AMX, reason="on AMX attention stays in bfloat16")
 @onednn
-def test_attention_under_autocast_is_in_float32_but_for_single_queries():
-    fast_cpu.tune()
+def test_attention_under_autocast_is_in_float32_but_for_single_queries(installed):
     q, k, v = (torch.randn(2, 3, 7, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -160,3 +164,16 @@ def test_attention_under_autocast_is_in_float32_but_for_single_queries():
         assert many.dtype == torch.float32 and one.dtype == torch.bfloat16
         torch.testing.assert_close(many, plain)
         torch.testing.assert_close(one.float(), plain[:, :, -1:], atol=0.02, rtol=0.02)
+
+
+@onednn
+def test_what_was_replaced_comes_back(shapes):
+    x = torch.randn(32, 8)
+    x @ x.t()
+    assert len(shapes) == 1
+    products.remove()
+    x @ x.t()
+    assert len(shapes) == 1
+    products.install()
+    x @ x.t()
+    assert len(shapes) == 2

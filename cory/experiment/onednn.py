@@ -1,55 +1,45 @@
-"""What makes a CPU faster and changes no formula (docs/speed.md), for the whole process: PyTorch's float32
-matrix products on x86 become oneDNN's, and glibc keeps freed memory. To be without it, delete the call of
-`tune` in `machine.prepare_device`.
+"""For AMD processors with AVX-512, and no others (docs/speed.md): in the whole process, PyTorch's float32 and
+bfloat16 matrix products on the CPU (`aten::mm`, `aten::addmm`) become oneDNN's, and attention under bfloat16
+autocast is computed in float32.
+
+MKL, PyTorch's own library for float32, keeps its AVX-512 kernels for Intel's processors, where it is the
+faster one; on an AMD EPYC oneDNN is twice as fast. `--cpu_matmul` chooses (`machine.settled`); to be without
+this file, delete the call of `install` in `machine.prepare_device`.
 """
-import ctypes
 import warnings
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 from torch.library import Library
 
 overrides: list[Library] = []           # a Library's kernels live as long as it does
-onednn_dtypes = {torch.float32}
+AVAILABLE = (torch.backends.cpu.get_cpu_capability().startswith("AVX")
+             and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+AMX = torch.cpu._is_amx_tile_supported()        # where PyTorch's own bfloat16 is the faster one
+DTYPES = {torch.float32} | ({torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() and not AMX
+                            else set())
 
 
-def tune() -> None:
-    """Does all of it; a second call changes nothing."""
-    keep_freed_memory()
-    multiply_by_onednn()
+def install() -> None:
+    """Replaces the products until `remove`. Nothing happens where PyTorch has no oneDNN for x86.
 
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks, instead of handing them back to a kernel that must then zero every page
-    of each (N, V) tensor anew. No effect on other C libraries.
+    oneDNN compiles a kernel for each new shape, about 2 ms and 0.7 MiB that it never gives back. So that ever
+    new numbers of tokens do not fill the memory, `mm` and `addmm` round them to `grid`; bfloat16, which
+    PyTorch itself hands to oneDNN where the processor has it, takes the same way.
     """
-    m_trim_threshold, m_mmap_max = -1, -4                           # names of the two settings in malloc.h
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
-
-
-def multiply_by_onednn() -> None:
-    """Hands PyTorch's float32 matrix products on an x86 CPU to oneDNN, which every x86 build contains.
-
-    MKL keeps its AVX-512 kernels for Intel's processors; on an AMD EPYC oneDNN is twice as fast. But it
-    compiles a kernel for each new shape, about 2 ms and 0.7 MiB that it never gives back. So that ever new
-    numbers of tokens do not fill the memory, `mm` and `addmm` round them to `grid`; bfloat16, which PyTorch
-    itself hands to oneDNN where the processor has it, takes the same way.
-    """
-    has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    if overrides or not has_avx or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if overrides or not AVAILABLE:
         return
     overrides.append(Library("aten", "IMPL"))
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        onednn_dtypes.add(torch.bfloat16)
     with warnings.catch_warnings(action="ignore"):                  # that it replaces PyTorch's own is meant
         overrides[0].impl("mm", mm, "CPU")
         overrides[0].impl("addmm", addmm, "CPU")
-        if not torch.cpu._is_amx_tile_supported():
+        if not AMX:
             overrides[0].impl("scaled_dot_product_attention", attention_in_float32, "AutocastCPU")
+
+
+def remove() -> None:
+    """PyTorch's own products again."""
+    overrides.clear()
 
 
 def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
@@ -91,7 +81,7 @@ def attention_in_float32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor
 def for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
     """Whether oneDNN can take the product and wins by it: below 16 tokens its calls cost more."""
     tokens = a_MK.shape[1 if a_MK.stride(0) == 1 else 0]
-    return (a_MK.dtype == b_KN.dtype and a_MK.dtype in onednn_dtypes and tokens >= 16
+    return (a_MK.dtype == b_KN.dtype and a_MK.dtype in DTYPES and tokens >= 16
             and a_MK.shape[1] == b_KN.shape[0] > 0 and b_KN.shape[1] > 0)
 
 

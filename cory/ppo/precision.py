@@ -1,0 +1,36 @@
+"""Matrix products of the head: float32 in, float32 out, inputs rounded or not on the way.
+
+    float32     as they are: 24 bits of mantissa (IEEE)
+    tf32        to 11 bits, on a GPU
+    bfloat16    to 8 bits, on a GPU and on CPUs that multiply bfloat16; elsewhere as they are
+
+Sums are in float32 always. So is the result: GPT-2's logits lie near -100, where neighbouring bfloat16
+numbers are 0.5 apart. What rounding the inputs costs is in docs/speed.md.
+"""
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+NAMES = {"float32": "ieee", "tf32": "tf32", "bfloat16": "bf16"}         # PyTorch's
+
+
+def multiply(a_MK: Tensor, b_KN: Tensor, precision: str) -> Tensor:
+    """`a b` of float32 matrices, in float32."""
+    device = a_MK.device
+    with torch.autocast(device.type, enabled=False), inputs_rounded(device, precision):
+        if device.type == "cuda" and precision == "bfloat16":
+            return torch.mm(a_MK.bfloat16(), b_KN.bfloat16(), out_dtype=torch.float32)
+        return a_MK @ b_KN
+
+
+@contextmanager
+def inputs_rounded(device: torch.device, precision: str):
+    """PyTorch's setting for float32 products, for this block alone."""
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+    before = backend.fp32_precision
+    backend.fp32_precision = NAMES[precision]
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before
