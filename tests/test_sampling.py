@@ -3,8 +3,10 @@
 import pytest
 import torch
 from conftest import byte_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import LetterTokenizer, agent_of, bigram, settings
 
+from cory.config import Precision
 from cory.errors import UserError
 from cory.loading import load_language_model
 from cory.ppo import sampling
@@ -255,3 +257,64 @@ def test_a_nan_is_said_before_anything_is_drawn_from_it(greedy):
     model = bigram(logits)
     with pytest.raises(UserError, match="log-probability is nan"):
         sample(model, encode_prompts(model, ["b", "a"], 3), 3, None if greedy else generator())
+
+
+class Counted(TorchDispatchMode):
+    """Operations that make the host wait for a GPU, and casts of weights to bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.casts = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if any(part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "unique")):
+            self.waits.append(name)
+        cast = "_to_copy" in name and (kwargs or {}).get("dtype") == torch.bfloat16
+        self.casts += cast and args[0].requires_grad
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("steps", [2, 7, 100])
+def test_looks_at_the_rows_are_as_rare_as_one_likes_and_change_nothing(small, monkeypatch, steps):
+    model = load_language_model(str(small / "lm"))
+    model.lm.transformer.ln_f.bias.data += 0.5
+    model.lm.transformer.wte.weight.data[256] = 0.25            # raises the EOS logit by 4
+    prompts = encode_prompts(model, ["a", "some longer prompt", "z" * 30] * 4, 30)
+    drawn = {}
+    for every in (1, steps):
+        monkeypatch.setitem(sampling.STEPS_BETWEEN_LOOKS, "cpu", every)
+        rng = generator()
+        drawn[every] = sample(model, prompts, 30, rng), rng.get_state()
+    (one, one_state), (many, many_state) = drawn.values()
+    assert 1 < one.mask_BT.sum(1).min() + 1 < one.mask_BT.shape[1]       # rows end at different times
+    assert torch.equal(one.response_BT, many.response_BT) and torch.equal(one.mask_BT, many.mask_BT)
+    torch.testing.assert_close(one.logp_BT, many.logp_BT)
+    assert torch.equal(one_state, many_state)                   # as if no step too many had been made
+
+
+def test_nothing_between_two_looks_waits_for_a_gpu(small, monkeypatch):
+    """Counted on a CPU: `.item()`, `int(...)`, `if tensor`, and indexing by truth values."""
+    class OnGpu(GrowingLayer):
+        is_compileable = property(lambda self: True, lambda self, value: None)
+
+    monkeypatch.setattr(sampling, "GrowingLayer", OnGpu)
+    monkeypatch.setitem(sampling.STEPS_BETWEEN_LOOKS, "cpu", 100)
+    model = load_language_model(str(small / "lm"))
+    waits = {}
+    for tokens in (3, 20):
+        prompts = encode_prompts(model, ["a", "some longer prompt"] * 4, tokens)
+        with Counted() as counted:
+            sample(model, prompts, tokens, generator())
+        waits[tokens] = counted.waits
+    assert waits[3] == waits[20] and len(waits[3]) <= 3
+
+
+def test_weights_are_cast_once_for_all_tokens(small):
+    base = load_language_model(str(small / "lm"), precision=Precision("bfloat16", "float32"))
+    policy, casts = agent_of(base).policy, []
+    for tokens in (2, 12):
+        with Counted() as counted:
+            sample(policy, encode_prompts(policy, ["a", "b"], tokens), tokens, generator())
+        casts.append(counted.casts)
+    assert 0 < casts[0] == casts[1] <= 2 * 8                    # weights and biases of two layers

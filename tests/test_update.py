@@ -394,14 +394,16 @@ def test_the_learning_rate_is_that_of_the_schedule(small):
 
 
 def test_an_in_place_edit_of_the_loss_leaves_the_logged_policy_loss(small):
+    """With a critic, whose term makes a new tensor, and without one, where the loss is the policy's alone."""
     from cory.ppo.minibatches import Tokens
 
     agent, _, rollout = ragged_rollout(small)
     experience = make_experience(rollout, torch.arange(8.0), 0.1, settings())
     hidden = agent.policy.response_hidden(rollout.prompt_BP, rollout.prompt_mask_BP, rollout.response_BT)
-    hidden_NH = hidden[rollout.mask_BT.bool()]
-    loss_N, metrics = update.losses(agent.policy, hidden_NH, Tokens.of(experience), 0.1,
-                                    settings(vf_coef=0.0))
-    before = metrics["policy_loss"].clone()
-    loss_N -= 10 * metrics["entropy"]
-    assert torch.equal(metrics["policy_loss"], before)
+    hidden_NH = hidden[rollout.mask_BT.bool()].detach()
+    for value_head in (agent.policy.value_head, None):
+        agent.policy.value_head = value_head
+        loss_N, metrics = update.losses(agent.policy, hidden_NH, Tokens.of(experience), 0.1, settings())
+        before = metrics["policy_loss"].detach().clone()
+        loss_N.data -= 10
+        assert torch.equal(metrics["policy_loss"], before)

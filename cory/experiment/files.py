@@ -27,8 +27,12 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def flush(*paths: Path) -> None:
-    """Forces files, or a folder's list of entries, onto the disk."""
+    """Forces files, or a folder's list of entries, onto the disk. Windows cannot open a folder for that, and
+    flushes only what may be written to.
+    """
     for path in paths:
-        handle = os.open(path, os.O_RDONLY)
+        if os.name == "nt" and path.is_dir():
+            continue
+        handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
