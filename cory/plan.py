@@ -75,7 +75,7 @@ class Plan:
         """Bytes alive at the worst moment of each phase.
 
             state    the reference; of each agent its weights and Adam's two moments
-            sample   keys and values of all rows, at their growth once more; logits, softmax, float64 sums
+            sample   keys and values of all rows, with room to grow; logits, softmax, float64 sums
             score    five tensors of (tokens, V): two distributions, and three that the exact KL takes
             update   a gradient, saved activations, three tensors of (tokens, V), the head's gradient anew
         """
@@ -84,8 +84,7 @@ class Plan:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         per_token = 2 * config.num_hidden_layers * heads * config.hidden_size // config.num_attention_heads
         length = self.prompt + self.response
-        room = length + max(32, length // 4)
-        cache = element * self.batch * per_token * (room + length)
+        cache = element * self.batch * per_token * (length + max(32, length // 4))
         drawn = self.batch * config.vocab_size * (2 * FLOAT + DOUBLE)
         update = (FLOAT * self.weights + self.tokens * self.saved_per_token + 3 * self.logprobs
                   + FLOAT * self.head)
