@@ -146,7 +146,7 @@ def test_the_pages_flags_are_flags(folder):
     asked = [line for line in COMMANDS if line[0] == "python" and line[1] in configs]
     for _, script, *words in asked:
         words = [{"$lr": "1e-4", "$seed": "1"}.get(word, word) for word in words]
-        Parser(configs[script], allow_abbrev=False).parse(words)
+        Parser(configs[script], {}).parse(words)
     assert len(asked) >= len(BLOCKS) + 1                    # one for each file, and the sweep's
 
 

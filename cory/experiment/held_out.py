@@ -39,7 +39,9 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
         prompts = encode_prompts(model, task.pioneer_prompts(queries[at:at + rows]), limit)
         response_BT, mask_BT, _ = sample(model, prompts, limit, generator)
         real = mask_BT.bool()
-        hidden, ref_hidden = (m.response_hidden(*prompts, response_BT)[real] for m in (model, reference))
+        hidden = model.response_hidden(*prompts, response_BT)[real]
+        same = model is reference                   # the base itself, before training
+        ref_hidden = hidden if same else reference.response_hidden(*prompts, response_BT)[real]
         _, ref_logp_N, kl_N = score_tokens(model, reference, hidden, ref_hidden, response_BT[real], "full")
         kl += kl_N.sum().item()
         ref_logp += ref_logp_N.sum().item()
