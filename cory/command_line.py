@@ -1,7 +1,7 @@
 """From the command line to a `Config`: presets, flags over them, the settings of a resumed run."""
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
-from dataclasses import asdict, fields
+from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -31,11 +31,14 @@ class Parser(OneLineParser):
         super().__init__(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
         self.config_class, hints = config_class, get_type_hints(config_class)
         for f in fields(config_class):
-            hint = hints[f.name]
-            how = {"help": f.metadata.get("help", " "), "default": defaults.get(f.name, f.default)}
+            if not f.init:
+                continue
+            hint, default = hints[f.name], f.default if f.default_factory is MISSING else f.default_factory()
+            how = {"help": f.metadata.get("help", " "), "default": defaults.get(f.name, default)}
+            how |= {"required": True} if how["default"] is MISSING else {}
             if hint is bool:
                 how |= {"type": yes_or_no, "nargs": "?", "const": True}
-            elif get_origin(hint) is Literal:
+            elif get_origin(hint) is Literal and {type(word) for word in get_args(hint)} == {str}:
                 how |= {"choices": get_args(hint)}
             elif hint in (int, float, str):
                 how |= {"type": hint}
@@ -43,8 +46,8 @@ class Parser(OneLineParser):
                 raise UserError("setting", f.name, f"is of type {hint}; make it a bool, int, float, str or "
                                 "Literal of words, which a flag can give")
             self.add(f.name, f.name, **how)
-            if f.default is True:
-                self.add(f"no_{f.name}", f.name, action="store_false", default=how["default"],
+            if f.default is True and f"no_{f.name}" not in hints:
+                self.add(f"no_{f.name}", f.name, action="store_false", default=SUPPRESS,
                          help=f"the same as --{f.name} false")
 
     def add(self, flag: str, setting: str, **how) -> None:
@@ -71,7 +74,7 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     argv = sys.argv[1:] if argv is None else argv
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?", default=next(iter(presets), ""))
-    first.add_argument("--run_dir", nargs="?", default="")
+    first.add_argument("--run_dir", "--run-dir", nargs="?", default="")
     first.add_argument("--resume", nargs="?", const="true", default="false")
     known = first.parse_known_args(argv)[0]
     if known.resume.lower() in YES:

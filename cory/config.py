@@ -140,6 +140,7 @@ class Config:
     @property
     def storage(self) -> str:
         """What the base is kept in: 4bit, or bfloat16 where LoRA freezes it, or float32."""
+        self.require("dtype", self.dtype != "auto", "let the machine choose: machine.settled(cfg)")
         frozen = "4bit" if self.load_in_4bit else "bfloat16" if self.dtype == "bfloat16" else "float32"
         return frozen if self.lora else "float32"
 
@@ -285,6 +286,10 @@ GSM8K_PRESETS = {
 }
 
 
+# What older versions did without saying so: their config.json lacks these.
+BEFORE_THEY_WERE_SETTINGS = {"head_precision": "float32", "cpu_matmul": "onednn"}
+
+
 def load_config(run_dir: Path) -> Config:
     """The settings a run was started with. Raises `UserError`."""
     saved = read_config(run_dir)
@@ -308,7 +313,7 @@ def read_config(run_dir: Path) -> dict:
         raise not_this_version(run_dir, error) from error
     if missing:
         raise not_this_version(run_dir, f"it lacks {', '.join(sorted(missing))}")
-    return saved
+    return BEFORE_THEY_WERE_SETTINGS | saved
 
 
 def not_this_version(run_dir: Path, why) -> UserError:

@@ -21,7 +21,7 @@ from cory.config import Config, load_config, read_config
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment.files import append_jsonl, read_jsonl, replace_text
 from cory.experiment.held_out import EVALUATION_SEED, answer, require_same_reward, rows_at_once, with_metrics
-from cory.experiment.machine import prepare_device, settled
+from cory.experiment.machine import prepare_device, settled_anew
 from cory.experiment.plots import draw_pass_at_k
 from cory.experiment.run import find_task
 from cory.experiment.tables import pass_at_k_table
@@ -84,7 +84,7 @@ def evaluate_run(run_dir: Path, cfg: Config, args: argparse.Namespace, base_from
                 "temperature": cfg.temperature, "rows": rows, "max_response_length": cfg.max_response_length}
     folder = run_dir / "evaluation"
     require_same_evaluation(folder, settings)
-    cfg = settled(cfg)                          # a run of an older version may hold an auto
+    cfg = settled_anew(cfg)                     # the run may have been trained on another kind of machine
     device = prepare_device(cfg)
     base = load_language_model(cfg.model, cfg.temperature, cfg.precision, device, cfg.storage)
     task = task_class(replace(cfg, eval_queries=queries), data, base)

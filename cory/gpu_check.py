@@ -30,10 +30,10 @@ QUICK = "--iterations 3 --eval_every 0 --save_every 0 --eval_queries 16 --wandb 
 
 
 def passes(*command: str) -> str:
-    """Runs `python COMMAND` in the repository. Returns its last line, or how it failed."""
+    """Runs `python COMMAND` in the repository. Returns its last result, or how it failed."""
     print("$ python", *command, flush=True)
     done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    lines = done.stdout.strip().splitlines() or [""]
+    lines = [line for line in done.stdout.splitlines() if line and not line.startswith("written to")] or [""]
     return lines[-1] if done.returncode == 0 else f"FAILED with status {done.returncode}: {lines[-1]}"
 
 
@@ -60,12 +60,14 @@ def waits(model: str, device: str, tokens: int) -> int | None:
     with warnings.catch_warnings(record=True, action="always") as caught:
         sample(lm, prompts, tokens, torch.Generator().manual_seed(0))
     torch.cuda.set_sync_debug_mode("default")
+    del lm, prompts
+    torch.cuda.empty_cache()                                            # the benchmarks need the room
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
-def measured(model: str, method: str, dtype: str, sizes: list[str]) -> list[str]:
+def measured(model: str, method: str, dtype: str, head: str, sizes: list[str]) -> list[str]:
     """Cells of one run of the benchmark: seconds in all and by phase, peak memory, share of the floor."""
-    flags = ["--method", method, "--dtype", dtype, "--iterations", "4", *sizes]
+    flags = ["--method", method, "--dtype", dtype, "--head_precision", head, "--iterations", "4", *sizes]
     last = passes("-m", "cory.benchmark", model, *flags)
     if last.startswith("FAILED"):
         return [last]
@@ -102,10 +104,13 @@ def main(argv: list[str] | None = None) -> None:
         columns = ["method, dtype", "s per iteration", "sample", "score", "update", "peak GiB",
                    "share of the floor"]
         lines += ["", f"| {' | '.join(columns)} |", "|---" + "|--:" * 6 + "|"]
-        sizes = ["--batch", str(args.batch), "--minibatch", str(args.batch), "--response", "15", *on]
+        batch = str(args.batch)
+        sizes = ["--batch", batch, "--minibatch", batch, "--response", "15", "--kl", "full", *on]
         for method, dtype in product(("ppo", "cory"), args.dtypes):
-            cells = measured(model, method, dtype, sizes)
-            lines.append(f"| {method}, {dtype} | {' | '.join(cells)} |")
+            for head in ("auto", "bfloat16") if (dtype, args.device) == ("bfloat16", "cuda") else ("auto",):
+                cells = measured(model, method, dtype, head, sizes)
+                what = f"{method}, {dtype}" + (f", head in {head}" if head != "auto" else "")
+                lines.append(f"| {what} | {' | '.join(cells)} |")
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"\n{name}, torch {torch.__version__}, GPT-2 shape {args.shape}, batch {args.batch}")
     print("\n".join(lines))

@@ -2,8 +2,9 @@
 
     python -m cory.plan gpt2-large gpt2-xl --batch 256
 
-Counts are of the tensors that this code makes, for full training of every weight (docs/gpu.md compares them
-with a measured peak). A model is one of the shapes below, a local folder with a config.json, or a Hub name.
+Counts are of the tensors that this code makes, for full training of every weight, without the reward model
+and what Python and CUDA take for themselves. A model is one of the shapes below, a local folder with a
+config.json, or a Hub name.
 """
 import argparse
 import copy
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig
 
 from cory.command_line import OneLineParser
 from cory.errors import UserError, exit_on_user_error
@@ -25,7 +26,6 @@ SHAPES = {
     "gpt2": GPT2Config(**GELU),
     "gpt2-large": GPT2Config(n_layer=36, n_embd=1280, n_head=20, **GELU),
     "gpt2-xl": GPT2Config(n_layer=48, n_embd=1600, n_head=25, **GELU),
-    "llama2-7b": LlamaConfig(),
 }
 CARDS = [16, 24, 40, 48, 80, 96, 141, 180, 288]         # GB, as they are sold
 GIB, GB = 2**30, 1e9

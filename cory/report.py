@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Sequence
 
 from cory.command_line import OneLineParser
+from cory.config import read_config
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment.files import read_jsonl
 from cory.experiment.groups import grouped
@@ -67,7 +68,7 @@ def require_same_settings(run_dirs: list[Path], configs: list[dict], by: Sequenc
 def read_run(run_dir: Path) -> tuple[dict, list[dict], dict]:
     """config.json, the rows of metrics.jsonl and eval.json of a finished run. Raises `UserError`."""
     try:
-        config, held_out = (json.loads((run_dir / name).read_text()) for name in ("config.json", "eval.json"))
+        config, held_out = read_config(run_dir), json.loads((run_dir / "eval.json").read_text())
         rows = read_jsonl(run_dir / "metrics.jsonl")
         if not rows or not all(held_out[name] for name in ("base", *config["agents"])):
             raise ValueError("no metrics in it")

@@ -50,7 +50,7 @@ def tuned():
     """What every run sets for its whole process, from the first test on: else their order would decide
     which code they run.
     """
-    prepare_device(settled(ImdbConfig()))
+    prepare_device(settled(ImdbConfig(device="cpu")))
 
 
 @pytest.fixture(autouse=True)

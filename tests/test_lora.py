@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def config(**changes) -> Gsm8kConfig:
             **changes,
         }
     )
-    return settled(cfg)
+    return settled(replace(cfg, device="cpu"))
 
 
 def two_agents(name, cfg):

@@ -2,6 +2,7 @@
 
 import ast
 import ctypes
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,9 +13,21 @@ from toys import settings
 
 import cory
 import train_imdb
+from cory.config import load_config
 from cory.errors import UserError
 from cory.experiment import files, machine
-from cory.experiment.machine import Processor, choose_device, described, peak_memory, prepare_device, settled
+from cory.experiment.machine import (
+    Processor,
+    choose_device,
+    described,
+    peak_memory,
+    prepare_device,
+    settled,
+    settled_anew,
+)
+from cory.loading import load_language_model
+from cory.ppo.precision import multiply
+from cory.ppo.sampling import encode_prompts, sample
 
 EPYC = Processor("AMD EPYC", True, ["AVX-512", "bfloat16"])
 OLD_AMD = Processor("AMD Ryzen", True, [])
@@ -35,30 +48,73 @@ def test_a_processor_decides_by_what_it_is(monkeypatch, cpu, dtype, head, matmul
     cfg = settled(settings(dtype=dtype, device="cpu"))
     wanted = "float32" if dtype == "auto" else dtype
     assert (cfg.dtype, cfg.head_precision, cfg.cpu_matmul) == (wanted, head, matmul)
-    monkeypatch.setattr(machine, "processor", lambda: OLD_AMD if cpu is not OLD_AMD else EPYC)
+    monkeypatch.setattr(machine, "processor", lambda: EPYC if cpu is not EPYC else AMX)
     assert settled(cfg) == cfg                          # once settled, no machine decides again
 
 
-@pytest.mark.parametrize("dtype, has_bfloat16, expected", [
-    ("auto", True, ("bfloat16", "tf32")), ("auto", False, ("float32", "float32")),
-    ("float32", True, ("float32", "float32")), ("tf32", True, ("tf32", "tf32")),
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of a compute capability; PyTorch imitates bfloat16 on those that lack it."""
+    def of(capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                            lambda including_emulation=True: including_emulation or capability >= (8, 0))
+    return of
+
+
+@pytest.mark.parametrize("dtype, capability, expected", [
+    ("auto", (9, 0), ("bfloat16", "tf32")), ("auto", (7, 5), ("float32", "float32")),
+    ("float32", (9, 0), ("float32", "float32")), ("tf32", (8, 0), ("tf32", "tf32")),
 ])
-def test_a_gpu_decides_by_what_it_has(monkeypatch, dtype, has_bfloat16, expected):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bfloat16)
+def test_a_gpu_decides_by_what_it_has(gpu, monkeypatch, dtype, capability, expected):
+    gpu(capability)
+    monkeypatch.setattr(machine, "processor", lambda: EPYC)     # beside a GPU it multiplies nothing
     cfg = settled(settings(dtype=dtype))
-    assert (cfg.dtype, cfg.head_precision) == expected
+    assert (cfg.dtype, cfg.head_precision, cfg.cpu_matmul) == (*expected, "pytorch")
+
+
+@pytest.mark.parametrize("name, value", [("dtype", "bfloat16"), ("dtype", "tf32"),
+                                         ("head_precision", "tf32")])
+def test_what_an_old_gpu_only_imitates_is_refused(gpu, name, value):
+    gpu((7, 5))
+    with pytest.raises(UserError, match=f"{name} is '{value}': a GPU has no such arithmetic"):
+        choose_device(settings(**{name: value}))
+
+
+def test_a_run_of_a_gpu_is_evaluated_on_a_processor_and_not_resumed_there(monkeypatch):
+    monkeypatch.setattr(machine, "processor", lambda: XEON)
+    trained = settings(device="cuda", dtype="bfloat16", head_precision="tf32", cpu_matmul="pytorch")
+    here = settled_anew(trained)
+    assert (here.dtype, here.head_precision, here.cpu_matmul) == ("float32", "float32", "pytorch")
+    with pytest.raises(UserError, match="go on where the run was started"):
+        settled(settings(device="cpu", dtype="bfloat16", head_precision="tf32"))
+    of_epyc = settings(device="cpu", dtype="float32", head_precision="float32", cpu_matmul="onednn")
+    assert settled_anew(of_epyc).cpu_matmul == "pytorch"
+
+
+def test_runs_of_older_versions_go_on_as_they_began(small_flags, tmp_path):
+    """Before these were settings, every CPU multiplied by oneDNN and the head was float32."""
+    run_dir = tmp_path / "run"
+    train_imdb.main([*small_flags, "--run_dir", str(run_dir), "--iterations", "1"])
+    config = json.loads((run_dir / "config.json").read_text())
+    del config["head_precision"], config["cpu_matmul"]
+    (run_dir / "config.json").write_text(json.dumps(config))
+    cfg = load_config(run_dir)
+    assert (cfg.head_precision, cfg.cpu_matmul) == ("float32", "onednn")
 
 
 @pytest.mark.parametrize("name", ["dtype", "head_precision"])
 def test_tf32_on_a_cpu_is_refused(name):
-    with pytest.raises(UserError, match=f"{name} is 'tf32': only a GPU has it; use --{name} auto"):
+    with pytest.raises(UserError, match=f"{name} is 'tf32': this processor has no such arithmetic"):
         choose_device(settings(device="cpu", **{name: "tf32"}))
 
 
 def test_settings_that_no_machine_has_seen_have_no_precision():
-    with pytest.raises(UserError, match="dtype is 'auto': let the machine choose"):
-        settings().precision
+    for name in ("precision", "storage"):
+        with pytest.raises(UserError, match="dtype is 'auto': let the machine choose"):
+            getattr(settings(), name)
     assert settled(settings(device="cpu")).precision == ("float32", "float32")
 
 
@@ -93,7 +149,7 @@ def test_a_run_says_and_keeps_what_it_is_computed_by(small_flags, tmp_path, caps
     assert "cpu_matmul was 'onednn', now 'pytorch'" in capsys.readouterr().err
     train_imdb.main(["--run_dir", str(run_dir), "--resume", "--iterations", "2"])
     assert json.loads((run_dir / "config.json").read_text())["cpu_matmul"] == "onednn"
-    prepare_device(settled(settings()))                         # what the other tests run by
+    prepare_device(settled(settings(device="cpu")))                         # what the other tests run by
 
 
 def test_what_a_machine_lacks_is_said_where_the_settings_ask_for_it(monkeypatch):
@@ -101,7 +157,7 @@ def test_what_a_machine_lacks_is_said_where_the_settings_ask_for_it(monkeypatch)
     monkeypatch.setattr(machine.onednn, "overrides", [])
     cfg = settled(settings(device="cpu", cpu_matmul="onednn", dtype="bfloat16"))
     line = described(cfg, torch.device("cpu"))
-    assert "has no oneDNN for x86: figures differ by rounding" in line and "float32 is faster here" in line
+    assert "the settings' oneDNN: figures differ by rounding" in line and "float32 is faster here" in line
 
 
 def test_only_what_every_system_has_is_imported_at_the_start():
@@ -132,3 +188,38 @@ def test_without_unix_memory_is_not_told_and_nothing_fails(monkeypatch, tmp_path
     files.flush(tmp_path, tmp_path / "file")
     monkeypatch.undo()                                          # or pathlib would take this for Windows
     assert opened == [tmp_path / "file"]
+
+
+def test_a_build_without_onednn_is_no_obstacle(monkeypatch):
+    """As on Apple's processors, where its operations do not exist."""
+    class Without:
+        def __getattr__(self, name):
+            raise AttributeError(name)
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Without())
+    monkeypatch.delitem(sys.modules, "cory.experiment.onednn")
+    fresh = importlib.import_module("cory.experiment.onednn")
+    fresh.install()
+    assert not fresh.AVAILABLE and fresh.overrides == [] and fresh.DTYPES == {torch.float32}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA: products on a GPU were not checked")
+@pytest.mark.parametrize("precision, tolerance", [("float32", 1e-4), ("tf32", 0.05), ("bfloat16", 0.5)])
+def test_the_heads_products_on_a_gpu(precision, tolerance):
+    a, b = torch.randn(64, 256, device="cuda"), torch.randn(256, 300, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        y = multiply(a, b, precision)
+    assert y.dtype == torch.float32
+    exact = a.cpu().double() @ b.cpu().double()
+    torch.testing.assert_close(y.cpu().double(), exact, atol=tolerance, rtol=0.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA: sampling on a GPU was not checked")
+def test_a_gpu_samples_what_a_cpu_samples(small):
+    drawn = []
+    for device in ("cpu", "cuda"):
+        model = load_language_model(str(small / "lm"), device=device)
+        rng = torch.Generator().manual_seed(0)
+        sampled = sample(model, encode_prompts(model, ["a", "some longer prompt"] * 8, 20), 20, rng)
+        drawn.append((sampled.response_BT.cpu(), rng.get_state()))
+    assert torch.equal(drawn[0][0], drawn[1][0]) and torch.equal(drawn[0][1], drawn[1][1])

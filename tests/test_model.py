@@ -131,7 +131,7 @@ def test_bfloat16_keeps_the_ratio_of_an_untouched_policy_near_1(small, rounded, 
 
 
 @pytest.mark.parametrize("offset", ["one unit", "spread"])
-@pytest.mark.parametrize("head, tolerance", [("float32", 0.1), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("head, tolerance", [("float32", 0.1), ("bfloat16", 0.5)])
 def test_low_precision_keeps_log_probabilities_where_all_logits_lie_near_minus_100(
     small, rounded, head, tolerance, offset
 ):

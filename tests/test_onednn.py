@@ -21,7 +21,7 @@ def installed():
     """oneDNN's products for one test, and then again what this machine takes."""
     products.install()
     yield
-    prepare_device(settled(ImdbConfig()))
+    prepare_device(settled(ImdbConfig(device="cpu")))
 
 
 @pytest.fixture

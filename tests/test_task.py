@@ -326,9 +326,10 @@ def test_data_is_checked_before_any_model_is_loaded(small_flags, tmp_path, capsy
 def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
     from cory.experiment.machine import choose_device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old GPU")
-    with pytest.raises(UserError, match="dtype is 'bfloat16': Old GPU has no bfloat16"):
+    with pytest.raises(UserError, match="dtype is 'bfloat16': Old GPU has no such arithmetic"):
         choose_device(settings(dtype="bfloat16"))
 
 

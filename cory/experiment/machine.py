@@ -38,13 +38,24 @@ def choose_device(cfg: Config) -> torch.device:
     if cfg.device == "cuda" and not available:
         raise UserError("device", "cuda", "PyTorch sees no CUDA GPU here; use --device auto or cpu")
     device = torch.device("cuda" if available and cfg.device != "cpu" else "cpu")
-    if cfg.dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        name = torch.cuda.get_device_name()
-        raise UserError("dtype", cfg.dtype, f"{name} has no bfloat16 arithmetic; use --dtype float32")
-    for name in ("dtype", "head_precision"):
-        if device.type == "cpu" and getattr(cfg, name) == "tf32":
-            raise UserError(name, "tf32", f"only a GPU has it; use --{name} auto")
+    if device.type == "cuda":
+        name, has = torch.cuda.get_device_name(), [x for x in ("bfloat16", "tf32") if gpu_has(x)]
+    else:
+        name, has = "this processor", processor().has
+    for setting in ("dtype", "head_precision"):
+        value = getattr(cfg, setting)
+        emulated = setting == "dtype" and device.type == "cpu" and value == "bfloat16"      # slow, and right
+        if value in ("bfloat16", "tf32") and value not in has and not emulated:
+            raise UserError(setting, value, f"{name} has no such arithmetic; start with --{setting} float32, "
+                            "or go on where the run was started")
     return device
+
+
+def gpu_has(precision: str) -> bool:
+    """In hardware: PyTorch imitates bfloat16 on any card."""
+    if precision == "tf32":
+        return torch.cuda.get_device_capability() >= (8, 0)
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def settled(cfg: Config) -> Config:
@@ -57,25 +68,37 @@ def settled(cfg: Config) -> Config:
         cpu_matmul      onednn on an AMD processor with AVX-512, whom MKL serves badly; else pytorch
     """
     device, cpu = choose_device(cfg), processor()
+    on_gpu = device.type == "cuda"
     dtype, head_precision, cpu_matmul = cfg.dtype, cfg.head_precision, cfg.cpu_matmul
     if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+        dtype = "bfloat16" if on_gpu and gpu_has("bfloat16") else "float32"
     if head_precision == "auto":
-        on_gpu = "float32" if dtype == "float32" else "tf32"
-        on_cpu = dtype if "bfloat16" in cpu.has else "float32"
-        head_precision = on_gpu if device.type == "cuda" else on_cpu
+        low = "tf32" if on_gpu else "bfloat16" if "bfloat16" in cpu.has else "float32"
+        head_precision = low if dtype != "float32" else "float32"
     if cpu_matmul == "auto":
-        cpu_matmul = "onednn" if cpu.is_amd and "AVX-512" in cpu.has else "pytorch"
+        slow_mkl = not on_gpu and cpu.is_amd and "AVX-512" in cpu.has
+        cpu_matmul = "onednn" if slow_mkl else "pytorch"
     return replace(cfg, dtype=dtype, head_precision=head_precision, cpu_matmul=cpu_matmul)
+
+
+def settled_anew(cfg: Config) -> Config:
+    """For evaluating a run that was trained elsewhere: as it was trained where this machine can, else as this
+    machine would choose; by this machine's own library.
+    """
+    cfg = replace(cfg, cpu_matmul="auto")
+    try:
+        return settled(cfg)
+    except UserError:
+        return settled(replace(cfg, device="auto", dtype="auto", head_precision="auto"))
 
 
 def prepare_device(cfg: Config) -> torch.device:
     """The device of settled settings, made ready for this process. Raises `UserError` if it is not there."""
     device = choose_device(cfg)
-    if device.type == "cpu":
-        keep_freed_memory()
-    else:
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if cfg.dtype == "tf32" else "ieee"
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if cfg.dtype == "tf32" else "highest")
+        return device
+    keep_freed_memory()
     onednn.install() if cfg.cpu_matmul == "onednn" else onednn.remove()
     return device
 
@@ -84,17 +107,19 @@ def described(cfg: Config, device: torch.device) -> str:
     """Where and how settled settings are computed, for a person: one line."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {cfg.dtype}, head in {cfg.head_precision}"
-    cpu, matmul = processor(), "oneDNN" if onednn.overrides else pytorch_matmul()
+    cpu, library = processor(), "oneDNN" if onednn.overrides else float32_library()
+    if cfg.dtype == "bfloat16":
+        library = f"oneDNN, in float32 by {library}"
     line = (f"{cpu.name} ({', '.join(cpu.has) or 'no AVX-512'}), {torch.get_num_threads()} threads, "
-            f"{cfg.dtype}, head in {cfg.head_precision}, products by {matmul}")
+            f"{cfg.dtype}, head in {cfg.head_precision}, products by {library}")
     if cfg.cpu_matmul == "onednn" and not onednn.overrides:
-        line += ", since this PyTorch has no oneDNN for x86: figures differ by rounding"
+        line += ", which this PyTorch has in place of the settings' oneDNN: figures differ by rounding"
     if cfg.dtype == "bfloat16" and "bfloat16" not in cpu.has:
         line += ". It has no arithmetic in bfloat16: float32 is faster here"
     return line
 
 
-def pytorch_matmul() -> str:
+def float32_library() -> str:
     """The library behind PyTorch's float32 matrix products on this CPU."""
     return "MKL" if torch.backends.mkl.is_available() else "PyTorch's BLAS"
 

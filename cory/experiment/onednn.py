@@ -16,8 +16,9 @@ overrides: list[Library] = []           # a Library's kernels live as long as it
 AVAILABLE = (torch.backends.cpu.get_cpu_capability().startswith("AVX")
              and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
 AMX = torch.cpu._is_amx_tile_supported()        # where PyTorch's own bfloat16 is the faster one
-DTYPES = {torch.float32} | ({torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() and not AMX
-                            else set())
+DTYPES = {torch.float32}
+if AVAILABLE and not AMX and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    DTYPES.add(torch.bfloat16)
 
 
 def install() -> None:

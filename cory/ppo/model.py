@@ -94,12 +94,7 @@ class LanguageModel(nn.Module):
 
 def head_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float,
                 precision: str) -> Tensor:
-    """`(hidden weight^T + bias) / temperature`, (N, V), in bfloat16 up to a constant of each row: there the
-    mean row is taken from the weights, which changes no softmax. GPT-2's logits lie near -100, and the last
-    digit of a bfloat16 weight that makes most of that is worth 0.4 nats.
-    """
-    if precision == "bfloat16":
-        weight_VH = weight_VH - weight_VH.mean(0)
+    """`(hidden weight^T + bias) / temperature`, (N, V)."""
     logits_NV = multiply(hidden_NH, weight_VH.t(), precision)
     if bias_V is not None:
         logits_NV = logits_NV.add_(bias_V)

@@ -2,10 +2,10 @@
 
     float32     as they are: 24 bits of mantissa (IEEE)
     tf32        to 11 bits, on a GPU
-    bfloat16    to 8 bits, on a GPU and on CPUs that multiply bfloat16; elsewhere as they are
+    bfloat16    to 8 bits, on a GPU and on CPUs that multiply bfloat16; other CPUs leave them as they are
 
 Sums are in float32 always. So is the result: GPT-2's logits lie near -100, where neighbouring bfloat16
-numbers are 0.5 apart. What rounding the inputs costs is in docs/speed.md.
+numbers are 0.5 apart. What rounding the inputs does to log-probabilities is in docs/gpu.md.
 """
 from contextlib import contextmanager
 
@@ -18,10 +18,11 @@ NAMES = {"float32": "ieee", "tf32": "tf32", "bfloat16": "bf16"}         # PyTorc
 def multiply(a_MK: Tensor, b_KN: Tensor, precision: str) -> Tensor:
     """`a b` of float32 matrices, in float32."""
     device = a_MK.device
-    with torch.autocast(device.type, enabled=False), inputs_rounded(device, precision):
-        if device.type == "cuda" and precision == "bfloat16":
+    with torch.autocast(device.type, enabled=False):
+        if device.type == "cuda" and precision == "bfloat16":       # has no gradient: `LogpAndEntropy` has
             return torch.mm(a_MK.bfloat16(), b_KN.bfloat16(), out_dtype=torch.float32)
-        return a_MK @ b_KN
+        with inputs_rounded(device, precision):
+            return a_MK @ b_KN
 
 
 @contextmanager

@@ -8,9 +8,10 @@ from transformers.cache_utils import Cache
 from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.cache import GrowingLayer
+from cory.ppo.minibatches import longest
 from cory.ppo.model import LanguageModel, positions
 
-# A look at which rows still run waits for all that a GPU was given; nothing else in sampling does.
+# A look at which rows still run waits for all that a GPU was given; between two looks nothing does.
 STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}
 
 
@@ -132,5 +133,5 @@ def sample_by(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prompts,
                 row_R, token_R, position_ids = row_R[keep], token_R[keep], position_ids[keep]
                 mask, running_R = mask[keep, first:], running_R[keep]
         ids = token_R[:, None]
-    T = int(mask_BT.sum(1).max())
+    T = longest(mask_BT)
     return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])
