@@ -4,6 +4,7 @@ from typing import Callable
 from torch import Tensor
 
 from cory.config import Config
+from cory.errors import UserError
 from cory.experiment.run import Run, Turn
 from cory.ppo.rollout import Rollout, collect_rollout
 from cory.ppo.update import ppo_update
@@ -24,6 +25,35 @@ def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | float, 
     task_reward stays the task's own.
     """
     return reward_B + cfg.partner_reward * partner_reward_B
+
+
+def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Tensor | float, Tensor | float]:
+    """What pioneer and observer add for their partner, each (B,): `--partner_term`.
+
+    The gradient of an agent's expected score is `E[grad log pi(a | s) score]`, and a term that does not depend
+    on `a`, given `s`, adds nothing to it, only variance. So for the observer, who acts on (s0, a1), the
+    partner's reward r(s0, a1) is such a term. For the pioneer all that matters of r(s0, a2) is its mean
+
+        E[r(s0, a2) | s0, a1] = Q(s0, a1)        Var[r(s0, a2)] = Var[Q] + E[Var[r(s0, a2) | s0, a1]]
+
+    of which one drawn a2 is a sample: the same expected gradient, with the last term's noise on top.
+
+        sampled             r(s0, a2) to the pioneer, r(s0, a1) to the observer (paper)
+        sampled_to_pioneer  r(s0, a2) to the pioneer, nothing to the observer
+        critic              V(s0, a1) to the pioneer, r(s0, a1) to the observer
+        critic_to_pioneer   V(s0, a1) to the pioneer, nothing to the observer
+
+    V is the observer's critic at the end of its prompt, before it answers: Q as far as the critic has learned
+    it, less what else it predicts, the observer's KL penalty; the observer's own term, which the critic
+    learns along, is taken out. A biased stand-in without that noise: while V = 0 the pioneer is on its own.
+    """
+    to_observer = 0.0 if cfg.partner_term.endswith("to_pioneer") else r1
+    if cfg.partner_term.startswith("sampled"):
+        return r2, to_observer
+    if a2.value_BT is None:
+        raise UserError("partner_term", cfg.partner_term, "needs a critic; use an advantage that asks for value_BT")
+    value_B = a2.value_BT[:, 0].to(r2)
+    return value_B - cfg.partner_reward * to_observer, to_observer
 
 
 @trains("llm1")
@@ -69,8 +99,9 @@ def train_cory(run: Run) -> None:
 
         r1 = task.reward(queries, a1.text)
         r2 = task.reward(queries, a2.text)
-        score1 = score(a1, r1, r2, cfg)
-        score2 = score(a2, r2, r1, cfg)
+        for_pioneer, for_observer = partner_terms(r1, r2, a2, cfg)
+        score1 = score(a1, r1, for_pioneer, cfg)
+        score2 = score(a2, r2, for_observer, cfg)
 
         update1 = ppo_update(pioneer, a1, score1, iteration, cfg)
         update2 = ppo_update(observer, a2, score2, iteration, cfg)

@@ -1,0 +1,88 @@
+"""Pictures of a study, as PNG and PDF: curves with intervals, the frontier, differences to the baseline."""
+from pathlib import Path
+
+import numpy as np
+
+from cory.experiment.plots import COLORS, MARKERS, grid, legend, look
+from cory.studies.definitions import Study
+from cory.studies.results import NAMES, Result, by_variant, differences
+from cory.studies.statistics import interval
+
+
+def draw(study: Study, results: list[Result], out: Path) -> list[Path]:
+    """Every picture that the finished runs allow, for each task. Returns the PNG files."""
+    written = []
+    for task in study.tasks:
+        groups = by_variant(results, task)
+        if not groups:
+            continue
+        pictures = {"curves": curves, "frontier": frontier}
+        if study.baseline in groups and len(groups) > 1:
+            pictures["differences"] = forest
+        for name, picture in pictures.items():
+            path = out / f"{name}_{task}.png"
+            figure = picture(groups, study, task)
+            figure.savefig(path, dpi=130)
+            figure.savefig(path.with_suffix(".pdf"))
+            written.append(path)
+    return written
+
+
+def label_of(variant: str, of_seed: dict[int, Result]) -> str:
+    return f"{variant} (n = {len(of_seed)})"
+
+
+def curves(groups: dict[str, dict[int, Result]], study: Study, task: str):
+    """Held-out reward, KL and combined reward against iterations: mean of seeds, band of its 95% interval."""
+    figure, axes = grid(3, 3, 4.2, 3.2, below=0.3 + 0.12 * len(groups))
+    for i, of_seed in enumerate(groups.values()):
+        pairs = [run.pair for run in of_seed.values()]
+        shared = sorted(set.intersection(*({p.iteration for p in pair} for pair in pairs)))
+        for axis, name in zip(axes, ("reward", "kl", "combined"), strict=True):
+            table = np.array([[getattr(p, name) for p in pair if p.iteration in shared] for pair in pairs])
+            axis.plot(shared, table.mean(0), **look(i), **MARKERS[""])
+            low, high = zip(*(interval(column) for column in table.T), strict=True)
+            axis.fill_between(shared, low, high, color=look(i)["color"], alpha=0.15, linewidth=0)
+    for axis, title in zip(axes, (NAMES[task], "KL per response (nats)", "combined reward"), strict=True):
+        axis.set(title=title, xlabel="iteration")
+    figure.suptitle(f"{task}, held out, mean of a run's agents: mean of n seeds and its 95% interval")
+    legend(figure, {label_of(*group): look(i) for i, group in enumerate(groups.items())})
+    return figure
+
+
+def frontier(groups: dict[str, dict[int, Result]], study: Study, task: str):
+    """Held-out reward against KL: pale lines along training, one marked point at each variant's end."""
+    figure, (axis,) = grid(1, 1, 7, 4.6, below=0.3 + 0.15 * len(groups))
+    looks = {}
+    for i, (variant, of_seed) in enumerate(groups.items()):
+        for run in of_seed.values():
+            axis.plot([p.kl for p in run.pair], [p.reward for p in run.pair], color=look(i)["color"], alpha=0.2,
+                      linewidth=0.8)
+        last = [run.pair[-1] for run in of_seed.values()]
+        looks[label_of(variant, of_seed)] = {**look(i), "linestyle": "", "markersize": 9, **MARKERS[""]}
+        axis.plot(np.mean([p.kl for p in last]), np.mean([p.reward for p in last]),
+                  **looks[label_of(variant, of_seed)], zorder=3)
+    axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
+             title=f"{task}, held out: along training, and where each variant ends")
+    legend(figure, looks)
+    return figure
+
+
+def forest(groups: dict[str, dict[int, Result]], study: Study, task: str):
+    """Each variant less the baseline, paired by seed, with 95% intervals."""
+    names = [variant for variant in groups if variant != study.baseline]
+    found = [differences(groups, study, variant) for variant in names]
+    titles = {"reward": NAMES[task], "reward at equal KL": f"{NAMES[task]} at equal KL",
+              "kl": "KL per response (nats)"}
+    figure, axes = grid(3, 3, 4.2, 1.2 + 0.35 * len(names), below=0.3)
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        for y, difference in enumerate(d[key] for d in found):
+            decided = difference.verdict in ("higher", "lower")
+            axis.plot([difference.low, difference.high], [y, y], color=COLORS[0], linewidth=2)
+            axis.plot(difference.mean, y, marker="o", color=COLORS[0], markersize=7,
+                      markerfacecolor=COLORS[0] if decided else "white")
+        axis.axvline(0, color="gray", linewidth=1)
+        axis.set(title=title, ylim=(len(names) - 0.5, -0.5))
+        axis.set_yticks(range(len(names)), names if axis is axes[0] else [""] * len(names))
+    figure.suptitle(f"{task}: less {study.baseline}, paired by seed, 95% intervals (hollow: not decided)")
+    return figure

@@ -1,0 +1,77 @@
+"""Differences between variants, paired by seed: runs of one seed see the same queries, in training and held out.
+
+Sources: Agarwal et al., arXiv:2108.13264 (few runs: intervals, probability of improvement); Henderson et al.,
+arXiv:1709.06560 (seeds). Intervals are scipy's bootstrap.
+"""
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import bootstrap
+
+LEVEL, RESAMPLES = 0.95, 9999
+LEAST_SEEDS = 3                         # below, an interval says nothing and none is given
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A variant less the baseline, over the seeds that both have."""
+    mean: float
+    low: float                          # 95% interval of the mean; NaN below three seeds
+    high: float
+    improved: float                     # share of seeds in which the variant is higher, ties half
+    seeds: int
+
+    @property
+    def verdict(self) -> str:
+        """`higher` or `lower` only where the interval leaves 0 out."""
+        if self.low > 0:
+            return "higher"
+        return "lower" if self.high < 0 else f"not decided with {self.seeds} seeds"
+
+    def __str__(self):
+        if self.seeds == 0:
+            return "never comparable"
+        interval = "" if np.isnan(self.low) else f" [{self.low:+.2f}, {self.high:+.2f}]"
+        return f"{self.mean:+.2f}{interval}"
+
+
+def interval(x: np.ndarray) -> tuple[float, float]:
+    """95% interval of the mean, by the percentile bootstrap; (NaN, NaN) below three values."""
+    if len(x) < LEAST_SEEDS:
+        return float("nan"), float("nan")
+    if np.ptp(x) == 0:
+        return float(x[0]), float(x[0])
+    found = bootstrap((x,), np.mean, confidence_level=LEVEL, n_resamples=RESAMPLES, method="percentile",
+                      rng=np.random.default_rng(0))
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def difference(variant: dict[int, float], baseline: dict[int, float]) -> Difference:
+    """{seed: figure} of two variants; a figure that is NaN leaves its seed out."""
+    both = [seed for seed in variant if seed in baseline and np.isfinite(variant[seed] - baseline[seed])]
+    x = np.array([variant[seed] - baseline[seed] for seed in both])
+    if not len(x):
+        return Difference(float("nan"), float("nan"), float("nan"), float("nan"), 0)
+    improved = float(np.mean((x > 0) + 0.5 * (x == 0)))
+    return Difference(float(x.mean()), *interval(x), improved, len(x))
+
+
+def at(curve: list[tuple[float, float]], x: float) -> float:
+    """The curve's y where it first reaches x, between its points linear; NaN where it never does."""
+    for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):
+        if min(x0, x1) <= x <= max(x0, x1):
+            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return float("nan")
+
+
+def at_equal(one: dict[int, list[tuple[float, float]]],
+             other: dict[int, list[tuple[float, float]]]) -> tuple[dict[int, float], dict[int, float]]:
+    """{seed: y} of both at the largest x that both curves of the seed reach: reward at equal KL, or at equal
+    compute, where x is KL or responses trained on.
+    """
+    ys = {}, {}
+    for seed in one.keys() & other.keys():
+        x = min(max(point[0] for point in curve) for curve in (one[seed], other[seed]))
+        for found, curve in zip(ys, (one[seed], other[seed]), strict=True):
+            found[seed] = at(curve, x)
+    return ys
