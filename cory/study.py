@@ -4,8 +4,8 @@
     python -m cory.study variance --quick --tasks gsm8k
     python -m cory.study ablations --preset gpt2-large --seeds 3 --dry_run      # the commands, for a cluster
 
-What follows `--` goes to every run: `python -m cory.study curves -- --iterations 20`. A finished run is not made
-again, an interrupted one goes on, a failed one is reported and the others go on.
+What follows `--` goes to every run: `python -m cory.study curves -- --iterations 20`. A finished run is
+not made again, an interrupted one goes on, a failed one is reported and the others go on.
 """
 import argparse
 import shlex

@@ -30,9 +30,9 @@ def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | float, 
 def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Tensor | float, Tensor | float]:
     """What pioneer and observer add for their partner, each (B,): `--partner_term`.
 
-    The gradient of an agent's expected score is `E[grad log pi(a | s) score]`, and a term that does not depend
-    on `a`, given `s`, adds nothing to it, only variance. So for the observer, who acts on (s0, a1), the
-    partner's reward r(s0, a1) is such a term. For the pioneer all that matters of r(s0, a2) is its mean
+    The gradient of an agent's expected score is `E[grad log pi(a | s) score]`. A term that does not depend on
+    `a`, given `s`, adds nothing to it but variance: for the observer, who acts on (s0, a1), the partner's
+    reward r(s0, a1) is such a term. For the pioneer all that matters of r(s0, a2) is its mean
 
         E[r(s0, a2) | s0, a1] = Q(s0, a1)        Var[r(s0, a2)] = Var[Q] + E[Var[r(s0, a2) | s0, a1]]
 
@@ -51,7 +51,8 @@ def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Ten
     if cfg.partner_term.startswith("sampled"):
         return r2, to_observer
     if a2.value_BT is None:
-        raise UserError("partner_term", cfg.partner_term, "needs a critic; use an advantage that asks for value_BT")
+        way_out = "needs a critic; use an advantage that asks for value_BT"
+        raise UserError("partner_term", cfg.partner_term, way_out)
     value_B = a2.value_BT[:, 0].to(r2)
     return value_B - cfg.partner_reward * to_observer, to_observer
 

@@ -9,20 +9,22 @@ from cory.studies import statistics as st
 
 
 def test_differences_are_paired_by_seed():
-    # seeds 0, 1, 2: +1, +1, +1 although the two spread by 10; seed 3 is of one variant alone
-    d = st.difference({0: 1.0, 1: 11.0, 2: 21.0, 3: 5.0}, {0: 0.0, 1: 10.0, 2: 20.0})
-    assert (d.mean, d.low, d.high, d.improved, d.seeds) == (1.0, 1.0, 1.0, 1.0, 3)
+    # seeds 0 to 4: +1 each, although they spread by 40; seed 5 is of one variant alone
+    d = st.difference({i: 10.0 * i + 1 for i in range(6)}, {i: 10.0 * i for i in range(5)})
+    assert (d.mean, d.low, d.high, d.improved, d.seeds) == (1.0, 1.0, 1.0, 1.0, 5)
     assert d.verdict == "higher" and str(d) == "+1.00 [+1.00, +1.00]"
 
 
 def test_no_verdict_where_the_interval_holds_0_or_seeds_are_few():
-    d = st.difference({0: 1.0, 1: -1.0, 2: 0.5}, {0: 0.0, 1: 0.0, 2: 0.0})
-    assert d.low < 0 < d.high and d.verdict == "not decided with 3 seeds" and d.improved == pytest.approx(2 / 3)
-    two = st.difference({0: 1.0, 1: 1.0}, {0: 0.0, 1: 0.0})
-    assert math.isnan(two.low) and two.verdict == "not decided with 2 seeds" and str(two) == "+1.00"
+    zero = dict.fromkeys(range(5), 0.0)
+    d = st.difference({0: 1.0, 1: -1.0, 2: 0.5, 3: -0.2, 4: 0.0}, zero)
+    assert d.low < 0 < d.high and d.verdict == "not decided with 5 seeds"
+    assert d.improved == pytest.approx((2 + 0.5) / 5)               # a tie counts half
+    four = st.difference({i: 1.0 for i in range(4)}, zero)
+    assert math.isnan(four.low) and four.verdict == "not decided with 4 seeds" and str(four) == "+1.00"
     none = st.difference({0: math.nan}, {0: 1.0})
     assert none.seeds == 0 and str(none) == "never comparable" and none.verdict.startswith("not decided")
-    assert st.difference({0: -1.0, 1: -2.0, 2: -3.0}, {0: 0.0, 1: 0.0, 2: 0.0}).verdict == "lower"
+    assert st.difference({i: -1.0 - i for i in range(5)}, zero).verdict == "lower"
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says():

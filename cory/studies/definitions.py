@@ -25,8 +25,8 @@ PPO, CORY = "--method ppo", "--method cory"
 
 STUDIES = {
     "curves": Study(
-        "Figures 3 to 5: CORY's task reward equals PPO's or is higher, at less than half of its KL; its combined "
-        "reward rises where PPO's falls.",
+        "Figures 3 to 5: CORY's task reward equals PPO's or is higher, at less than half of its KL; its "
+        "combined reward rises where PPO's falls.",
         {"ppo": PPO, "cory": CORY}, "ppo", seeds=10, quick=("ppo", "cory")),
     "frontier": Study(
         "Figure 2c: CORY's frontier of reward against KL, over eta, lies above PPO's.",
@@ -34,8 +34,8 @@ STUDIES = {
          for eta in ("0", "0.3", "1", "3") for method in ("ppo", "cory")},
         "ppo, eta x 1", quick=("ppo, eta x 0", "cory, eta x 0", "ppo, eta x 1", "cory, eta x 1")),
     "ablations": Study(
-        "Figure 6: without knowledge transfer reward is unstable and KL higher; without role exchange KL is much "
-        "higher and the observer clearly below the pioneer.",
+        "Figure 6: without knowledge transfer reward is unstable and KL higher; without role exchange KL is "
+        "much higher and the observer clearly below the pioneer.",
         {"cory": CORY, "no transfer": f"{CORY} --knowledge_transfer false",
          "no exchange": f"{CORY} --role_exchange_every 0",
          **{f"T_REx {n}": f"{CORY} --role_exchange_every {n}" for n in (1, 2, 10)},
@@ -57,18 +57,19 @@ STUDIES = {
     "controls": Study(
         "What the paper lacks: is CORY's effect that of its compute, of its doubled reward, or of noise?",
         {"cory": CORY, "ppo": PPO, "ppo, twice the iterations": f"{PPO} --iterations iterations*2",
-         "ppo, twice the batch": f"{PPO} --batch_size batch_size*2 --mini_batch_size mini_batch_size*2",
+         "ppo, twice the batch":
+             f"{PPO} --batch_size batch_size*2 --mini_batch_size mini_batch_size*2",
          "cory, twice eta": f"{CORY} --init_kl_coef init_kl_coef*2",
          "ppo, a partner's noise": "--method cory.studies.loops:train_noisy_ppo"},
         "cory", quick=("cory", "ppo", "cory, twice eta"), compute={"ppo, twice the batch": 2.0}),
     "released": Study(
-        "Which habits of the released code (protocol: score normalisation, dropout, resets, a repetition penalty "
-        "while sampling) move CORY's result, one by one.",
+        "Which habits of the released code move CORY's result: normalised scores, dropout, resets, a "
+        "repetition penalty while sampling; one by one.",
         {"cory": CORY, "resets": f"{CORY} --reset_on_exchange true",
          "scores normalised": "--method cory.studies.loops:train_normalised_cory",
          "dropout": "--method cory.studies.loops:train_dropout_cory",
          "repetition penalty 1.1": "--method cory.studies.loops:train_penalised_cory"},
-        "cory", quick=("cory", "scores normalised")),
+        "cory", tasks=("imdb",), quick=("cory", "scores normalised")),
     "variance": Study(
         "Is it the noise of the partner's sampled reward that costs CORY its reward?",
         {"cory": CORY, "ppo": PPO, "observer on its own reward": f"{CORY} --partner_term sampled_to_pioneer",

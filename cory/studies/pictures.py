@@ -56,8 +56,8 @@ def frontier(groups: dict[str, dict[int, Result]], study: Study, task: str):
     looks = {}
     for i, (variant, of_seed) in enumerate(groups.items()):
         for run in of_seed.values():
-            axis.plot([p.kl for p in run.pair], [p.reward for p in run.pair], color=look(i)["color"], alpha=0.2,
-                      linewidth=0.8)
+            axis.plot([p.kl for p in run.pair], [p.reward for p in run.pair], color=look(i)["color"],
+                      alpha=0.2, linewidth=0.8)
         last = [run.pair[-1] for run in of_seed.values()]
         looks[label_of(variant, of_seed)] = {**look(i), "linestyle": "", "markersize": 9, **MARKERS[""]}
         axis.plot(np.mean([p.kl for p in last]), np.mean([p.reward for p in last]),

@@ -82,8 +82,8 @@ def mean_with_interval(values: list[float]) -> str:
 
 
 def final_table(groups: dict[str, dict[int, Result]], task: str) -> list[str]:
-    lines = [f"| variant | seeds | {NAMES[task]}, mean of agents | LLM1 | LLM2 | KL | combined reward | collapsed |",
-             "|---|" + "--:|" * 7]
+    lines = [f"| variant | seeds | {NAMES[task]}, mean of agents | LLM1 | LLM2 | KL | combined reward | "
+             "collapsed |", "|---|" + "--:|" * 7]
     for variant, of_seed in groups.items():
         runs = list(of_seed.values())
         last = [run.pair[-1] for run in runs]
@@ -121,14 +121,15 @@ def differences(groups: dict[str, dict[int, Result]], study: Study, variant: str
 
 def difference_table(groups: dict[str, dict[int, Result]], study: Study) -> list[str]:
     base = study.baseline
-    lines = [f"| less `{base}` | reward | at equal KL | at equal compute | KL | combined reward | seeds in which "
-             "reward is higher | reward | KL |", "|---|" + "--:|" * 6 + "---|---|"]
+    lines = [f"| less `{base}` | reward | at equal KL | at equal compute | KL | combined reward | seeds "
+             "in which reward is higher | reward | KL |", "|---|" + "--:|" * 6 + "---|---|"]
     for variant in groups:
         if variant != base and base in groups:
             d = differences(groups, study, variant)
             order = ("reward", "reward at equal KL", "reward at equal compute", "kl", "combined")
             cells = [variant, *(str(d[name]) for name in order),
-                     f"{d['reward'].improved:.0%} of {d['reward'].seeds}", d["reward"].verdict, d["kl"].verdict]
+                     f"{d['reward'].improved:.0%} of {d['reward'].seeds}", d["reward"].verdict,
+                     d["kl"].verdict]
             lines.append(f"| {' | '.join(cells)} |")
     return lines if len(lines) > 2 else []
 
@@ -142,18 +143,20 @@ def versions() -> str:
 
 def write(name: str, study: Study, results: list[Result], command: str, out: Path) -> str:
     """Writes `results.md` and `runs.jsonl`; returns the text of the first."""
-    lines = [f"# {name}", "", study.claim, "", f"    {command}", "", versions() + ". 95% intervals of the mean "
-             "over seeds by the bootstrap; differences are paired by seed. Equal KL is the largest that both runs "
-             "of a seed reach, with reward interpolated between evaluations; equal compute counts responses "
-             "sampled and trained on.", ""]
+    lines = [f"# {name}", "", study.claim, "", f"    {command}", "",
+             versions() + ". 95% intervals of the mean over seeds by the bootstrap; differences are "
+             "paired by seed. Equal KL is the largest that both runs of a seed reach, with reward "
+             "interpolated between evaluations; equal compute counts responses sampled and trained on.",
+             ""]
     for task in study.tasks:
         groups = by_variant(results, task)
         if groups:
             lines += [f"## {task}", "", *final_table(groups, task), "", *difference_table(groups, study), ""]
     text = "\n".join(lines)
     replace_text(out / "results.md", text)
-    rows = [{"study": name, "task": r.run.task, "variant": r.run.variant, "seed": r.run.seed, "folder": r.run.folder.name,
-             "flags": list(r.run.flags), "agents": {agent: vars(points[-1]) for agent, points in r.agents.items()},
+    rows = [{"study": name, "task": r.run.task, "variant": r.run.variant, "seed": r.run.seed,
+             "folder": r.run.folder.name, "flags": list(r.run.flags),
+             "agents": {agent: vars(points[-1]) for agent, points in r.agents.items()},
              "collapsed": r.collapsed} for r in results]
     replace_text(out / "runs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return text

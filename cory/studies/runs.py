@@ -1,4 +1,6 @@
-"""Runs of a study as processes of the ordinary scripts, each in a folder of its own: made once, resumed, kept."""
+"""Runs of a study as processes of the ordinary scripts, each in a folder of its own: made once, resumed,
+kept.
+"""
 import json
 import os
 import re
@@ -17,7 +19,8 @@ from cory.studies.definitions import Study
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
-# More evaluations than a single run makes, for curves of reward against KL; nothing to resume a run of minutes.
+# More evaluations than a single run makes, for curves of reward against KL; nothing to resume a run of
+# minutes.
 ALWAYS = "--eval_every 10 --sample_rows 2 --save_every 20 --wandb disabled"
 
 

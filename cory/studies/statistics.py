@@ -1,4 +1,5 @@
-"""Differences between variants, paired by seed: runs of one seed see the same queries, in training and held out.
+"""Differences between variants, paired by seed: runs of one seed see the same queries, in training and
+held out.
 
 Sources: Agarwal et al., arXiv:2108.13264 (few runs: intervals, probability of improvement); Henderson et al.,
 arXiv:1709.06560 (seeds). Intervals are scipy's bootstrap.
@@ -9,14 +10,16 @@ import numpy as np
 from scipy.stats import bootstrap
 
 LEVEL, RESAMPLES = 0.95, 9999
-LEAST_SEEDS = 3                         # below, an interval says nothing and none is given
+# Where nothing differs, the bootstrap's interval of n differences of one sign leaves 0 out, and that happens with
+# probability 2^(1 - n): 1/4 with three seeds, 1/16 with five. Below five no interval is given, and no verdict.
+LEAST_SEEDS = 5
 
 
 @dataclass(frozen=True)
 class Difference:
     """A variant less the baseline, over the seeds that both have."""
     mean: float
-    low: float                          # 95% interval of the mean; NaN below three seeds
+    low: float                          # 95% interval of the mean; NaN below five seeds
     high: float
     improved: float                     # share of seeds in which the variant is higher, ties half
     seeds: int
@@ -36,7 +39,7 @@ class Difference:
 
 
 def interval(x: np.ndarray) -> tuple[float, float]:
-    """95% interval of the mean, by the percentile bootstrap; (NaN, NaN) below three values."""
+    """95% interval of the mean, by the percentile bootstrap; (NaN, NaN) below five values."""
     if len(x) < LEAST_SEEDS:
         return float("nan"), float("nan")
     if np.ptp(x) == 0:
