@@ -10,8 +10,8 @@ import numpy as np
 from scipy.stats import bootstrap
 
 LEVEL, RESAMPLES = 0.95, 9999
-# Where nothing differs, the bootstrap's interval of n differences of one sign leaves 0 out, and that happens with
-# probability 2^(1 - n): 1/4 with three seeds, 1/16 with five. Below five no interval is given, and no verdict.
+# Where nothing differs, n differences have one sign with probability 2^(1 - n), and the interval then leaves
+# 0 out: 1/4 for three seeds, 1/16 for five. Below five no interval is given, and no verdict.
 LEAST_SEEDS = 5
 
 
