@@ -1,11 +1,28 @@
 """Statistics of studies by hand, the plan of runs, and a study of seconds."""
 
+import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from toys import bigram, settings
 
+import cory.ppo.rollout
+import cory.train
+import train_imdb
+from cory import study
+from cory.command_line import parse
+from cory.config import IMDB_PRESETS, METHODS, ImdbConfig
+from cory.errors import UserError
+from cory.names import find
+from cory.ppo.sampling import encode_prompts
+from cory.studies import runs
 from cory.studies import statistics as st
+from cory.studies.definitions import STUDIES
+from cory.studies.loops import penalised_sample
+from cory.train import partner_terms, score, train
 
 
 def test_differences_are_paired_by_seed():
@@ -41,3 +58,148 @@ def test_reward_at_equal_kl_by_hand():
     assert st.at_equal(one, other) == ({0: 1.5}, {0: 1.0})
     assert st.at([(0, 0.0), (5, 1.0), (3, 3.0), (9, 5.0)], 4) == 0.8        # where it is first reached
     assert math.isnan(st.at([(0, 0.0), (1, 1.0)], 2))
+
+
+# --- the partner's term ---
+def exact_gradients(term, theta1=0.3, theta2=-0.2):
+    """Of a two-agent bandit: each agent draws 0 or 1, r(a) is a table, the observer's reward depends on what
+    it saw. Mean and variance of grad log pi(a) score over every (a1, a2), for pioneer and observer.
+    """
+    r_pioneer = torch.tensor([0.0, 1.0])
+    r_observer = torch.tensor([[0.0, 3.0], [1.0, -1.0]])                    # by a1, a2
+    p1 = torch.sigmoid(torch.tensor([-theta1, theta1]))                     # of a1 = 0, 1
+    p2 = torch.sigmoid(torch.tensor([[-theta2, theta2], [theta2, -theta2]]))
+    a1, a2 = (x.flatten() for x in torch.meshgrid(torch.arange(2), torch.arange(2), indexing="ij"))
+    weight = p1[a1] * p2[a1, a2]
+    r1, r2 = r_pioneer[a1], r_observer[a1, a2]
+    cfg = settings(partner_term=term)
+    own_term = 0.0 if term.endswith("to_pioneer") else r1
+    value = (p2 * r_observer).sum(1)[a1] + own_term                         # a critic that has learned all
+    rollout = SimpleNamespace(value_BT=torch.stack([value, torch.zeros(4)], 1))
+    for_pioneer, for_observer = partner_terms(r1, r2, rollout, cfg)
+    score1, score2 = score(None, r1, for_pioneer, cfg), score(None, r2, for_observer, cfg)
+    grad1 = (a1 - p1[1]).float()                                            # d log pi / d theta of a sigmoid
+    grad2 = torch.where(a1 == 0, a2 - p2[0, 1], -(a2 - p2[1, 1])).float()
+    found = []
+    for sample in (grad1 * score1, grad2 * score2):
+        mean = (weight * sample).sum()
+        found.append((mean.item(), (weight * (sample - mean) ** 2).sum().item()))
+    return found
+
+
+def test_a_partners_term_without_noise_has_the_same_expected_gradient_and_less_variance():
+    (mean1, variance1), (mean2, variance2) = exact_gradients("sampled")
+    for term in ("sampled_to_pioneer", "critic", "critic_to_pioneer"):
+        (m1, v1), (m2, v2) = exact_gradients(term)
+        assert m1 == pytest.approx(mean1, abs=1e-6) and m2 == pytest.approx(mean2, abs=1e-6), term
+        assert v1 < 0.7 * variance1 if term.startswith("critic") else v1 == pytest.approx(variance1)
+        # r1 is no baseline that was chosen: here it adds variance to the observer, elsewhere it might not
+        assert v2 < variance2 if term.endswith("to_pioneer") else v2 == pytest.approx(variance2)
+
+
+def test_without_a_critic_there_is_no_value_to_take():
+    with pytest.raises(UserError, match="partner_term is 'critic': needs a critic, which rloo has not"):
+        settings(partner_term="critic", advantage="rloo", responses_per_query=4)
+    with pytest.raises(UserError, match="use an advantage that asks for value_BT"):
+        partner_terms(torch.ones(2), torch.ones(2), SimpleNamespace(value_BT=None),
+                      settings(partner_term="critic"))
+
+
+# --- definitions and runs ---
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_is_made_of_flags_that_there_are(name, tmp_path):
+    study = STUDIES[name]
+    assert {*study.quick, *study.compute} <= set(study.variants) and study.baseline in study.quick
+    for run in runs.plan(name, study, list(study.tasks), [0], list(study.variants), "tiny", [], tmp_path):
+        config_class, presets = runs.SCRIPTS[run.task]
+        cfg = parse(config_class, presets, run.command()[2:])
+        assert cfg.seed == 0 and cfg.preset == "tiny" and callable(find("method", cfg.method, METHODS))
+
+
+def test_multiples_are_of_the_presets_own_settings(tmp_path):
+    words = runs.resolved("--init_kl_coef init_kl_coef*2 --iterations iterations*2", "gsm8k", "tiny")
+    assert words == ["--init_kl_coef", "0.04", "--iterations", "80"]
+    with pytest.raises(UserError, match="preset is 'none': choose from tiny"):
+        runs.resolved("", "imdb", "none")
+
+
+def test_runs_of_the_same_flags_in_two_studies_share_a_folder(tmp_path):
+    folders = [runs.plan(name, STUDIES[name], ["imdb"], [3], ["cory"], "tiny", [], tmp_path)[0].folder
+               for name in ("curves", "ablations", "variance")]
+    assert len(set(folders)) == 1 and folders[0].name == "imdb-preset_tiny_method_cory-seed3"
+
+
+def small_study(small, tmp_path, *more):
+    data = ["--model", small / "lm", "--reward_model", small / "classifier", "--dataset", small / "openings"]
+    size = "--iterations 2 --batch_size 8 --mini_batch_size 8 --eval_queries 8 --max_response_length 6"
+    study.main(["curves", "--quick", "--tasks", "imdb", "--out", str(tmp_path), *more, "--", *map(str, data),
+                *size.split(), "--eval_every", "1", "--device", "cpu"])
+
+
+def test_a_study_from_start_to_pictures_and_nothing_twice(small, tmp_path, capsys, monkeypatch):
+    """Runs in this process, as a process each would take seconds to start; one of them fails once."""
+    made = []
+
+    def run(command, **_):
+        if command[0] == "git":
+            return SimpleNamespace(stdout="abc123\n")
+        made.append(command)
+        failed = len(made) == 2
+        if not failed:
+            train_imdb.main(command[2:])
+        return SimpleNamespace(returncode=2 * failed, stderr="error: the machine fell over\n", stdout="")
+
+    monkeypatch.setattr(runs.subprocess, "run", run)
+    with pytest.raises(SystemExit) as stopped:
+        small_study(small, tmp_path)
+    said = capsys.readouterr()
+    assert stopped.value.code == 1 and "seed 0 failed, status 2: error: the machine fell over" in said.err
+    assert "curves: 4 runs, 4 to make, 1 at a time; unknown until one is finished" in said.out
+    small_study(small, tmp_path, "--dry_run")
+    assert capsys.readouterr().out.count("python train_imdb.py") == 1
+    small_study(small, tmp_path)
+    said = capsys.readouterr()
+    assert len(made) == 5 and "4 runs, 1 to make, 1 at a time; about 0 minutes" in said.out
+    out = tmp_path / "curves-quick"
+    text = (out / "results.md").read_text()
+    assert text in said.out and "| cory | 2 |" in text and "not decided with 2 seeds" in text
+    rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+    both = [(variant, seed) for seed in (0, 1) for variant in ("ppo", "cory")]
+    assert [(row["variant"], row["seed"]) for row in rows] == both
+    assert {path.name for path in out.glob("*.p*")} == {
+        f"{name}_imdb.{kind}" for name in ("curves", "frontier", "differences") for kind in ("png", "pdf")}
+
+
+def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch):
+    run = runs.StudyRun("curves", "imdb", "ppo", 0, ("--method", "ppo"), tmp_path / "run")
+    run.folder.mkdir()
+    (run.folder / "config.json").write_text("{}")
+    commands = []
+    monkeypatch.setattr(runs.subprocess, "run",
+                        lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0))
+    assert runs.make([run], 1) == []
+    assert commands[0][1:] == ["train_imdb.py", "--resume", "--run_dir", str(run.folder)]
+
+
+@pytest.mark.parametrize("loop", ["noisy_ppo", "normalised_cory", "dropout_cory", "penalised_cory"])
+def test_the_studies_own_loops_train_and_leave_everything_as_it_was(loop, small_flags, tmp_path):
+    before = (cory.train.score, cory.train.ppo_update, cory.ppo.rollout.sample)
+    flags = ["--iterations", "2", "--run_dir", str(tmp_path / "run")]
+    method = ["--method", f"cory.studies.loops:train_{loop}"]
+    run = train(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, *flags, *method]))
+    assert before == (cory.train.score, cory.train.ppo_update, cory.ppo.rollout.sample)
+    assert not any(agent.policy.lm.training for agent in run.agents)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gap = max(row["pioneer/sampling_gap"] for row in rows[1:])
+    assert (gap > 1e-4) == (loop in ("penalised_cory", "dropout_cory"))
+
+
+def test_a_repetition_penalty_by_hand():
+    """From logits 2, 1, -1 after a: seen tokens a (2) and b (-1) become 2 / 1.1 and -1.1."""
+    logits = torch.full((7, 7), -50.0)
+    logits[0, :3] = torch.tensor([2.0, -1.0, 1.0])
+    model = bigram(logits)
+    drawn = penalised_sample(model, encode_prompts(model, ["ba"], 1), 1, None)
+    expected = torch.tensor([2 / 1.1, -1.1, 1.0]).log_softmax(0)[0]
+    assert drawn.response_BT.tolist() == [[0]] and drawn.logp_BT.item() == pytest.approx(expected.item())
+    assert drawn.logp_BT.item() != pytest.approx(torch.tensor([2.0, -1.0, 1.0]).log_softmax(0)[0].item())

@@ -1,6 +1,7 @@
 """Runs of a study as processes of the ordinary scripts, each in a folder of its own: made once, resumed,
 kept.
 """
+import hashlib
 import json
 import os
 import re
@@ -49,7 +50,7 @@ def plan(name: str, study: Study, tasks: list[str], seeds: list[int], variants: 
     for seed in seeds:
         for task in tasks:
             for variant in variants:
-                words = [*resolved(study.variants[variant], task, preset), *flags, *ALWAYS.split()]
+                words = [*resolved(study.variants[variant], task, preset), *ALWAYS.split(), *flags]
                 words = ["--preset", preset, *words]
                 folder = out / "runs" / f"{task}-{slug(words)}-seed{seed}"
                 found.append(StudyRun(name, task, variant, seed, tuple(words), folder.absolute()))
@@ -74,9 +75,10 @@ def resolved(flags: str, task: str, preset: str) -> list[str]:
 
 
 def slug(words: list[str]) -> str:
-    """A folder's name that tells the flags, without those that every run has."""
-    text = " ".join(words).replace(ALWAYS, "").replace("--", "")
-    return re.sub(r"[^\w.]+", "_", text.replace("cory.studies.loops:", "")).strip("_")
+    """A folder's name that tells the flags, without those that every run has; a long one is cut."""
+    text = " ".join(words).replace(ALWAYS, "").replace("--", "").replace("cory.studies.loops:", "")
+    name = re.sub(r"[^\w.]+", "_", text).strip("_")
+    return name if len(name) <= 80 else f"{name[:72]}-{hashlib.sha256(text.encode()).hexdigest()[:7]}"
 
 
 def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
