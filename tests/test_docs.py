@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ["report.py", "evaluate.py", "benchmark.py", "assets/make_imdb_assets.py",
-            "assets/make_gsm8k_assets.py", "plan.py", "gpu_check.py"]
+            "assets/make_gsm8k_assets.py", "plan.py", "gpu_check.py", "study.py"]
 OF_OTHERS = {"help", "local-dir", "repo-type", "project", "append"}            # argparse's, hf's, wandb's
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
