@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from cory.command_line import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
 from cory.errors import UserError
 from cory.studies.definitions import Study
@@ -50,19 +51,23 @@ def plan(name: str, study: Study, tasks: list[str], seeds: list[int], variants: 
     for seed in seeds:
         for task in tasks:
             for variant in variants:
-                words = [*resolved(study.variants[variant], task, preset), *ALWAYS.split(), *flags]
-                words = ["--preset", preset, *words]
+                common = ["--preset", preset, *ALWAYS.split(), *flags]
+                words = common + resolved(study.variants[variant], task, common)
                 folder = out / "runs" / f"{task}-{slug(words)}-seed{seed}"
                 found.append(StudyRun(name, task, variant, seed, tuple(words), folder.absolute()))
     return found
 
 
-def resolved(flags: str, task: str, preset: str) -> list[str]:
-    """The words of a variant; `learning_rate*4` becomes four times the preset's."""
-    config_class, presets = SCRIPTS[task]
-    if preset not in presets:
-        raise UserError("preset", preset, f"choose from {', '.join(presets)} for {task}")
-    settings = config_class(**{"preset": preset, **presets[preset]})
+def resolved(variant: str, task: str, common: list[str]) -> list[str]:
+    """The words of a variant's flags; `learning_rate*4` becomes four times what the `common` flags make it.
+
+    Raises `UserError` for a flag that is among the common ones: the variant would not be what its name says.
+    """
+    settings, words = parse(*SCRIPTS[task], common), shlex.split(variant)
+    for flag, value in zip(words, words[1:], strict=False):
+        if flag.startswith("--") and flag in common and "*" not in value:
+            way_out = f"is set by the variant `{variant}`; leave it out, or choose --variants"
+            raise UserError("flag", flag, way_out)
 
     def times(word: str) -> str:
         setting, star, factor = word.partition("*")
@@ -71,7 +76,7 @@ def resolved(flags: str, task: str, preset: str) -> list[str]:
         value = getattr(settings, setting)
         return str(round(value * float(factor))) if isinstance(value, int) else f"{value * float(factor):g}"
 
-    return [times(word) for word in shlex.split(flags)]
+    return [times(word) for word in words]
 
 
 def slug(words: list[str]) -> str:

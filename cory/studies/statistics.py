@@ -4,14 +4,14 @@ held out.
 Sources: Agarwal et al., arXiv:2108.13264 (few runs: intervals, probability of improvement); Henderson et al.,
 arXiv:1709.06560 (seeds). Intervals are scipy's bootstrap.
 """
+import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, norm, t
 
 LEVEL, RESAMPLES = 0.95, 9999
-# Where nothing differs, n differences have one sign with probability 2^(1 - n), and the interval then leaves
-# 0 out: 1/4 for three seeds, 1/16 for five. Below five no interval is given, and no verdict.
+# Below, one sign in all differences is no rarity, and neither interval nor verdict is given.
 LEAST_SEEDS = 5
 
 
@@ -39,12 +39,18 @@ class Difference:
 
 
 def interval(x: np.ndarray) -> tuple[float, float]:
-    """95% interval of the mean, by the percentile bootstrap; (NaN, NaN) below five values."""
-    if len(x) < LEAST_SEEDS:
+    """95% interval of the mean by the expanded percentile bootstrap; (NaN, NaN) below five values.
+
+    The plain one is too narrow for few values (it held the mean of five in 83 of 100 cases); Hesterberg,
+    arXiv:1411.5279, sec. 5.3: its level is raised as the normal distribution's interval is to Student's.
+    """
+    n = len(x)
+    if n < LEAST_SEEDS:
         return float("nan"), float("nan")
     if np.ptp(x) == 0:
         return float(x[0]), float(x[0])
-    found = bootstrap((x,), np.mean, confidence_level=LEVEL, n_resamples=RESAMPLES, method="percentile",
+    level = 1 - 2 * norm.cdf(-math.sqrt(n / (n - 1)) * t.ppf(1 - (1 - LEVEL) / 2, n - 1))
+    found = bootstrap((x,), np.mean, confidence_level=level, n_resamples=RESAMPLES, method="percentile",
                       rng=np.random.default_rng(0))
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
