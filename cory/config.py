@@ -72,9 +72,9 @@ class Config:
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
     partner_reward: float = setting(1.0, "weight on the partner's task reward: 1 cooperative (paper), 0 "
                                          "independent, negative competitive")
-    partner_term: Literal["sampled", "sampled_to_pioneer", "critic", "critic_to_pioneer"] = setting("sampled",
-        "what stands for the partner's reward: the reward of its response (paper), or, for the pioneer, the "
-        "observer's value of that prompt; to both roles, or to the pioneer alone (ours)")
+    partner_term: Literal["sampled", "sampled_to_pioneer", "critic"] = setting("sampled",
+        "what an agent adds for its partner: the reward of its response (paper); that, but the pioneer alone; "
+        "or the pioneer alone the observer's value of its prompt (ours)")
     share_weights: bool = setting(False, "one model plays both roles, so that there is nothing to exchange "
                                          "(paper: named as a way out of its memory)")
     reset_on_exchange: bool = setting(False,
@@ -207,7 +207,7 @@ class Config:
                          "response's rewards; leave it at 1, or use gae or reinforce")
         self.require("whiten_advantages", self.advantage != "grpo" or self.whiten_advantages != "true",
                      "and grpo already divides by its group's standard deviation; use one of both")
-        if self.partner_term.startswith("critic"):
+        if self.partner_term == "critic":
             self.require("partner_term", self.advantage not in ("rloo", "grpo", "reinforce"),
                          f"needs a critic, which {self.advantage} has not; use --advantage gae")
         if self.share_weights:

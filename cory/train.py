@@ -40,21 +40,21 @@ def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Ten
 
         sampled             r(s0, a2) to the pioneer, r(s0, a1) to the observer (paper)
         sampled_to_pioneer  r(s0, a2) to the pioneer, nothing to the observer
-        critic              V(s0, a1) to the pioneer, r(s0, a1) to the observer
-        critic_to_pioneer   V(s0, a1) to the pioneer, nothing to the observer
+        critic              V(s0, a1) to the pioneer, nothing to the observer
 
     V is the observer's critic at the end of its prompt, before it answers: Q as far as the critic has learned
-    it, less what else it predicts, the observer's KL penalty; the observer's own term, which the critic
-    learns along, is taken out. A biased stand-in without that noise: while V = 0 the pioneer is on its own.
+    it, less the observer's KL penalty, which it predicts along. A biased stand-in without that noise: while
+    V = 0 the pioneer is on its own. (Were r(s0, a1) left in what the observer is trained on, V would hold it
+    too, and taking it out again would cancel the pioneer's own reward.)
     """
-    to_observer = 0.0 if cfg.partner_term.endswith("to_pioneer") else r1
-    if cfg.partner_term.startswith("sampled"):
-        return r2, to_observer
+    if cfg.partner_term == "sampled":
+        return r2, r1
+    if cfg.partner_term == "sampled_to_pioneer":
+        return r2, 0.0
     if a2.value_BT is None:
         way_out = "needs a critic; use an advantage that asks for value_BT"
         raise UserError("partner_term", cfg.partner_term, way_out)
-    value_B = a2.value_BT[:, 0].to(r2)
-    return value_B - cfg.partner_reward * to_observer, to_observer
+    return a2.value_BT[:, 0].to(r2), 0.0
 
 
 @trains("llm1")

@@ -5,6 +5,9 @@ value like `init_kl_coef*3` is three times what the run would have otherwise.
 """
 from dataclasses import dataclass, field
 
+from cory.config import METHODS
+from cory.names import find
+
 
 @dataclass(frozen=True)
 class Study:
@@ -13,12 +16,14 @@ class Study:
     baseline: str                           # the variant that the others are compared with
     seeds: int = 5
     tasks: tuple[str, ...] = ("imdb", "gsm8k")
-    quick: tuple[str, ...] = ()             # variants of the quick run: 2 seeds, under 15 minutes
-    compute: dict[str, float] = field(default_factory=dict)     # variant: responses per iteration, PPO's = 1
+    quick: tuple[str, ...] = ()             # variants of the quick run, with 2 seeds
+    compute: dict[str, float] = field(default_factory=dict)     # variant: its batches, where not one per role
 
     def responses(self, variant: str) -> float:
-        """Responses sampled and trained on per iteration, in batches."""
-        return self.compute.get(variant, 2.0 if "--method cory" in self.variants[variant] else 1.0)
+        """Batches of responses sampled and trained on per iteration: one for each role of the loop."""
+        words = self.variants[variant].split()
+        loop = find("method", words[words.index("--method") + 1], METHODS)
+        return self.compute.get(variant, float(len(loop.agents)))
 
 
 PPO, CORY = "--method ppo", "--method cory"
@@ -39,7 +44,8 @@ STUDIES = {
         {"cory": CORY, "no transfer": f"{CORY} --knowledge_transfer false",
          "no exchange": f"{CORY} --role_exchange_every 0",
          **{f"T_REx {n}": f"{CORY} --role_exchange_every {n}" for n in (1, 2, 10)},
-         "exact KL": f"{CORY} --kl_penalty full", "reset at exchange": f"{CORY} --reset_on_exchange true",
+         "exact KL": f"{CORY} --kl_penalty full", "sampled KL": f"{CORY} --kl_penalty k1",
+         "reset at exchange": f"{CORY} --reset_on_exchange true",
          "one model in both roles": f"{CORY} --share_weights true"},
         "cory", quick=("cory", "no transfer", "no exchange")),
     "reward": Study(
@@ -74,9 +80,8 @@ STUDIES = {
         "Is it the noise of the partner's sampled reward that costs CORY its reward?",
         {"cory": CORY, "ppo": PPO, "observer on its own reward": f"{CORY} --partner_term sampled_to_pioneer",
          "partner by the critic": f"{CORY} --partner_term critic",
-         "critic, observer on its own": f"{CORY} --partner_term critic_to_pioneer",
          "no value clip": f"{CORY} --cliprange_value 1000",
          "value coefficient 1": f"{CORY} --vf_coef 1",
          "rloo, 4 responses": f"{CORY} --advantage rloo --responses_per_query 4"},
-        "cory", seeds=10, quick=("cory", "ppo", "critic, observer on its own")),
+        "cory", seeds=10, quick=("cory", "ppo", "partner by the critic")),
 }

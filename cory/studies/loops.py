@@ -20,10 +20,16 @@ from cory.ppo.update import ppo_update
 from cory.train import score, train_cory, trains
 
 
+def require_from_start(run: Run) -> None:
+    """Refuses to resume: what the loop remembers is in no checkpoint."""
+    way_out = "remembers what no checkpoint holds; delete this run and start it anew"
+    run.cfg.require("method", run.start == 0, way_out)
+
+
 @trains("llm1")
 def train_noisy_ppo(run: Run) -> None:
     """PPO whose score has a partner's noise and nothing of a partner: the reward of another response of the
-    batch, drawn at random, which has the spread of r(s0, a2) and does not depend on the agent's own response.
+    batch, which has the spread of r(s0, a2) and does not depend on the agent's own response.
     """
     cfg, task, reference = run.cfg, run.task, run.reference
     (agent,) = run.roles
@@ -31,8 +37,8 @@ def train_noisy_ppo(run: Run) -> None:
         queries, max_new_tokens = task.batch(iteration)
         a = collect_rollout(agent, reference, task.pioneer_prompts(queries), max_new_tokens, cfg)
         r = task.reward(queries, a.text)
-        others = torch.randperm(len(r), generator=torch.Generator().manual_seed(cfg.seed * 2**20 + iteration))
-        update = ppo_update(agent, a, score(a, r, r[others.to(r.device)], cfg), iteration, cfg)
+        other = r.roll(1 + (7 * iteration) % (len(r) - 1))              # never its own
+        update = ppo_update(agent, a, score(a, r, other, cfg), iteration, cfg)
         turns = [Turn("pioneer", agent, a, r, update)]
         run.finish_iteration(iteration, queries, max_new_tokens, turns, roles=[agent])
 
@@ -43,6 +49,7 @@ def train_normalised_cory(run: Run) -> None:
     them for CORY and not for PPO. Of all scores of the run so far; the released code forgets them at each
     exchange.
     """
+    require_from_start(run)
     seen = []
 
     def normalised(rollout, reward_B, partner_reward_B, cfg) -> Tensor:
@@ -60,6 +67,8 @@ def train_dropout_cory(run: Run) -> None:
     """Dropout of 0.1 from an agent's first update on, in sampling, scoring and updates, as the released code
     has it with GPT-2. Held-out evaluation stays without. Raises `UserError` for a model without dropout.
     """
+    require_from_start(run)
+    run.cfg.require("lora", not run.cfg.lora, "shares its base with the reference, which has no dropout")
     evaluate_agents = run.evaluate_agents
     for agent in run.agents:
         layers = [module for module in agent.policy.lm.modules() if isinstance(module, nn.Dropout)]

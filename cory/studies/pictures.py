@@ -12,10 +12,10 @@ from cory.studies.statistics import interval
 def draw(study: Study, results: list[Result], out: Path) -> list[Path]:
     """Every picture that the finished runs allow, for each task. Returns the PNG files."""
     written = []
-    for task in study.tasks:
+    for old in [*out.glob("*.png"), *out.glob("*.pdf")]:
+        old.unlink()                            # of tasks or variants that are not here now
+    for task in dict.fromkeys(result.run.task for result in results):
         groups = by_variant(results, task)
-        if not groups:
-            continue
         pictures = {"curves": curves, "frontier": frontier}
         if study.baseline in groups and len(groups) > 1:
             pictures["differences"] = forest

@@ -2,6 +2,7 @@
 import json
 import platform
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -10,10 +11,11 @@ import numpy as np
 import torch
 import transformers
 
+from cory.config import read_config
 from cory.experiment.files import read_jsonl, replace_text
 from cory.studies.definitions import Study
 from cory.studies.runs import ROOT, StudyRun
-from cory.studies.statistics import at_equal, difference, interval
+from cory.studies.statistics import Difference, at, difference, interval
 
 REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # of held-out bare queries
 NAMES = {"imdb": "task reward", "gsm8k": "greedy accuracy"}
@@ -25,7 +27,7 @@ class Point:
     iteration: int
     reward: float
     kl: float                   # nats per response, on the bare query
-    combined: float             # task reward - eta KL, with the run's own eta
+    combined: float             # task reward - eta KL, with the run's own eta; on GSM8K of sampled answers
     distinct_2: float
 
 
@@ -44,11 +46,11 @@ class Result:
 
     @property
     def collapsed(self) -> bool:
-        """By our rule: at the end an agent's reward is below the base's, or its pairs of neighbouring tokens
-        are less than half as varied as the base's.
+        """By our rule: at the end an agent's reward is a tenth of the base's, or 0.05, below the base's, or
+        its pairs of neighbouring tokens are less than half as varied as the base's.
         """
-        return any(points[-1].reward < points[0].reward or points[-1].distinct_2 < points[0].distinct_2 / 2
-                   for points in self.agents.values())
+        return any(points[-1].reward < points[0].reward - max(0.05, abs(points[0].reward) / 10)
+                   or points[-1].distinct_2 < points[0].distinct_2 / 2 for points in self.agents.values())
 
 
 def read(run: StudyRun) -> Result:
@@ -104,19 +106,31 @@ def differences(groups: dict[str, dict[int, Result]], study: Study, variant: str
     def last(of_seed: dict[int, Result], name: str) -> dict[int, float]:
         return {seed: getattr(run.pair[-1], name) for seed, run in of_seed.items()}
 
-    def curves(of_seed: dict[int, Result], x) -> dict[int, list[tuple[float, float]]]:
-        return {seed: [(x(p), p.reward) for p in run.pair] for seed, run in of_seed.items()}
-
-    def equal(x_of_variant, x_of_base):
-        return difference(*at_equal(curves(runs, x_of_variant), curves(base, x_of_base)))
+    def at_equal(x_of_variant, x_of_base) -> Difference:
+        """Of each agent's reward where it first reaches the x that all agents of both runs reach."""
+        ys = {}, {}
+        for seed in runs.keys() & base.keys():
+            sides = [([(x(p), p.reward) for p in points] for points in of_seed[seed].agents.values())
+                     for of_seed, x in ((runs, x_of_variant), (base, x_of_base))]
+            sides = [list(side) for side in sides]
+            x = min(max(point[0] for point in curve) for side in sides for curve in side)
+            for found, side in zip(ys, sides, strict=True):
+                found[seed] = fmean(at(curve, x) for curve in side)
+        return difference(*ys)
 
     def responses(name: str):
         return lambda p: p.iteration * study.responses(name)
 
-    found = {name: difference(last(runs, name), last(base, name)) for name in ("reward", "kl", "combined")}
-    found["reward at equal KL"] = equal(lambda p: p.kl, lambda p: p.kl)
-    found["reward at equal compute"] = equal(responses(variant), responses(study.baseline))
+    found = {name: difference(last(runs, name), last(base, name)) for name in ("reward", "kl")}
+    same_eta = eta(runs) == eta(base)
+    found["combined"] = difference(last(runs, "combined"), last(base, "combined")) if same_eta else None
+    found["reward at equal KL"] = at_equal(lambda p: p.kl, lambda p: p.kl)
+    found["reward at equal compute"] = at_equal(responses(variant), responses(study.baseline))
     return found
+
+
+def eta(of_seed: dict[int, Result]) -> float:
+    return read_config(next(iter(of_seed.values())).run.folder)["init_kl_coef"]
 
 
 def difference_table(groups: dict[str, dict[int, Result]], study: Study) -> list[str]:
@@ -127,35 +141,40 @@ def difference_table(groups: dict[str, dict[int, Result]], study: Study) -> list
         if variant != base and base in groups:
             d = differences(groups, study, variant)
             order = ("reward", "reward at equal KL", "reward at equal compute", "kl", "combined")
-            cells = [variant, *(str(d[name]) for name in order),
+            cells = [variant, *("other eta" if d[name] is None else str(d[name]) for name in order),
                      f"{d['reward'].improved:.0%} of {d['reward'].seeds}", d["reward"].verdict,
                      d["kl"].verdict]
             lines.append(f"| {' | '.join(cells)} |")
-    return lines if len(lines) > 2 else []
+    return lines if len(lines) > 2 else [f"No finished run of the baseline, `{base}`: no differences."]
 
 
 def versions() -> str:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    commit = git.stdout.strip() or "no commit known"
+    commit = "no commit known"
+    with suppress(OSError):
+        ask = ["git", "describe", "--always", "--dirty"]
+        git = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True)
+        commit = git.stdout.strip() or commit
     return (f"commit {commit}, Python {platform.python_version()}, torch {torch.__version__}, transformers "
             f"{transformers.__version__}")
 
 
-def write(name: str, study: Study, results: list[Result], command: str, out: Path) -> str:
+def write(name: str, study: Study, results: list[Result], failed: list[tuple[StudyRun, str]], command: str,
+          out: Path) -> str:
     """Writes `results.md` and `runs.jsonl`; returns the text of the first."""
-    lines = [f"# {name}", "", study.claim, "", f"    {command}", "",
-             versions() + ". 95% intervals of the mean over seeds by the bootstrap; differences are "
-             "paired by seed. Equal KL is the largest that both runs of a seed reach, with reward "
-             "interpolated between evaluations; equal compute counts responses sampled and trained on.",
-             ""]
-    for task in study.tasks:
+    how = (f"Written by {versions()}. 95% intervals of the mean over seeds by the bootstrap; differences are "
+           "paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, with reward "
+           "interpolated between evaluations; equal compute counts responses sampled and trained on.")
+    lines = [f"# {name}", "", study.claim, "", f"    {command}", "", how, ""]
+    for task in dict.fromkeys(result.run.task for result in results):
         groups = by_variant(results, task)
-        if groups:
-            lines += [f"## {task}", "", *final_table(groups, task), "", *difference_table(groups, study), ""]
+        lines += [f"## {task}", "", *final_table(groups, task), "", *difference_table(groups, study), ""]
+    if failed:
+        lines += ["## Failed", "", "Not in the tables; a run that diverged stands here.", ""]
+        lines += [f"- {run.task}, {run.variant}, seed {run.seed}: {why}" for run, why in failed] + [""]
     text = "\n".join(lines)
     replace_text(out / "results.md", text)
     rows = [{"study": name, "task": r.run.task, "variant": r.run.variant, "seed": r.run.seed,
-             "folder": r.run.folder.name, "flags": list(r.run.flags),
+             "folder": r.run.folder.name, "flags": list(r.run.flags), "written_by": versions(),
              "agents": {agent: vars(points[-1]) for agent, points in r.agents.items()},
              "collapsed": r.collapsed} for r in results]
     replace_text(out / "runs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

@@ -2,21 +2,21 @@
 kept.
 """
 import hashlib
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
 from cory.command_line import parse
-from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
+from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig, read_config
 from cory.errors import UserError
+from cory.experiment.files import read_jsonl
 from cory.studies.definitions import Study
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,6 @@ ALWAYS = "--eval_every 10 --sample_rows 2 --save_every 20 --wandb disabled"
 
 @dataclass(frozen=True)
 class StudyRun:
-    study: str
     task: str
     variant: str
     seed: int
@@ -36,15 +35,18 @@ class StudyRun:
     folder: Path
 
     def command(self) -> list[str]:
-        own = ["--seed", str(self.seed), "--run_dir", str(self.folder)]
-        return [sys.executable, f"train_{self.task}.py", *self.flags, *own]
+        """From the start, or, where a run has been started, from its last checkpoint."""
+        where, script = ["--run_dir", str(self.folder)], [sys.executable, f"train_{self.task}.py"]
+        if (self.folder / "config.json").exists():
+            return [*script, "--resume", *where]
+        return [*script, *self.flags, "--seed", str(self.seed), *where]
 
     @property
     def finished(self) -> bool:
         return (self.folder / "eval.json").exists()
 
 
-def plan(name: str, study: Study, tasks: list[str], seeds: list[int], variants: list[str], preset: str,
+def plan(study: Study, tasks: list[str], seeds: list[int], variants: list[str], preset: str,
          flags: list[str], out: Path) -> list[StudyRun]:
     """Every run of a study. One of the same flags in another study lies in the same folder, and is shared."""
     found = []
@@ -54,8 +56,23 @@ def plan(name: str, study: Study, tasks: list[str], seeds: list[int], variants: 
                 common = ["--preset", preset, *ALWAYS.split(), *flags]
                 words = common + resolved(study.variants[variant], task, common)
                 folder = out / "runs" / f"{task}-{slug(words)}-seed{seed}"
-                found.append(StudyRun(name, task, variant, seed, tuple(words), folder.absolute()))
+                run = StudyRun(task, variant, seed, tuple(words), folder.absolute())
+                require_as_defined(run)
+                found.append(run)
     return found
+
+
+def require_as_defined(run: StudyRun) -> None:
+    """The flags are sound, and a run that is there was made with these settings. Raises `UserError`."""
+    asked = asdict(parse(*SCRIPTS[run.task], [*run.flags, "--seed", str(run.seed)]))
+    if not (run.folder / "config.json").exists():
+        return
+    made = read_config(run.folder)
+    differ = [name for name, value in asked.items() if value not in ("auto", made.get(name))
+              and name not in ("run_dir", "resume")]
+    if differ:
+        way_out = f"was made with another {', '.join(differ)}; delete it, or take another --out"
+        raise UserError("out", str(run.folder), way_out)
 
 
 def resolved(variant: str, task: str, common: list[str]) -> list[str]:
@@ -64,8 +81,11 @@ def resolved(variant: str, task: str, common: list[str]) -> list[str]:
     Raises `UserError` for a flag that is among the common ones: the variant would not be what its name says.
     """
     settings, words = parse(*SCRIPTS[task], common), shlex.split(variant)
+    given = {word.split("=")[0].replace("-", "_") for word in common if word.startswith("--")}
+    for flag in given & {f"__{name}" for name in ("seed", "run_dir", "resume", "task")}:
+        raise UserError("flag", flag.replace("__", "--"), "is the study's to set; leave it out")
     for flag, value in zip(words, words[1:], strict=False):
-        if flag.startswith("--") and flag in common and "*" not in value:
+        if flag.startswith("--") and flag.replace("-", "_") in given and "*" not in value:
             way_out = f"is set by the variant `{variant}`; leave it out, or choose --variants"
             raise UserError("flag", flag, way_out)
 
@@ -82,23 +102,23 @@ def resolved(variant: str, task: str, common: list[str]) -> list[str]:
 def slug(words: list[str]) -> str:
     """A folder's name that tells the flags, without those that every run has; a long one is cut."""
     text = " ".join(words).replace(ALWAYS, "").replace("--", "").replace("cory.studies.loops:", "")
-    name = re.sub(r"[^\w.]+", "_", text).strip("_")
+    name = re.sub(r"[^\w.-]+", "_", text).strip("_")
     return name if len(name) <= 80 else f"{name[:72]}-{hashlib.sha256(text.encode()).hexdigest()[:7]}"
 
 
 def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
     """Makes what is not finished, `jobs` at a time with the cores divided. Returns what failed, and how."""
     todo = list({run.folder: run for run in runs if not run.finished}.values())
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // jobs)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     failed = []
 
     def work(run: StudyRun) -> None:
-        started = (run.folder / "config.json").exists()
-        command = run.command() if not started else [*run.command()[:2], "--resume", *run.command()[-2:]]
         run.folder.parent.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        done = subprocess.run(run.command(), cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
+            run.folder.with_name(run.folder.name + ".log").write_text(done.stdout + done.stderr)
             why = (done.stderr.strip().splitlines() or ["no output"])[-1]
             failed.append((run, f"status {done.returncode}: {why[-300:]}"))
         bar.update()
@@ -114,9 +134,9 @@ def expected_minutes(runs: list[StudyRun], jobs: int) -> tuple[int, float | None
     seconds = {}
     for run in runs:
         if run.finished:
-            rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+            rows = read_jsonl(run.folder / "metrics.jsonl")
             seconds.setdefault(run.task, []).append(sum(row.get("seconds", 0.0) for row in rows) * 1.2)
-    if not todo or not {run.task for run in todo.values()} <= seconds.keys():
+    if not {run.task for run in todo.values()} <= seconds.keys():
         return len(todo), None
     total = sum(sum(seconds[run.task]) / len(seconds[run.task]) for run in todo.values())
     return len(todo), total / jobs / 60

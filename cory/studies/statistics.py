@@ -71,16 +71,3 @@ def at(curve: list[tuple[float, float]], x: float) -> float:
         if min(x0, x1) <= x <= max(x0, x1):
             return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return float("nan")
-
-
-def at_equal(one: dict[int, list[tuple[float, float]]],
-             other: dict[int, list[tuple[float, float]]]) -> tuple[dict[int, float], dict[int, float]]:
-    """{seed: y} of both at the largest x that both curves of the seed reach: reward at equal KL, or at equal
-    compute, where x is KL or responses trained on.
-    """
-    ys = {}, {}
-    for seed in one.keys() & other.keys():
-        x = min(max(point[0] for point in curve) for curve in (one[seed], other[seed]))
-        for found, curve in zip(ys, (one[seed], other[seed]), strict=True):
-            found[seed] = at(curve, x)
-    return ys
