@@ -73,8 +73,8 @@ class Config:
     partner_reward: float = setting(1.0, "weight on the partner's task reward: 1 cooperative (paper), 0 "
                                          "independent, negative competitive")
     partner_term: Literal["sampled", "sampled_to_pioneer", "critic"] = setting("sampled",
-        "what an agent adds for its partner: the reward of its response (paper); that, but the pioneer alone; "
-        "or the pioneer alone the observer's value of its prompt (ours)")
+        "what an agent adds for its partner: the reward of its response (paper); that, the pioneer alone; or "
+        "the pioneer alone the observer's value of its prompt (ours)")
     share_weights: bool = setting(False, "one model plays both roles, so that there is nothing to exchange "
                                          "(paper: named as a way out of its memory)")
     reset_on_exchange: bool = setting(False,

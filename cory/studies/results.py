@@ -162,7 +162,7 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
           out: Path) -> str:
     """Writes `results.md` and `runs.jsonl`; returns the text of the first."""
     how = (f"Written by {versions()}. 95% intervals of the mean over seeds by the bootstrap; differences are "
-           "paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, with reward "
+           "paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, reward "
            "interpolated between evaluations; equal compute counts responses sampled and trained on.")
     lines = [f"# {name}", "", study.claim, "", f"    {command}", "", how, ""]
     for task in dict.fromkeys(result.run.task for result in results):
