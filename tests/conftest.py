@@ -23,6 +23,10 @@ from transformers import (
 from cory.config import ImdbConfig
 from cory.experiment.machine import prepare_device, settled
 
+SIZES = (
+    "--batch_size 8 --mini_batch_size 4 --gradient_accumulation_steps 2 --eval_queries 8 --eval_every 3 "
+    "--save_every 1 --learning_rate 1e-3 --role_exchange_every 2 --wandb disabled --device cpu"
+).split()
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
@@ -142,28 +146,9 @@ def problem_flags(problems) -> list[str]:
         str(problems / "lm"),
         "--dataset",
         str(problems),
-        "--batch_size",
-        "8",
-        "--mini_batch_size",
-        "4",
-        "--gradient_accumulation_steps",
-        "2",
+        *SIZES,
         "--iterations",
         "5",
-        "--eval_queries",
-        "8",
-        "--eval_every",
-        "3",
-        "--save_every",
-        "1",
-        "--learning_rate",
-        "1e-3",
-        "--role_exchange_every",
-        "2",
-        "--wandb",
-        "disabled",
-        "--device",
-        "cpu",
         "--max_response_length",
         "12",
     ]
@@ -179,28 +164,9 @@ def small_flags(small) -> list[str]:
         str(small / "classifier"),
         "--dataset",
         str(small / "openings"),
-        "--batch_size",
-        "8",
-        "--mini_batch_size",
-        "4",
-        "--gradient_accumulation_steps",
-        "2",
+        *SIZES,
         "--iterations",
         "7",
-        "--eval_queries",
-        "8",
-        "--eval_every",
-        "3",
-        "--save_every",
-        "1",
-        "--learning_rate",
-        "1e-3",
-        "--role_exchange_every",
-        "2",
-        "--wandb",
-        "disabled",
-        "--device",
-        "cpu",
     ]
 
 

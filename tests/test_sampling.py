@@ -293,6 +293,17 @@ def test_looks_at_the_rows_are_as_rare_as_one_likes_and_change_nothing(small, mo
     assert torch.equal(one_state, many_state)                   # as if no step too many had been made
 
 
+@pytest.mark.parametrize("steps", [1, 4, 100])
+def test_the_generator_is_left_as_if_asked_for_the_steps_made_alone(monkeypatch, steps):
+    """Numbers are drawn for all steps at once; those of steps that no row needed are given back."""
+    monkeypatch.setitem(sampling.STEPS_BETWEEN_LOOKS, "cpu", steps)
+    model, rng, plain = bigram(path_model(*"abcdef.")), generator(), generator()
+    drawn = sample(model, encode_prompts(model, ["d", "e"], 9), 9, rng)
+    assert drawn.mask_BT.shape[1] == 3
+    torch.rand(3, 2, generator=plain, dtype=torch.float64)
+    assert torch.equal(rng.get_state(), plain.get_state())
+
+
 def test_nothing_between_two_looks_waits_for_a_gpu(small, monkeypatch):
     """Counted on a CPU: `.item()`, `int(...)`, `if tensor`, and indexing by truth values."""
     class OnGpu(GrowingLayer):

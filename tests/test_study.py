@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ from cory.config import IMDB_PRESETS, METHODS, ImdbConfig
 from cory.errors import UserError
 from cory.names import find
 from cory.ppo.sampling import encode_prompts
-from cory.studies import runs
+from cory.studies import loops, results, runs
 from cory.studies import statistics as st
 from cory.studies.definitions import STUDIES
 from cory.studies.loops import penalised_sample
@@ -237,3 +238,52 @@ def test_what_a_loop_remembers_is_not_lost_by_a_resume(small_flags, tmp_path, ca
     with pytest.raises(SystemExit):
         train_imdb.main(["--resume", "--run_dir", str(tmp_path / "run"), "--iterations", "2"])
     assert "remembers what no checkpoint holds" in capsys.readouterr().err
+
+
+# --- from runs to figures ---
+def result(variant, *agents) -> results.Result:
+    """One seed; each agent as (iteration, reward, kl) points, whose combined reward is reward - kl."""
+    points = {f"llm{i + 1}": [results.Point(n, r, kl, r - kl, 1.0) for n, r, kl in agent]
+              for i, agent in enumerate(agents)}
+    return results.Result(runs.StudyRun("imdb", variant, 0, (), Path("none")), points)
+
+
+def test_differences_at_equal_iterations_kl_and_compute_by_hand(monkeypatch):
+    monkeypatch.setattr(results, "eta", lambda of_seed: 0.1)
+    ppo = result("ppo", [(0, 0.0, 0.0), (10, 2.0, 4.0)])
+    pair = result("cory", [(0, 0.0, 0.0), (10, 3.0, 10.0)], [(0, 0.0, 0.0), (10, 1.0, 2.0)])
+    d = results.differences({"ppo": {0: ppo}, "cory": {0: pair}}, STUDIES["curves"], "cory")
+    assert (d["reward"].mean, d["kl"].mean, d["combined"].mean) == (0.0, 2.0, -2.0)
+    # at KL 2, which all reach: (0.6 + 1) / 2 against 1
+    assert d["reward at equal KL"].mean == pytest.approx(-0.2)
+    # 10 batches: PPO's iteration 10, CORY's iteration 5: (1.5 + 0.5) / 2 against 2
+    assert d["reward at equal compute"].mean == pytest.approx(-1.0)
+    monkeypatch.setattr(results, "eta", lambda of_seed: of_seed[0].run.variant)
+    d = results.differences({"ppo": {0: ppo}, "cory": {0: pair}}, STUDIES["curves"], "cory")
+    assert d["combined"] is None                                    # of another eta
+
+
+@pytest.mark.parametrize("reward, distinct, collapsed", [
+    (0.5, 1.0, False), (0.16, 1.0, False), (0.14, 1.0, True), (0.5, 0.51, False), (0.5, 0.49, True)])
+def test_collapse_by_the_rule_that_is_stated(reward, distinct, collapsed):
+    points = [results.Point(0, 0.2, 0.0, 0.2, 1.0), results.Point(9, reward, 1.0, 0.0, distinct)]
+    assert results.Result(None, {"llm1": points}).collapsed == collapsed
+
+
+@pytest.mark.parametrize("loop", ["noisy_ppo", "normalised_cory"])
+def test_what_the_loops_train_on(loop, monkeypatch):
+    """Another response's reward beside one's own; scores of mean 0 and variance 1 over all that was seen."""
+    scored = []
+
+    def two_calls(run):
+        for r in (torch.tensor([0.0, 2.0]), torch.tensor([4.0, 6.0])):
+            scored.append(cory.train.score(None, r, torch.zeros(2), settings()))
+
+    for name in ("train_ppo", "train_cory"):
+        monkeypatch.setattr(loops, name, two_calls)
+    getattr(loops, f"train_{loop}")(SimpleNamespace(cfg=settings(), start=0))
+    if loop == "noisy_ppo":
+        assert [x.tolist() for x in scored] == [[2.0, 2.0], [10.0, 10.0]]           # r + the neighbour's r
+    else:                                       # 0, 2: mean 1, deviation 1; then 0, 2, 4, 6: mean 3, sqrt(5)
+        assert scored[0].tolist() == pytest.approx([-1.0, 1.0], abs=1e-4)
+        assert scored[1].tolist() == pytest.approx([1 / 5**0.5, 3 / 5**0.5], abs=1e-4)

@@ -1,7 +1,7 @@
 """Loops that only studies need: a control of the paper's idea, and habits of the released code, one by one.
 
-They name no algorithm of this package: each is `train_cory` or `train_ppo` with one thing put in its
-place for as long as the loop runs, so that what differs can be read here in full.
+Each is `train_cory` or `train_ppo` with one thing changed for as long as the loop runs, so that what differs
+can be read here in full.
 """
 import math
 from unittest.mock import patch
@@ -12,12 +12,11 @@ from torch import Tensor, nn
 import cory.ppo.rollout
 import cory.train
 from cory.errors import UserError
-from cory.experiment.run import Run, Turn
+from cory.experiment.run import Run
 from cory.ppo.model import LanguageModel
-from cory.ppo.rollout import collect_rollout
 from cory.ppo.sampling import STEPS_BETWEEN_LOOKS, Prompts, Sample, sample
 from cory.ppo.update import ppo_update
-from cory.train import score, train_cory, trains
+from cory.train import score, train_cory, train_ppo, trains
 
 
 def require_from_start(run: Run) -> None:
@@ -31,16 +30,11 @@ def train_noisy_ppo(run: Run) -> None:
     """PPO whose score has a partner's noise and nothing of a partner: the reward of another response of the
     batch, which has the spread of r(s0, a2) and does not depend on the agent's own response.
     """
-    cfg, task, reference = run.cfg, run.task, run.reference
-    (agent,) = run.roles
-    for iteration in run.iterations():
-        queries, max_new_tokens = task.batch(iteration)
-        a = collect_rollout(agent, reference, task.pioneer_prompts(queries), max_new_tokens, cfg)
-        r = task.reward(queries, a.text)
-        other = r.roll(1 + (7 * iteration) % (len(r) - 1))              # never its own
-        update = ppo_update(agent, a, score(a, r, other, cfg), iteration, cfg)
-        turns = [Turn("pioneer", agent, a, r, update)]
-        run.finish_iteration(iteration, queries, max_new_tokens, turns, roles=[agent])
+    def noisy(rollout, reward_B, partner_reward_B, cfg) -> Tensor:
+        return score(rollout, reward_B, reward_B.roll(1), cfg)              # the neighbour's, never its own
+
+    with patch.object(cory.train, "score", noisy):
+        train_ppo(run)
 
 
 @trains("llm1", "llm2")

@@ -55,7 +55,7 @@ class Result:
 
 def read(run: StudyRun) -> Result:
     rows = read_jsonl(run.folder / "metrics.jsonl")
-    names = json.loads((run.folder / "config.json").read_text())["agents"]
+    names = read_config(run.folder)["agents"]
 
     def points(agent: str) -> list[Point]:
         found = []
@@ -110,9 +110,8 @@ def differences(groups: dict[str, dict[int, Result]], study: Study, variant: str
         """Of each agent's reward where it first reaches the x that all agents of both runs reach."""
         ys = {}, {}
         for seed in runs.keys() & base.keys():
-            sides = [([(x(p), p.reward) for p in points] for points in of_seed[seed].agents.values())
+            sides = [[[(x(p), p.reward) for p in points] for points in of_seed[seed].agents.values()]
                      for of_seed, x in ((runs, x_of_variant), (base, x_of_base))]
-            sides = [list(side) for side in sides]
             x = min(max(point[0] for point in curve) for side in sides for curve in side)
             for found, side in zip(ys, sides, strict=True):
                 found[seed] = fmean(at(curve, x) for curve in side)

@@ -1,6 +1,4 @@
-"""Runs of a study as processes of the ordinary scripts, each in a folder of its own: made once, resumed,
-kept.
-"""
+"""Runs of a study as processes of the ordinary scripts, each in a folder of its own: made once, resumed."""
 import hashlib
 import os
 import re
@@ -21,8 +19,7 @@ from cory.studies.definitions import Study
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
-# More evaluations than a single run makes, for curves of reward against KL; nothing to resume a run of
-# minutes.
+# More evaluations than a single run makes, for curves of reward against KL.
 ALWAYS = "--eval_every 10 --sample_rows 2 --save_every 20 --wandb disabled"
 
 
@@ -140,5 +137,3 @@ def expected_minutes(runs: list[StudyRun], jobs: int) -> tuple[int, float | None
         return len(todo), None
     total = sum(sum(seconds[run.task]) / len(seconds[run.task]) for run in todo.values())
     return len(todo), total / jobs / 60
-
-

@@ -17,7 +17,8 @@ NUMBER = re.compile(r"""
 STRICT = re.compile(r"#### (-?[0-9.,]+)")           # the pattern published with the data set
 
 # Full-width forms and the typographic minus; then what parts thousands: thin and no-break space, apostrophes.
-PLAIN = str.maketrans("０１２３４５６７８９，．－−\u2009\u202f\u00a0'\u2019", "0123456789,.--,,,,,")
+PLAIN = str.maketrans("０１２３４５６７８９，．－−\u2009\u202f\u00a0'\u2019",
+                      "0123456789,.--,,,,,")
 
 
 def gold_answer(solution: str) -> Decimal | None:
