@@ -5,10 +5,13 @@ Weights are safetensors; optimizer moments and random generators are tensors rea
 the rest is JSON. Nothing is ever unpickled. A checkpoint is written to a temporary folder beside its place,
 flushed, renamed; `latest` moves last, and only then is the previous checkpoint removed.
 """
+import functools
 import json
 import platform
 import random
 import shutil
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -38,10 +41,9 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     torch.save({"cpu": torch.get_rng_state(), "cuda": on_gpus}, temporary / "random.pt")
     kind, keys, *rest = np.random.get_state()
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, np)}
     state = {"iteration": iteration, "roles": [agent.name for agent in roles],
              "kl_coef": {agent.name: agent.kl_coef for agent in agents}, "wandb_id": wandb_id,
-             "versions": {"python": platform.python_version(), **versions},
+             "versions": versions(),
              "python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *rest]}
     (temporary / "state.json").write_text(json.dumps(state))
     put_in_place(temporary, final)      # `final` can exist already if a run was killed before the next line
@@ -49,6 +51,18 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
     for old in folder.glob("iteration_*"):
         if old != final:
             shutil.rmtree(old)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """What this process computes with: packages, and the commit of this code where it lies in a clone."""
+    found = {"commit": "unknown", "python": platform.python_version()}
+    found |= {module.__name__: module.__version__ for module in (torch, transformers, np)}
+    with suppress(OSError):
+        describe = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+        git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
+        found["commit"] = git.stdout.strip() or found["commit"]
+    return found
 
 
 def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:

@@ -1,20 +1,16 @@
 """From the finished runs of a study to its tables and verdicts, `results.md`, and `runs.jsonl`."""
 import json
-import platform
-import subprocess
-from contextlib import suppress
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-import torch
-import transformers
 
 from cory.config import read_config
 from cory.experiment.files import read_jsonl, replace_text
 from cory.studies.definitions import Study
-from cory.studies.runs import ROOT, StudyRun
+from cory.studies.runs import StudyRun
 from cory.studies.statistics import Difference, at, difference, interval
 
 REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # of held-out bare queries
@@ -147,20 +143,18 @@ def difference_table(groups: dict[str, dict[int, Result]], study: Study) -> list
     return lines if len(lines) > 2 else [f"No finished run of the baseline, `{base}`: no differences."]
 
 
-def versions() -> str:
-    commit = "no commit known"
-    with suppress(OSError):
-        ask = ["git", "describe", "--always", "--dirty"]
-        git = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True)
-        commit = git.stdout.strip() or commit
-    return (f"commit {commit}, Python {platform.python_version()}, torch {torch.__version__}, transformers "
-            f"{transformers.__version__}")
+def made_by(run: StudyRun) -> dict[str, str]:
+    """Commit and versions of packages by which a run was finished, out of its last checkpoint."""
+    (state,) = run.folder.glob("checkpoints/iteration_*/state.json")
+    return json.loads(state.read_text())["versions"]
 
 
 def write(name: str, study: Study, results: list[Result], failed: list[tuple[StudyRun, str]], command: str,
           out: Path) -> str:
     """Writes `results.md` and `runs.jsonl`; returns the text of the first."""
-    how = (f"Written by {versions()}. 95% intervals of the mean over seeds by the bootstrap; differences are "
+    made = Counter(", ".join(f"{k} {v}" for k, v in made_by(r.run).items()) for r in results)
+    of_runs = "; ".join(f"{n} runs by {text}" for text, n in made.items())
+    how = (f"{of_runs}. 95% intervals of the mean over seeds by the bootstrap; differences are "
            "paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, reward "
            "interpolated between evaluations; equal compute counts responses sampled and trained on.")
     lines = [f"# {name}", "", study.claim, "", f"    {command}", "", how, ""]
@@ -173,7 +167,7 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
     text = "\n".join(lines)
     replace_text(out / "results.md", text)
     rows = [{"study": name, "task": r.run.task, "variant": r.run.variant, "seed": r.run.seed,
-             "folder": r.run.folder.name, "flags": list(r.run.flags), "written_by": versions(),
+             "folder": r.run.folder.name, "flags": list(r.run.flags), "made_by": made_by(r.run),
              "agents": {agent: vars(points[-1]) for agent, points in r.agents.items()},
              "collapsed": r.collapsed} for r in results]
     replace_text(out / "runs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
