@@ -49,7 +49,8 @@ def solve(name: str, load: Callable, task: Task, folder: Path, samples: int, row
     for number, first in tqdm(missing, desc=title, unit="batch", dynamic_ncols=True):
         queries = task.held_out_queries[first:first + rows]
         seed = None if number == 0 else EVALUATION_SEED + 1_000_003 * number + first
-        responses = answer(model, task, queries, task.cfg.max_response_length, seed)
+        prompts = task.pioneer_prompts(queries)
+        responses = answer(model, prompts, task.cfg.max_response_length, seed)
         rewards = task.reward(queries, responses).tolist()
         lines[number, first] = dict(round=number, first=first, responses=responses, rewards=rewards)
         append_jsonl(path, [lines[number, first]])
@@ -96,19 +97,22 @@ def evaluate_run(run_dir: Path, cfg: Config, args: argparse.Namespace, base_from
         shutil.copy(known, folder)
 
     def load(name: str) -> LanguageModel:
-        final = run_dir / "final" / name
-        if name == "base":
-            return base
-        if not cfg.lora:
-            return load_language_model(str(final), cfg.temperature, cfg.precision, device)
-        adapter = load_adapter(base.lm, name, final)
-        return LanguageModel(base.lm, base.tokenizer, cfg.temperature, cfg.precision, adapter)
+        return base if name == "base" else final_model(run_dir, name, cfg, base)
 
     metrics = {name: solved_metrics(task, solve(name, load, task, folder, args.samples, rows), args.k)
                for name in ["base", *read_config(run_dir)["agents"]]}
     results = {"samples": args.samples, **settings, **metrics}
     replace_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     return metrics
+
+
+def final_model(run_dir: Path, name: str, cfg: Config, base: LanguageModel) -> LanguageModel:
+    """An agent's policy as the run left it, on the base's device; with LoRA its adapter on the base."""
+    final = run_dir / "final" / name
+    if not cfg.lora:
+        return load_language_model(str(final), cfg.temperature, cfg.precision, base.device)
+    adapter = load_adapter(base.lm, name, final)
+    return LanguageModel(base.lm, base.tokenizer, cfg.temperature, cfg.precision, adapter)
 
 
 def require_same_evaluation(folder: Path, settings: dict) -> None:

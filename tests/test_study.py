@@ -2,13 +2,16 @@
 
 import json
 import math
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from toys import bigram, settings
+from toys import agent_of, bigram, settings
 
 import cory.ppo.rollout
 import cory.train
@@ -17,9 +20,11 @@ from cory import study
 from cory.command_line import parse
 from cory.config import IMDB_PRESETS, METHODS, ImdbConfig
 from cory.errors import UserError
+from cory.loading import load_language_model
 from cory.names import find
+from cory.ppo.model import PolicyWithValue
 from cory.ppo.sampling import encode_prompts
-from cory.studies import loops, results, runs
+from cory.studies import claims, loops, results, runs, tables, team
 from cory.studies import statistics as st
 from cory.studies.definitions import STUDIES
 from cory.studies.loops import penalised_sample
@@ -59,6 +64,13 @@ def test_reward_at_equal_kl_by_hand():
     assert st.at([(0, 0.0), (4, 1.0), (8, 2.0)], 6) == 1.5
     assert st.at([(0, 0.0), (5, 1.0), (3, 3.0), (9, 5.0)], 4) == 0.8        # where it is first reached
     assert math.isnan(st.at([(0, 0.0), (1, 1.0)], 2))
+
+
+def test_height_of_a_frontier_by_hand():
+    """Over KL 2 to 4, which both span: 2 against the line from 1 to 2, in any order of the points."""
+    flat, rising = [(9.0, 2.0), (1.0, 2.0)], [(2.0, 1.0), (4.0, 2.0)]
+    assert st.gap(flat, rising) == pytest.approx(0.5) and st.gap(rising, flat) == pytest.approx(-0.5)
+    assert math.isnan(st.gap(flat, [(10.0, 1.0), (12.0, 1.0)]))
 
 
 # --- the partner's term ---
@@ -115,12 +127,18 @@ def test_without_a_critic_there_is_no_value_to_take():
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_is_made_of_flags_that_there_are(name, tmp_path):
     study = STUDIES[name]
-    assert {*study.quick, *study.compute} <= set(study.variants) and study.baseline in study.quick
-    planned = runs.plan(study, list(study.tasks), [0, 1], list(study.variants), "tiny", [], tmp_path)
-    assert len({run.folder for run in planned}) == len(planned)             # no two runs lie in one folder
+    assert {*study.quick, *study.compute, *study.pairs, *study.only} <= set(study.variants)
+    assert {*study.pairs.values(), study.baseline} <= set(study.variants) and study.baseline in study.quick
+    assert {name for sweep in study.sweeps.values() for name in sweep} <= set(study.variants)
+    assert set(study.measured) <= set(study.tasks) and set(study.measured.values()) <= runs.MEASURES.keys()
+    variants = study.variants_of("tiny", quick=False)
+    planned = runs.plan(study, list(study.tasks), [0, 1], variants, "tiny", [], tmp_path)
+    alike = {"sampled KL": "cory"}                                          # the preset's own, said again
+    folders = {(run.task, alike.get(run.variant, run.variant), run.seed): run.folder for run in planned}
+    assert len({*folders.values()}) == len(folders)                         # no other two lie in one folder
     for run in planned:
         config_class, presets = runs.SCRIPTS[run.task]
-        cfg = parse(config_class, presets, run.command()[2:])
+        cfg = parse(config_class, presets, run.commands()[0][2:])
         loop = find("method", cfg.method, METHODS)
         assert cfg.seed == run.seed and cfg.preset == "tiny"
         if run.variant not in study.compute:
@@ -131,6 +149,8 @@ def test_multiples_are_of_what_a_run_would_have_otherwise():
     variant = "--init_kl_coef init_kl_coef*2 --iterations iterations*2"
     tiny = ["--preset", "tiny"]
     assert runs.resolved(variant, "gsm8k", tiny) == ["--init_kl_coef", "0.04", "--iterations", "80"]
+    assert runs.resolved("--method cory --init_kl_coef init_kl_coef*1 --kl_penalty k1", "gsm8k", tiny) == [
+        "--method", "cory"]                                                 # what it would have anyway
     assert runs.resolved(variant, "gsm8k", [*tiny, "--iterations", "3"])[-1] == "6"
     with pytest.raises(UserError, match="preset is 'none': choose from tiny"):
         runs.resolved("", "imdb", ["--preset", "none"])
@@ -199,19 +219,37 @@ def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch):
                         lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0))
     assert runs.make([run], 1) == []
     assert commands[0][1:] == ["train_imdb.py", "--resume", "--run_dir", str(run.folder)]
+    forgets = ("--method", "cory.studies.loops:train_normalised_cory")      # it is made anew
+    assert runs.make([replace(run, flags=forgets)], 1) == []
+    assert commands[1][1:4] == ["train_imdb.py", *forgets] and not run.folder.exists()
 
 
-@pytest.mark.parametrize("loop", ["noisy_ppo", "normalised_cory", "dropout_cory", "penalised_cory"])
+def test_what_is_measured_follows_training_and_is_done_once(tmp_path, monkeypatch):
+    run = runs.StudyRun("gsm8k", "ppo", 0, ("--method", "ppo"), tmp_path / "run", "team")
+    assert [command[1:3] for command in run.commands()] == [
+        ["train_gsm8k.py", "--method"], ["-m", "cory.studies.team"]]
+    run.folder.mkdir()
+    (run.folder / "eval.json").write_text("{}")
+    assert not run.finished and [command[2] for command in run.commands()] == ["cory.studies.team"]
+    (run.folder / "team.json").write_text("{}")
+    assert run.finished and run.commands() == []
+
+
+@pytest.mark.parametrize("loop", ["noisy_ppo", "normalised_cory", "dropout_cory", "penalised_cory",
+                                  "released_cory", "released_ppo", "fast_critic_cory", "long_critic_cory"])
 def test_the_studies_own_loops_train_and_leave_everything_as_it_was(loop, small_flags, tmp_path):
-    before = (cory.train.score, cory.train.ppo_update, cory.ppo.rollout.sample)
+    def patched():
+        return (cory.train.score, cory.train.ppo_update, cory.ppo.rollout.sample, PolicyWithValue.values)
+
+    before = patched()
     flags = ["--iterations", "2", "--run_dir", str(tmp_path / "run")]
     method = ["--method", f"cory.studies.loops:train_{loop}"]
     run = train(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, *flags, *method]))
-    assert before == (cory.train.score, cory.train.ppo_update, cory.ppo.rollout.sample)
+    assert before == patched()
     assert not any(agent.policy.lm.training for agent in run.agents)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     gap = max(row["pioneer/sampling_gap"] for row in rows[1:])
-    assert (gap > 1e-4) == (loop in ("penalised_cory", "dropout_cory"))
+    assert (gap > 1e-4) == loop.startswith(("penalised", "dropout", "released"))
 
 
 def test_a_repetition_penalty_by_hand():
@@ -245,7 +283,7 @@ def result(variant, *agents) -> results.Result:
     """One seed; each agent as (iteration, reward, kl) points, whose combined reward is reward - kl."""
     points = {f"llm{i + 1}": [results.Point(n, r, kl, r - kl, 1.0) for n, r, kl in agent]
               for i, agent in enumerate(agents)}
-    return results.Result(runs.StudyRun("imdb", variant, 0, (), Path("none")), points)
+    return results.Result(runs.StudyRun("imdb", variant, 0, (), Path(variant)), points, {}, 0.0, {})
 
 
 def test_differences_at_equal_iterations_kl_and_compute_by_hand(monkeypatch):
@@ -267,7 +305,7 @@ def test_differences_at_equal_iterations_kl_and_compute_by_hand(monkeypatch):
     (0.5, 1.0, False), (0.16, 1.0, False), (0.14, 1.0, True), (0.5, 0.51, False), (0.5, 0.49, True)])
 def test_collapse_by_the_rule_that_is_stated(reward, distinct, collapsed):
     points = [results.Point(0, 0.2, 0.0, 0.2, 1.0), results.Point(9, reward, 1.0, 0.0, distinct)]
-    assert results.Result(None, {"llm1": points}).collapsed == collapsed
+    assert results.Result(None, {"llm1": points}, {}, 0.0, {}).collapsed == collapsed
 
 
 @pytest.mark.parametrize("loop", ["noisy_ppo", "normalised_cory"])
@@ -287,3 +325,126 @@ def test_what_the_loops_train_on(loop, monkeypatch):
     else:                                       # 0, 2: mean 1, deviation 1; then 0, 2, 4, 6: mean 3, sqrt(5)
         assert scored[0].tolist() == pytest.approx([-1.0, 1.0], abs=1e-4)
         assert scored[1].tolist() == pytest.approx([1 / 5**0.5, 3 / 5**0.5], abs=1e-4)
+
+
+def test_ten_times_the_heads_output_is_ten_times_its_rate(small):
+    """One update of value heads that start at 0, with the body frozen: Adam's first steps are of the rate's
+    size, whatever the gradient.
+    """
+    def values_after(rate, factor):
+        values = PolicyWithValue.values
+        with patch.object(PolicyWithValue, "values", lambda policy, hidden: factor * values(policy, hidden)):
+            agent = agent_of(load_language_model(str(small / "lm")), learning_rate=rate)
+            agent.policy.lm.requires_grad_(False)
+            hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+            for _ in range(3):
+                (agent.policy.values(hidden) - 1).square().mean().backward()
+                agent.optimizer.step()
+                agent.optimizer.zero_grad()
+            return agent.policy.values(hidden).tolist()
+
+    assert values_after(1e-3, 10) == pytest.approx(values_after(1e-2, 1), rel=1e-4)
+
+
+def test_more_critic_epochs_bring_values_nearer_to_their_targets(small_flags, tmp_path):
+    errors = {}
+    for name in ("cory", "cory.studies.loops:train_long_critic_cory"):
+        flags = ["--method", name, "--vf_coef", "1", "--cliprange_value", "100", "--iterations", "6"]
+        flags += ["--run_dir", str(tmp_path / str(len(errors)))]
+        train(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, *flags]))
+        rows = [json.loads(line) for line in open(tmp_path / str(len(errors)) / "metrics.jsonl")]
+        errors[name] = rows[-1]["pioneer/value_error"]
+        assert rows[1]["pioneer/task_reward"] == pytest.approx(errors.setdefault("first", rows[1][
+            "pioneer/task_reward"]))                                        # the same run until an update
+    assert errors["cory.studies.loops:train_long_critic_cory"] < 0.9 * errors["cory"]
+
+
+def test_two_answers_of_a_finished_run(small_flags, tmp_path, monkeypatch):
+    """Of a run of seconds; then with letters counted for rewards: what is read, and which answer is best."""
+    run_dir = tmp_path / "run"
+    train_imdb.main([*small_flags, "--iterations", "2", "--run_dir", str(run_dir)])
+    team.main([str(run_dir), "--rounds", "1"])
+    found = json.loads((run_dir / "team.json").read_text())
+    for of in (found["base"], found["agents"]):
+        assert of.keys() == {"first", "second", "team", "alone"}
+        assert of["team"] > max(of["first"], of["second"]) and of["alone"] > of["first"]
+    asked = []
+    task = SimpleNamespace(cfg=settings(), held_out_queries=["q1", "q2", "q3"], pioneer_prompts=lambda q: q,
+                           observer_prompts=lambda q, a: [f"{x}+{y}" for x, y in zip(q, a, strict=True)],
+                           reward=lambda q, texts: torch.tensor([float(len(text)) for text in texts]))
+
+    def answer(model, prompts, limit, seed):
+        asked.append((model, prompts, seed))
+        return [model * (2 if "+" in prompt else 1) for prompt in prompts]
+
+    monkeypatch.setattr(team, "answer", answer)
+    # a (length 2) before b (length 5), and b before a: firsts 2, 5; seconds 10, 4; better 10, 5; bare 5, 5
+    assert team.measure(task, ["aa", "bbbbb"], 1) == {"first": 3.5, "second": 7.0, "team": 7.5, "alone": 5.0}
+    assert asked[1] == ("bbbbb", ["q1+aa", "q2+aa", "q3+aa"], asked[0][2] + 1)
+    assert len({seed for _, _, seed in asked[:3]}) == 3
+    asked.clear()
+    team.measure(task, ["aa"], 2)
+    assert [model for model, _, _ in asked] == ["aa"] * 6 and len({seed for _, _, seed in asked}) == 6
+
+
+# --- claims and tables ---
+def seeds_of(variant, rewards, kls, **more):
+    """One agent that starts at reward 0 and ends, by seed, at these."""
+    found = {}
+    for seed, (reward, kl) in enumerate(zip(rewards, kls, strict=True)):
+        one = result(variant, [(0, 0.0, 0.0), (5, reward / 2, kl / 2), (10, reward, kl)])
+        found[seed] = replace(one, run=replace(one.run, seed=seed, folder=Path(f"{variant}-{seed}")), **more)
+    return found
+
+
+def claim_of(text):
+    return next(claim for claim in claims.CLAIMS if text in claim.text)
+
+
+@pytest.mark.parametrize("kls, verdict", [
+    ([5.0] * 5, "holds"), ([2.0] * 5, "does not hold"), ([5.0] * 4, "not decided with 4 seeds"),
+    ([1.9, 2.1, 3.0, 1.0, 2.0], "not decided with 5 seeds")])
+def test_a_claim_holds_only_where_its_whole_interval_does(kls, verdict):
+    n = len(kls)
+    groups = {"ppo": seeds_of("ppo", [1.0] * n, kls), "cory": seeds_of("cory", [1.0] * n, [1.0] * n)}
+    measured, found = claim_of("more than twice").measured(groups)
+    assert found == verdict and measured.startswith(f"{np.mean(kls):.2f}") and measured.endswith(f"{n} seeds")
+
+
+def test_claims_by_hand():
+    ppo, pair = seeds_of("ppo", [2.0] * 5, [4.0] * 5), seeds_of("cory", [1.9] * 5, [1.0] * 5)
+    groups = {"ppo": ppo, "cory": pair}
+    assert claim_of("end alike").measured(groups)[0].startswith("-0.05")            # -0.1 of a gain of 2
+    assert claim_of("combined reward falls").measured(groups)[0].startswith("-2.00")    # 2 - 4
+    assert claim_of("combined reward rises").measured(groups) == ("0.90 [0.90, 0.90], 5 seeds", "holds")
+    assert claim_of("declines in the second half").measured(groups)[1] == "does not hold"
+    assert claim_of("keeps growing").measured(groups)[0].startswith("2.00")
+    assert claim_of("twice the parameters").measured(groups) == ("not run", "not run")
+    two = {seed: replace(run, agents={"llm1": run.agents["llm1"], "llm2": ppo[seed].agents["llm1"]})
+           for seed, run in pair.items()}
+    assert claim_of("close together").measured({"cory": two})[0].startswith("0.05")     # 0.1 of 1.95
+    assert claim_of("observer is below").measured({"no exchange": two})[0].startswith("-0.10")
+    of_k = {"llm1": {f"pass@{k}": 0.5 for k in (1, 4, 16)}, "base": {f"pass@{k}": 0.2 for k in (1, 16)}}
+    solved = {name: seeds_of(name, [1.0] * 5, [1.0] * 5, measured=of_k) for name in ("ppo", "cory")}
+    assert claim_of("pass@4 is above PPO").measured(solved) == ("0.00 [0.00, 0.00], 5 seeds", "does not hold")
+    assert claim_of("pass@16 is above the base").measured(solved) == ("0.30 [0.30, 0.30], 5 seeds", "holds")
+
+
+def test_frontiers_are_compared_seed_by_seed():
+    groups = {f"{method}, eta x {eta}": seeds_of(f"{method}{eta}", [height + kl] * 5, [kl] * 5)
+              for method, height in (("ppo", 0.0), ("cory", 0.5))
+              for eta, kl in (("0.1", 4.0), ("0.3", 3.0), ("1", 2.0), ("3", 1.0))}
+    found = results.frontier_gap(groups, STUDIES["frontier"])
+    assert found.mean == pytest.approx(0.5) and found.verdict == "higher" and found.seeds == 5
+    del groups["ppo, eta x 3"]
+    assert results.frontier_gap(groups, STUDIES["frontier"]).seeds == 0
+    assert "| imdb | mean height at equal KL | not run | not run |" in claims.page({}, "command")
+
+
+def test_a_run_that_diverged_counts_as_collapsed():
+    (row,) = tables.final_table({"ppo": seeds_of("ppo", [1.0], [1.0])}, "imdb", Counter(ppo=2))[2:3]
+    assert row.endswith("| 2 of 3 |")
+
+
+def test_text_of_a_model_is_plain_in_a_table():
+    assert tables.cell("a | b\n#### *x*") == "a \\| b \\#\\#\\#\\# \\*x\\*"

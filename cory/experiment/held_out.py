@@ -48,7 +48,7 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
         texts += decode(model, response_BT, mask_BT)
         ids += [row[keep].tolist() for row, keep in zip(response_BT, real, strict=True)]
         if task.greedy:
-            greedy += answer(model, task, queries[at:at + rows], limit, seed=None)
+            greedy += answer(model, task.pioneer_prompts(queries[at:at + rows]), limit, seed=None)
 
     of_greedy = with_metrics({}, task, queries, greedy) if task.greedy else {}
     reward, tokens, n = task.reward(queries, texts).mean().item(), sum(map(len, ids)), len(queries)
@@ -81,10 +81,10 @@ def number(name: str, value) -> float:
 
 
 @torch.no_grad()
-def answer(model: LanguageModel, task: Task, queries: list[str], length: int, seed: int | None) -> list[str]:
-    """Responses of at most `length` tokens to one batch of bare queries; greedy without a seed."""
-    prompts = encode_prompts(model, task.pioneer_prompts(queries), length)
-    drawn = sample(model, prompts, length, None if seed is None else torch.Generator().manual_seed(seed))
+def answer(model: LanguageModel, prompts: list[str], length: int, seed: int | None) -> list[str]:
+    """Responses of at most `length` tokens to one batch of prompts; greedy without a seed."""
+    encoded = encode_prompts(model, prompts, length)
+    drawn = sample(model, encoded, length, None if seed is None else torch.Generator().manual_seed(seed))
     return decode(model, drawn.response_BT, drawn.mask_BT)
 
 

@@ -161,7 +161,8 @@ class Run:
         asked = [queries[i] for i in kept]
         if not asked:
             return []
-        base = answer(self.reference, self.task, asked, limit, seed=EVALUATION_SEED + iteration)
+        prompts = self.task.pioneer_prompts(asked)
+        base = answer(self.reference, prompts, limit, seed=EVALUATION_SEED + iteration)
         base_reward = self.task.reward(asked, base).tolist()
         rows = []
         for i, text, reward in zip(kept, base, base_reward, strict=True):

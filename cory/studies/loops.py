@@ -1,9 +1,11 @@
-"""Loops that only studies need: a control of the paper's idea, and habits of the released code, one by one.
+"""Loops that only studies need: a control of the paper's idea, better critics, the released code's habits.
 
-Each is `train_cory` or `train_ppo` with one thing changed for as long as the loop runs, so that what differs
-can be read here in full.
+Each is `train_cory` or `train_ppo` inside the habits that its name says. A habit changes one thing for as
+long as its block lasts, so that what differs can be read here in full, and habits add up.
 """
 import math
+from contextlib import contextmanager
+from typing import Callable, Iterator
 from unittest.mock import patch
 
 import torch
@@ -11,20 +13,29 @@ from torch import Tensor, nn
 
 import cory.ppo.rollout
 import cory.train
+from cory.config import Config
 from cory.errors import UserError
 from cory.experiment.run import Run
-from cory.ppo.model import LanguageModel
+from cory.ppo.agent import Agent
+from cory.ppo.model import LanguageModel, PolicyWithValue
+from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import STEPS_BETWEEN_LOOKS, Prompts, Sample, sample
-from cory.ppo.update import ppo_update
+from cory.ppo.update import make_experience, ppo_update
 from cory.train import score, train_cory, train_ppo, trains
 
 
+def from_start(loop: Callable) -> Callable:
+    """Decorator of a loop that remembers what no checkpoint holds: it refuses to resume."""
+    loop.from_start = True
+    return loop
+
+
 def require_from_start(run: Run) -> None:
-    """Refuses to resume: what the loop remembers is in no checkpoint."""
     way_out = "remembers what no checkpoint holds; delete this run and start it anew"
     run.cfg.require("method", run.start == 0, way_out)
 
 
+# --- a control ---
 @trains("llm1")
 def train_noisy_ppo(run: Run) -> None:
     """PPO whose score has a partner's noise and nothing of a partner: the reward of another response of the
@@ -37,8 +48,41 @@ def train_noisy_ppo(run: Run) -> None:
         train_ppo(run)
 
 
+# --- better critics ---
 @trains("llm1", "llm2")
-def train_normalised_cory(run: Run) -> None:
+def train_fast_critic_cory(run: Run) -> None:
+    """Value heads that learn at ten times the rate. Adam's steps are of one size whatever the gradient's, so
+    a head that starts at 0 and is taken ten times is one of ten times the rate (but for Adam's epsilon).
+    """
+    values = PolicyWithValue.values
+    with patch.object(PolicyWithValue, "values", lambda policy, hidden_NH: 10 * values(policy, hidden_NH)):
+        train_cory(run)
+
+
+@trains("llm1", "llm2")
+def train_long_critic_cory(run: Run) -> None:
+    """After each update, 16 passes of the value head alone over the same rollout, without a value clip."""
+    def update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int, cfg: Config) -> dict:
+        experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
+        metrics = ppo_update(agent, rollout, score_B, iteration, cfg)
+        policy, real = agent.policy, experience.mask_BT.bool()
+        with torch.no_grad():
+            prompt_BP, prompt_mask_BP = experience.prompt_BP, experience.prompt_mask_BP
+            hidden_NH = policy.response_hidden(prompt_BP, prompt_mask_BP, experience.response_BT)[real]
+        for _ in range(16):
+            errors_N = policy.values(hidden_NH) - experience.return_BT[real]
+            (cfg.vf_coef * 0.5 * errors_N.square().mean()).backward()
+            agent.optimizer.step()                  # of the head alone: nothing else has a gradient
+            agent.optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+    with patch.object(cory.train, "ppo_update", update):
+        train_cory(run)
+
+
+# --- habits of the released code ---
+@contextmanager
+def normalised_scores(run: Run) -> Iterator[None]:
     """Scores less their running mean, over their running standard deviation, as the released code has
     them for CORY and not for PPO. Of all scores of the run so far; the released code forgets them at each
     exchange.
@@ -53,15 +97,14 @@ def train_normalised_cory(run: Run) -> None:
         return (score_B - so_far.mean()) / (so_far.std(correction=0) + 1e-6)
 
     with patch.object(cory.train, "score", normalised):
-        train_cory(run)
+        yield
 
 
-@trains("llm1", "llm2")
-def train_dropout_cory(run: Run) -> None:
+@contextmanager
+def dropout(run: Run) -> Iterator[None]:
     """Dropout of 0.1 from an agent's first update on, in sampling, scoring and updates, as the released code
     has it with GPT-2. Held-out evaluation stays without. Raises `UserError` for a model without dropout.
     """
-    require_from_start(run)
     run.cfg.require("lora", not run.cfg.lora, "shares its base with the reference, which has no dropout")
     evaluate_agents = run.evaluate_agents
     for agent in run.agents:
@@ -88,19 +131,55 @@ def train_dropout_cory(run: Run) -> None:
         switch(True)
         return found
 
-    updated, run.evaluate_agents = set(), evaluate_without
+    updated = {agent.policy for agent in run.agents} if run.start else set()    # each iteration updates all
+    run.evaluate_agents = evaluate_without
+    switch(True)
     with patch.object(cory.train, "ppo_update", update):
-        train_cory(run)
+        yield
     switch(False)
 
 
-@trains("llm1", "llm2")
-def train_penalised_cory(run: Run) -> None:
+@contextmanager
+def repetition_penalty(run: Run) -> Iterator[None]:
     """Sampling with a repetition penalty of 1.1 that scoring and update know nothing of, as in the released
     code: `sampling_gap` shows how far behaviour and policy are apart.
     """
     with patch.object(cory.ppo.rollout, "sample", penalised_sample):
+        yield
+
+
+@from_start
+@trains("llm1", "llm2")
+def train_normalised_cory(run: Run) -> None:
+    with normalised_scores(run):
         train_cory(run)
+
+
+@trains("llm1", "llm2")
+def train_dropout_cory(run: Run) -> None:
+    with dropout(run):
+        train_cory(run)
+
+
+@trains("llm1", "llm2")
+def train_penalised_cory(run: Run) -> None:
+    with repetition_penalty(run):
+        train_cory(run)
+
+
+@from_start
+@trains("llm1", "llm2")
+def train_released_cory(run: Run) -> None:
+    """With every habit of the released code that is no flag."""
+    with normalised_scores(run), dropout(run), repetition_penalty(run):
+        train_cory(run)
+
+
+@trains("llm1")
+def train_released_ppo(run: Run) -> None:
+    """PPO with the habits that the released code has for it, too."""
+    with dropout(run), repetition_penalty(run):
+        train_ppo(run)
 
 
 def penalised_sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator,

@@ -1,17 +1,13 @@
-"""From the finished runs of a study to its tables and verdicts, `results.md`, and `runs.jsonl`."""
+"""From the finished runs of a study to figures: what each run reached, and how variants differ."""
 import json
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
-import numpy as np
-
 from cory.config import read_config
-from cory.experiment.files import read_jsonl, replace_text
+from cory.experiment.files import read_jsonl
 from cory.studies.definitions import Study
-from cory.studies.runs import StudyRun
-from cory.studies.statistics import Difference, at, difference, interval
+from cory.studies.runs import MEASURES, StudyRun
+from cory.studies.statistics import Difference, at, difference, gap
 
 REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # of held-out bare queries
 NAMES = {"imdb": "task reward", "gsm8k": "greedy accuracy"}
@@ -31,6 +27,9 @@ class Point:
 class Result:
     run: StudyRun
     agents: dict[str, list[Point]]          # with the base's figures as iteration 0
+    roles: dict[str, dict[str, float]]      # role: means of its training metrics, last quarter of iterations
+    unsteady: float                         # sample std of the training reward over the last half
+    measured: dict                          # what was measured of the finished run, {} if nothing was
 
     @property
     def pair(self) -> list[Point]:
@@ -41,12 +40,19 @@ class Result:
                 for of_agents in columns]
 
     @property
+    def last(self) -> Point:
+        return self.pair[-1]
+
+    @property
     def collapsed(self) -> bool:
         """By our rule: at the end an agent's reward is a tenth of the base's, or 0.05, below the base's, or
         its pairs of neighbouring tokens are less than half as varied as the base's.
         """
         return any(points[-1].reward < points[0].reward - max(0.05, abs(points[0].reward) / 10)
                    or points[-1].distinct_2 < points[0].distinct_2 / 2 for points in self.agents.values())
+
+
+Groups = dict[str, dict[int, Result]]       # {variant: {seed: result}} of one task, in the study's order
 
 
 def read(run: StudyRun) -> Result:
@@ -62,85 +68,28 @@ def read(run: StudyRun) -> Result:
                 found.append(Point(row["iteration"], *(row[prefix + key] for key in keys)))
         return found
 
-    return Result(run, {name: points(name) for name in names})
+    trained = rows[1:]
+    late = trained[-max(1, len(trained) // 4):]
+    roles = {role: {name: fmean(row[f"{role}/{name}"] for row in late) for name in ("task_reward", "kl")}
+             for role in trained[-1]["roles"]}
+    halves = [[row[f"{name}/task_reward"] for row in trained[len(trained) // 2:]] for name in names]
+    unsteady = fmean(std(half) for half in halves)
+    measured = json.loads((run.folder / MEASURES[run.measure][1]).read_text()) if run.measure else {}
+    return Result(run, {name: points(name) for name in names}, roles, unsteady, measured)
 
 
-def by_variant(results: list[Result], task: str) -> dict[str, dict[int, Result]]:
-    """{variant: {seed: result}}, in the order of the study."""
+def std(values: list[float]) -> float:
+    """Sample standard deviation; NaN of one value."""
+    mean, n = fmean(values), len(values)
+    return (sum((x - mean) ** 2 for x in values) / (n - 1)) ** 0.5 if n > 1 else float("nan")
+
+
+def by_variant(results: list[Result], task: str) -> Groups:
     found = {}
     for result in results:
         if result.run.task == task:
             found.setdefault(result.run.variant, {})[result.run.seed] = result
     return found
-
-
-def mean_with_interval(values: list[float]) -> str:
-    low, high = interval(np.array(values))
-    return f"{np.mean(values):.2f}" + ("" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]")
-
-
-def final_table(groups: dict[str, dict[int, Result]], task: str) -> list[str]:
-    lines = [f"| variant | seeds | {NAMES[task]}, mean of agents | LLM1 | LLM2 | KL | combined reward | "
-             "collapsed |", "|---|" + "--:|" * 7]
-    for variant, of_seed in groups.items():
-        runs = list(of_seed.values())
-        last = [run.pair[-1] for run in runs]
-        of_agents = [fmean(run.agents[name][-1].reward for run in runs) if name in runs[0].agents else None
-                     for name in ("llm1", "llm2")]
-        cells = [variant, str(len(runs)), mean_with_interval([p.reward for p in last]),
-                 *("" if x is None else f"{x:.2f}" for x in of_agents),
-                 mean_with_interval([p.kl for p in last]), mean_with_interval([p.combined for p in last]),
-                 f"{sum(run.collapsed for run in runs)} of {len(runs)}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def differences(groups: dict[str, dict[int, Result]], study: Study, variant: str) -> dict:
-    """Of a variant to the study's baseline, paired by seed, mean of agents: what differs at what equal."""
-    runs, base = groups[variant], groups[study.baseline]
-
-    def last(of_seed: dict[int, Result], name: str) -> dict[int, float]:
-        return {seed: getattr(run.pair[-1], name) for seed, run in of_seed.items()}
-
-    def at_equal(x_of_variant, x_of_base) -> Difference:
-        """Of each agent's reward where it first reaches the x that all agents of both runs reach."""
-        ys = {}, {}
-        for seed in runs.keys() & base.keys():
-            sides = [[[(x(p), p.reward) for p in points] for points in of_seed[seed].agents.values()]
-                     for of_seed, x in ((runs, x_of_variant), (base, x_of_base))]
-            x = min(max(point[0] for point in curve) for side in sides for curve in side)
-            for found, side in zip(ys, sides, strict=True):
-                found[seed] = fmean(at(curve, x) for curve in side)
-        return difference(*ys)
-
-    def responses(name: str):
-        return lambda p: p.iteration * study.responses(name)
-
-    found = {name: difference(last(runs, name), last(base, name)) for name in ("reward", "kl")}
-    same_eta = eta(runs) == eta(base)
-    found["combined"] = difference(last(runs, "combined"), last(base, "combined")) if same_eta else None
-    found["reward at equal KL"] = at_equal(lambda p: p.kl, lambda p: p.kl)
-    found["reward at equal compute"] = at_equal(responses(variant), responses(study.baseline))
-    return found
-
-
-def eta(of_seed: dict[int, Result]) -> float:
-    return read_config(next(iter(of_seed.values())).run.folder)["init_kl_coef"]
-
-
-def difference_table(groups: dict[str, dict[int, Result]], study: Study) -> list[str]:
-    base = study.baseline
-    lines = [f"| less `{base}` | reward | at equal KL | at equal compute | KL | combined reward | seeds "
-             "in which reward is higher | reward | KL |", "|---|" + "--:|" * 6 + "---|---|"]
-    for variant in groups:
-        if variant != base and base in groups:
-            d = differences(groups, study, variant)
-            order = ("reward", "reward at equal KL", "reward at equal compute", "kl", "combined")
-            cells = [variant, *("other eta" if d[name] is None else str(d[name]) for name in order),
-                     f"{d['reward'].improved:.0%} of {d['reward'].seeds}", d["reward"].verdict,
-                     d["kl"].verdict]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines if len(lines) > 2 else [f"No finished run of the baseline, `{base}`: no differences."]
 
 
 def made_by(run: StudyRun) -> dict[str, str]:
@@ -149,26 +98,65 @@ def made_by(run: StudyRun) -> dict[str, str]:
     return json.loads(state.read_text())["versions"]
 
 
-def write(name: str, study: Study, results: list[Result], failed: list[tuple[StudyRun, str]], command: str,
-          out: Path) -> str:
-    """Writes `results.md` and `runs.jsonl`; returns the text of the first."""
-    made = Counter(", ".join(f"{k} {v}" for k, v in made_by(r.run).items()) for r in results)
-    of_runs = "; ".join(f"{n} runs by {text}" for text, n in made.items())
-    how = (f"{of_runs}. 95% intervals of the mean over seeds by the bootstrap; differences are "
-           "paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, reward "
-           "interpolated between evaluations; equal compute counts responses sampled and trained on.")
-    lines = [f"# {name}", "", study.claim, "", f"    {command}", "", how, ""]
-    for task in dict.fromkeys(result.run.task for result in results):
-        groups = by_variant(results, task)
-        lines += [f"## {task}", "", *final_table(groups, task), "", *difference_table(groups, study), ""]
-    if failed:
-        lines += ["## Failed", "", "Not in the tables; a run that diverged stands here.", ""]
-        lines += [f"- {run.task}, {run.variant}, seed {run.seed}: {why}" for run, why in failed] + [""]
-    text = "\n".join(lines)
-    replace_text(out / "results.md", text)
-    rows = [{"study": name, "task": r.run.task, "variant": r.run.variant, "seed": r.run.seed,
-             "folder": r.run.folder.name, "flags": list(r.run.flags), "made_by": made_by(r.run),
-             "agents": {agent: vars(points[-1]) for agent, points in r.agents.items()},
-             "collapsed": r.collapsed} for r in results]
-    replace_text(out / "runs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    return text
+def of_last(of_seed: dict[int, Result], name: str) -> dict[int, float]:
+    """{seed: a figure at the end of training, mean of the agents}."""
+    return {seed: getattr(run.last, name) for seed, run in of_seed.items()}
+
+
+def differences(groups: Groups, study: Study, variant: str) -> dict[str, Difference | None]:
+    """Of a variant to its baseline, paired by seed: what differs at what equal. "KL, times": a ratio less 1.
+
+    Figures are means over a run's agents. At equal KL, or compute, it is each agent's reward where it first
+    reaches the x that all agents of both runs of a seed reach. None where a figure cannot be compared.
+    """
+    base = study.baseline_of(variant)
+    runs, base_runs = groups[variant], groups[base]
+
+    def at_equal(x_of_variant, x_of_base) -> Difference:
+        ys = {}, {}
+        for seed in runs.keys() & base_runs.keys():
+            sides = [[[(x(p), p.reward) for p in points] for points in of_seed[seed].agents.values()]
+                     for of_seed, x in ((runs, x_of_variant), (base_runs, x_of_base))]
+            x = min(max(point[0] for point in curve) for side in sides for curve in side)
+            for found, side in zip(ys, sides, strict=True):
+                found[seed] = fmean(at(curve, x) for curve in side)
+        return difference(*ys)
+
+    def responses(name: str):
+        return lambda p: p.iteration * study.responses(name)
+
+    found = {name: difference(of_last(runs, name), of_last(base_runs, name)) for name in ("reward", "kl")}
+    same_eta = eta(runs) == eta(base_runs)
+    found["combined"] = None
+    if same_eta:
+        found["combined"] = difference(of_last(runs, "combined"), of_last(base_runs, "combined"))
+    kl, base_kl = of_last(runs, "kl"), of_last(base_runs, "kl")
+    times = {seed: kl[seed] / base_kl[seed] - 1 for seed in kl.keys() & base_kl.keys()}
+    found["KL, times"] = difference(times, dict.fromkeys(times, 0.0))
+    found["reward at equal KL"] = at_equal(lambda p: p.kl, lambda p: p.kl)
+    found["reward at equal compute"] = at_equal(responses(variant), responses(base))
+    return found
+
+
+def same_runs(groups: Groups, variant: str, base: str) -> bool:
+    """Whether two variants are the same runs, under this preset."""
+    folders = [{run.run.folder for run in groups[name].values()} for name in (variant, base)]
+    return folders[0] == folders[1]
+
+
+def eta(of_seed: dict[int, Result]) -> float:
+    return read_config(next(iter(of_seed.values())).run.folder)["init_kl_coef"]
+
+
+def frontier_gap(groups: Groups, study: Study) -> Difference:
+    """Height of CORY's frontier over eta above PPO's, at equal KL, paired by seed: `gap` of the ends."""
+    def ends(method: str, seed: int) -> list[tuple[float, float]]:
+        runs = [groups[variant][seed] for variant in study.sweeps[method]]
+        return [(run.last.kl, run.last.reward) for run in runs]
+
+    variants = [variant for sweep in study.sweeps.values() for variant in sweep]
+    if not set(variants) <= groups.keys():
+        return difference({}, {})
+    seeds = set.intersection(*(set(groups[variant]) for variant in variants))
+    gaps = {seed: gap(ends("cory", seed), ends("ppo", seed)) for seed in sorted(seeds)}
+    return difference(gaps, dict.fromkeys(gaps, 0.0))

@@ -3,6 +3,7 @@ import hashlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +13,19 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cory.command_line import parse
-from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig, read_config
+from cory.config import GSM8K_PRESETS, IMDB_PRESETS, METHODS, Gsm8kConfig, ImdbConfig, read_config
 from cory.errors import UserError
 from cory.experiment.files import read_jsonl
+from cory.names import find
 from cory.studies.definitions import Study
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
 # More evaluations than a single run makes, for curves of reward against KL.
 ALWAYS = "--eval_every 10 --sample_rows 2 --save_every 20 --wandb disabled"
+# What is measured of a finished run: (module and flags, the file that it writes).
+MEASURES = {"pass@k": ("cory.evaluate --samples 16 --k 1 2 4 8 16", "evaluation/results.json"),
+            "team": ("cory.studies.team", "team.json")}
 
 
 @dataclass(frozen=True)
@@ -30,17 +35,32 @@ class StudyRun:
     seed: int
     flags: tuple[str, ...]              # all but seed and folder
     folder: Path
+    measure: str = ""                   # a name in MEASURES, if there is something to measure when trained
 
-    def command(self) -> list[str]:
-        """From the start, or, where a run has been started, from its last checkpoint."""
-        where, script = ["--run_dir", str(self.folder)], [sys.executable, f"train_{self.task}.py"]
-        if (self.folder / "config.json").exists():
-            return [*script, "--resume", *where]
-        return [*script, *self.flags, "--seed", str(self.seed), *where]
+    def commands(self) -> list[list[str]]:
+        """What is left to do: training, from the start or from the last checkpoint; then measuring."""
+        left, folder = [], str(self.folder)
+        if not self.trained:
+            script = [sys.executable, f"train_{self.task}.py"]
+            started = (self.folder / "config.json").exists()
+            how = ["--resume"] if started else [*self.flags, "--seed", str(self.seed)]
+            left.append([*script, *how, "--run_dir", folder])
+        if not self.measured:
+            module, *flags = MEASURES[self.measure][0].split()
+            left.append([sys.executable, "-m", module, folder, *flags])
+        return left
+
+    @property
+    def trained(self) -> bool:
+        return (self.folder / "eval.json").exists()
+
+    @property
+    def measured(self) -> bool:
+        return not self.measure or (self.folder / MEASURES[self.measure][1]).exists()
 
     @property
     def finished(self) -> bool:
-        return (self.folder / "eval.json").exists()
+        return self.trained and self.measured
 
 
 def plan(study: Study, tasks: list[str], seeds: list[int], variants: list[str], preset: str,
@@ -53,7 +73,8 @@ def plan(study: Study, tasks: list[str], seeds: list[int], variants: list[str], 
                 common = ["--preset", preset, *ALWAYS.split(), *flags]
                 words = common + resolved(study.variants[variant], task, common)
                 folder = out / "runs" / f"{task}-{slug(words)}-seed{seed}"
-                run = StudyRun(task, variant, seed, tuple(words), folder.absolute())
+                measure = study.measured.get(task, "")
+                run = StudyRun(task, variant, seed, tuple(words), folder.absolute(), measure)
                 require_as_defined(run)
                 found.append(run)
     return found
@@ -75,25 +96,30 @@ def require_as_defined(run: StudyRun) -> None:
 def resolved(variant: str, task: str, common: list[str]) -> list[str]:
     """The words of a variant's flags; `learning_rate*4` becomes four times what the `common` flags make it.
 
-    Raises `UserError` for a flag that is among the common ones: the variant would not be what its name says.
+    A flag that says what the run would have anyway is dropped, but for --method. Raises `UserError` for a
+    flag that is among the common ones: the variant would not be what its name says.
     """
     settings, words = parse(*SCRIPTS[task], common), shlex.split(variant)
     given = {word.split("=")[0].replace("-", "_") for word in common if word.startswith("--")}
     for flag in given & {f"__{name}" for name in ("seed", "run_dir", "resume", "task")}:
         raise UserError("flag", flag.replace("__", "--"), "is the study's to set; leave it out")
-    for flag, value in zip(words, words[1:], strict=False):
-        if flag.startswith("--") and flag.replace("-", "_") in given and "*" not in value:
+
+    def times(value: str) -> str:
+        setting, star, factor = value.partition("*")
+        if not star:
+            return value
+        now = getattr(settings, setting)
+        return str(round(now * float(factor))) if isinstance(now, int) else f"{now * float(factor):g}"
+
+    said = {flag: times(value) for flag, value in zip(words[::2], words[1::2], strict=True)}
+    for flag, value in said.items():
+        if flag.replace("-", "_") in given and value in words:
             way_out = f"is set by the variant `{variant}`; leave it out, or choose --variants"
             raise UserError("flag", flag, way_out)
-
-    def times(word: str) -> str:
-        setting, star, factor = word.partition("*")
-        if not star:
-            return word
-        value = getattr(settings, setting)
-        return str(round(value * float(factor))) if isinstance(value, int) else f"{value * float(factor):g}"
-
-    return [times(word) for word in words]
+    all_words = [word for pair in said.items() for word in pair]
+    changed = parse(*SCRIPTS[task], [*common, *all_words])
+    return [word for flag, value in said.items() for word in (flag, value)
+            if flag == "--method" or getattr(changed, flag[2:]) != getattr(settings, flag[2:])]
 
 
 def slug(words: list[str]) -> str:
@@ -113,11 +139,14 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
 
     def work(run: StudyRun) -> None:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(run.command(), cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            run.folder.with_name(run.folder.name + ".log").write_text(done.stdout + done.stderr)
-            why = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            failed.append((run, f"status {done.returncode}: {why[-300:]}"))
+        start_anew_what_cannot_resume(run)
+        for command in run.commands():
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                run.folder.with_name(run.folder.name + ".log").write_text(done.stdout + done.stderr)
+                why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+                failed.append((run, f"status {done.returncode}: {why[-300:]}"))
+                break
         bar.update()
 
     with tqdm(total=len(todo), desc="runs", disable=not todo) as bar, ThreadPoolExecutor(jobs) as pool:
@@ -125,15 +154,23 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
     return failed
 
 
+def start_anew_what_cannot_resume(run: StudyRun) -> None:
+    """Removes an unfinished run whose loop remembers what no checkpoint holds."""
+    if (run.folder / "config.json").exists() and not run.trained:
+        loop = find("method", run.flags[run.flags.index("--method") + 1], METHODS)
+        if getattr(loop, "from_start", False):
+            shutil.rmtree(run.folder)
+
+
 def expected_minutes(runs: list[StudyRun], jobs: int) -> tuple[int, float | None]:
     """(runs to make, minutes), by the finished ones of the same task; None where there is none yet."""
     todo = {run.folder: run for run in runs if not run.finished}
     seconds = {}
     for run in runs:
-        if run.finished:
+        if run.trained:
             rows = read_jsonl(run.folder / "metrics.jsonl")
             seconds.setdefault(run.task, []).append(sum(row.get("seconds", 0.0) for row in rows) * 1.2)
     if not {run.task for run in todo.values()} <= seconds.keys():
         return len(todo), None
-    total = sum(sum(seconds[run.task]) / len(seconds[run.task]) for run in todo.values())
+    total = sum(sum(seconds[run.task]) / len(seconds[run.task]) for run in todo.values() if not run.trained)
     return len(todo), total / jobs / 60

@@ -65,6 +65,19 @@ def difference(variant: dict[int, float], baseline: dict[int, float]) -> Differe
     return Difference(float(x.mean()), *interval(x), improved, len(x))
 
 
+def gap(frontier: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    """Mean height of a frontier above another, each points (KL, reward), linear between them, over the KL
+    that both span; NaN where they share none.
+    """
+    sides = [np.array(sorted(points)).T for points in (frontier, other)]
+    low, high = max(x[0] for x, _ in sides), min(x[-1] for x, _ in sides)
+    if not low < high:
+        return float("nan")
+    grid = np.linspace(low, high, 101)
+    (x, y), (other_x, other_y) = sides
+    return float(np.mean(np.interp(grid, x, y) - np.interp(grid, other_x, other_y)))
+
+
 def at(curve: list[tuple[float, float]], x: float) -> float:
     """The curve's y where it first reaches x, between its points linear; NaN where it never does."""
     for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):

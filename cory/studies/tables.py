@@ -1,0 +1,215 @@
+"""The page of a study, `results.md`: tables, verdicts and answers side by side; and its figures as JSON."""
+import json
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+from typing import Iterable
+
+import numpy as np
+
+from cory.experiment.files import read_jsonl, replace_text
+from cory.studies.definitions import Study
+from cory.studies.results import (
+    NAMES,
+    Groups,
+    Result,
+    by_variant,
+    differences,
+    frontier_gap,
+    made_by,
+    of_last,
+    same_runs,
+)
+from cory.studies.runs import StudyRun
+from cory.studies.statistics import Difference, difference, interval
+
+
+def markdown(head: list[str], rows: Iterable[list[str]], texts: int = 1) -> list[str]:
+    """The first `texts` columns to the left, the others, which hold figures, to the right."""
+    rule = "|" + "---|" * texts + "--:|" * (len(head) - texts)
+    return [f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def mean_with_interval(values: Iterable[float]) -> str:
+    values = np.array([x for x in values if np.isfinite(x)])
+    if not len(values):
+        return ""
+    low, high = interval(values)
+    return f"{values.mean():.2f}" + ("" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]")
+
+
+def final_table(groups: Groups, task: str, diverged: Counter) -> list[str]:
+    head = ["variant", "seeds", f"{NAMES[task]}, mean of agents", "LLM1", "LLM2", "KL", "combined reward",
+            "collapsed"]
+    rows = []
+    for variant, of_seed in groups.items():
+        runs = list(of_seed.values())
+        of_agents = [f"{fmean(run.agents[name][-1].reward for run in runs):.2f}"
+                     if name in runs[0].agents else "" for name in ("llm1", "llm2")]
+        collapsed = sum(run.collapsed for run in runs) + diverged[variant]
+        rows.append([variant, str(len(runs)), mean_with_interval(of_last(of_seed, "reward").values()),
+                     *of_agents, mean_with_interval(of_last(of_seed, "kl").values()),
+                     mean_with_interval(of_last(of_seed, "combined").values()),
+                     f"{collapsed} of {len(runs) + diverged[variant]}"])
+    return markdown(head, rows)
+
+
+def difference_table(groups: Groups, study: Study) -> list[str]:
+    """Every variant against its baseline."""
+    head = ["variant", "less", "reward", "at equal KL", "at equal compute", "KL", "KL, times",
+            "combined reward", "reward is higher in", "verdict: reward", "KL"]
+    rows = []
+    for variant in groups:
+        base = study.baseline_of(variant)
+        if variant == base or base not in groups:
+            continue
+        if same_runs(groups, variant, base):
+            rows.append([variant, base, "the same runs", *[""] * 8])
+            continue
+        d = differences(groups, study, variant)
+        order = ("reward", "reward at equal KL", "reward at equal compute", "kl", "KL, times", "combined")
+        cells = ["other eta" if d[name] is None else str(d[name]) for name in order]
+        cells[4] = as_times(d["KL, times"])
+        rows.append([variant, base, *cells, f"{d['reward'].improved:.0%} of {d['reward'].seeds}",
+                     d["reward"].verdict, d["kl"].verdict])
+    if study.baseline not in groups:
+        return [f"No finished run of the baseline, `{study.baseline}`: no differences.", ""]
+    return markdown(head, rows, texts=2) if rows else []
+
+
+def as_times(d: Difference) -> str:
+    """A ratio that is kept less 1: `1.25 [1.10, 1.40]`."""
+    if np.isnan(d.mean):
+        return ""
+    return f"{d.mean + 1:.2f}" + ("" if np.isnan(d.low) else f" [{d.low + 1:.2f}, {d.high + 1:.2f}]")
+
+
+def agents_table(groups: Groups) -> list[str]:
+    """Of two agents: how they differ at the end, and what they do in each role while training."""
+    head = ["variant", "LLM1 less LLM2: reward", "KL", "pioneer's training KL", "observer's",
+            "observer less pioneer: training reward", "KL", "held-out KL on the bare query"]
+    rows = []
+    for variant, of_seed in groups.items():
+        runs = [run for run in of_seed.values() if {"pioneer", "observer"} <= run.roles.keys()]
+        if not runs:
+            continue
+
+        def less(name: str, of_runs=runs) -> str:
+            if len(of_runs[0].agents) < 2:
+                return ""
+            first, second = ({run.run.seed: getattr(run.agents[agent][-1], name) for run in of_runs}
+                             for agent in ("llm1", "llm2"))
+            return str(difference(first, second))
+
+        def of_role(role: str, name: str, of_runs=runs) -> dict[int, float]:
+            return {run.run.seed: run.roles[role][name] for run in of_runs}
+
+        observer_less = [str(difference(of_role("observer", name), of_role("pioneer", name)))
+                         for name in ("task_reward", "kl")]
+        rows.append([variant, less("reward"), less("kl"),
+                     *(mean_with_interval(of_role(role, "kl").values()) for role in ("pioneer", "observer")),
+                     *observer_less, mean_with_interval(of_last(of_seed, "kl").values())])
+    if not rows:
+        return []
+    return ["Two agents: their difference at the end, and training by role, mean of the last quarter of "
+            "iterations (the observer's KL is against the reference that reads the same prompt).", "",
+            *markdown(head, rows)]
+
+
+TEAM = {"first": "first answer", "second": "second, having seen the first", "team": "better of these two",
+        "alone": "better of two to the bare query"}
+
+
+def measured_table(groups: Groups, study: Study, task: str) -> list[str]:
+    """What was measured of finished runs, mean of the agents: pass@k, or two answers together."""
+    kind = study.measured.get(task)
+    if not kind:
+        return []
+    some = next(iter(next(iter(groups.values())).values()))
+    if kind == "team":
+        what = "reward" if task == "imdb" else "share solved; the better of two is pass@2"
+        title = f"Two answers together, held out, sampled ({what}):"
+        columns, found = TEAM, {variant: {seed: run.measured["agents"] for seed, run in of_seed.items()}
+                                for variant, of_seed in groups.items()}
+    else:
+        title = "pass@k of held-out bare queries, mean of agents:"
+        columns = {name: name for name in some.measured["base"] if name.startswith("pass@")}
+        found = {variant: {seed: mean_of_agents(run, columns) for seed, run in of_seed.items()}
+                 for variant, of_seed in groups.items()}
+    rows = [["base", *(f"{some.measured['base'][name]:.2f}" for name in columns)]]
+    for variant, of_seed in found.items():
+        means = [mean_with_interval(row[name] for row in of_seed.values()) for name in columns]
+        rows.append([variant, *means])
+        base = study.baseline_of(variant)
+        if base != variant and base in found:
+            less = [difference(*({seed: row[name] for seed, row in found[side].items()}
+                                 for side in (variant, base))) for name in columns]
+            rows.append([f"{variant} less {base}", *map(str, less)])
+    return [title, "", *markdown(["", *columns.values()], rows)]
+
+
+def mean_of_agents(run: Result, names: Iterable[str]) -> dict[str, float]:
+    return {name: fmean(run.measured[agent][name] for agent in run.agents) for name in names}
+
+
+def answers(groups: Groups) -> list[str]:
+    """What the first seed's variants answered last, as pioneers, to the queries that they share."""
+    kept = {}
+    for variant, of_seed in groups.items():
+        run = of_seed[min(of_seed)]
+        rows = read_jsonl(run.run.folder / "samples.jsonl")
+        kept[variant] = {row["query"]: row for row in rows if row["iteration"] == run.last.iteration}
+    queries = Counter(query for rows in kept.values() for query in rows)
+    if not queries:
+        return []
+    lines = [f"Answers of the last iteration, seed {min(next(iter(groups.values())))}:", ""]
+    for query in [query for query, n in queries.items() if n == max(queries.values())][:2]:
+        asked = {variant: rows[query] for variant, rows in kept.items() if query in rows}
+        first = next(iter(asked.values()))
+        rows = [["base", cell(first["base"]), f"{first['base_reward']:.2f}"]]
+        for variant, row in asked.items():
+            role = "pioneer" if "pioneer" in row else next(key for key in row if f"{key}_reward" in row)
+            rows.append([variant, cell(row[role]), f"{row[f'{role}_reward']:.2f}"])
+        lines += markdown([cell(query), "answer", "reward"], rows, texts=2)
+    return lines
+
+
+def cell(text: str) -> str:
+    """One line of a Markdown table, and nothing in it that Markdown would read."""
+    text = " ".join(text.split())
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>|#" else c for c in text)
+
+
+def pictures(names: list[str], task: str) -> list[str]:
+    return [line for name in names if name.endswith(f"_{task}.png") for line in (f"![{name}]({name})", "")]
+
+
+def write(name: str, study: Study, results: list[Result], failed: list[tuple[StudyRun, str]], command: str,
+          drawn: list[str], out: Path) -> str:
+    """Writes `results.md`, with the pictures `drawn`, and `runs.jsonl`; returns the text of the first."""
+    made = Counter(", ".join(f"{k} {v}" for k, v in made_by(r.run).items()) for r in results)
+    of_runs = "; ".join(f"{n} runs by {text}" for text, n in made.items())
+    how = (f"{of_runs}. 95% intervals of the mean over seeds by the bootstrap; differences are "
+           "paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, reward "
+           "interpolated between evaluations; equal compute counts responses sampled and trained on.")
+    lines = [f"# {name}", "", study.claim, "", f"    {command}", "", how, ""]
+    for task in dict.fromkeys(result.run.task for result in results):
+        groups = by_variant(results, task)
+        diverged = Counter(run.variant for run, why in failed if run.task == task and "not finite" in why)
+        lines += [f"## {task}", "", *final_table(groups, task, diverged), *difference_table(groups, study)]
+        if study.sweeps:
+            height = frontier_gap(groups, study)
+            lines += [f"CORY's frontier over eta less PPO's, at equal KL: {height} ({height.verdict}).", ""]
+        lines += [*measured_table(groups, study, task), *agents_table(groups), *pictures(drawn, task),
+                  *answers(groups)]
+    if failed:
+        lines += ["## Failed", "", "Not in the means; a run that diverged counts as collapsed.", ""]
+        lines += [f"- {run.task}, {run.variant}, seed {run.seed}: {why}" for run, why in failed] + [""]
+    text = "\n".join(lines)
+    replace_text(out / "results.md", text)
+    rows = [{"study": name, "task": r.run.task, "variant": r.run.variant, "seed": r.run.seed,
+             "folder": r.run.folder.name, "flags": list(r.run.flags), "made_by": made_by(r.run),
+             "agents": {agent: vars(points[-1]) for agent, points in r.agents.items()}, "roles": r.roles,
+             "measured": r.measured, "collapsed": r.collapsed} for r in results]
+    replace_text(out / "runs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return text
