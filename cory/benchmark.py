@@ -245,6 +245,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.iterations < 2:
         raise UserError("iterations", args.iterations, "must be 2 or more: the first is left out")
+    for name in ("batch", "response"):
+        values = getattr(args, name)
+        if len(set(values)) < len(values) or min(values) < 1:
+            raise UserError(name, values, "must be different numbers of 1 or more")
     single = len(args.batch) == len(args.response) == 1
     result = measure(args, *args.batch, *args.response) if single else measure_sizes(args, argv)
     print(json.dumps(result))

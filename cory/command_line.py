@@ -9,8 +9,9 @@ from cory.config import Config, load_config
 from cory.errors import UserError
 from cory.names import guess, name_of
 
-# These, and what concerns W&B, may differ in a continuation: none changes what an iteration computes.
-FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every"}
+# These, and what concerns W&B, may differ in a continuation: none changes what an iteration computes. Of
+# model and data the place may differ; the run then holds their content against what it was.
+FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "model", "dataset", "reward_model"}
 YES, NO = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
 
 

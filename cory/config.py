@@ -2,16 +2,15 @@
 
 Nothing here imports PyTorch, so that `--help` and a bad flag are answered at once.
 """
-import json
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from cory.errors import UserError
-from cory.names import find, unknown
+from cory.experiment.files import read_json
+from cory.names import find, name_of, unknown
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS, EMBEDDED = Path(__file__).parent / "assets", "embedded:"      # embedded:imdb/lm is ASSETS/imdb/lm
 
 # Short names of what a setting may name; a user's own goes by `module:Name` (see cory/names.py).
 TASKS = {"imdb": "cory.tasks.imdb:Imdb", "gsm8k": "cory.tasks.gsm8k:Gsm8k"}
@@ -161,8 +160,13 @@ class Config:
 
     def __post_init__(self):
         for f in fields(self):
-            if isinstance(getattr(self, f.name), float) and not math.isfinite(getattr(self, f.name)):
-                raise UserError(f.name, getattr(self, f.name), "must be a finite number")
+            value = getattr(self, f.name)
+            if isinstance(value, float) and not (value == 0 or 1e-30 < abs(value) < 1e30):
+                raise UserError(f.name, value, "must be a finite number, 0 or between 1e-30 and 1e30 in size")
+            if isinstance(value, int) and abs(value) >= 2**31:
+                raise UserError(f.name, value, "must be below 2^31")
+            if isinstance(value, str) and value.startswith(EMBEDDED):
+                setattr(self, f.name, here(value))
         for name in ("iterations", "batch_size", "mini_batch_size", "gradient_accumulation_steps",
                      "num_ppo_epochs", "max_response_length", "eval_queries", "lora_rank",
                      "responses_per_query"):
@@ -173,6 +177,10 @@ class Config:
         for name in ("learning_rate", "temperature", "cliprange", "cliprange_value", "kl_target",
                      "lora_alpha"):
             self.require(name, getattr(self, name) > 0, "must be above 0")
+        self.require("temperature", 0.01 <= self.temperature <= 100, "must lie between 0.01 and 100")
+        project = self.wandb_project
+        self.require("wandb_project", 0 < len(project) <= 128 and not {*"/\\#?%:"} & {*project},
+                     "must have 1 to 128 characters, none of them / \\ # ? % or :")
         for name in ("gamma", "lam"):
             self.require(name, 0 <= getattr(self, name) <= 1, "must lie between 0 and 1")
         for name, known in (("task", TASKS), ("method", METHODS), ("advantage", ADVANTAGES),
@@ -294,32 +302,75 @@ GSM8K_PRESETS = {
 
 # What older versions did without saying so: their config.json lacks these.
 BEFORE_THEY_WERE_SETTINGS = {"head_precision": "float32", "cpu_matmul": "onednn"}
+BESIDE_SETTINGS = {"config", "agents", "fingerprints"}      # what config.json holds beside the settings
+
+
+def saved_config(cfg: Config, agents: list[str], fingerprints: dict[str, str]) -> dict:
+    """What config.json holds. Embedded assets stand in it by short name: a moved folder finds its own."""
+    short = {name: EMBEDDED + Path(value).relative_to(ASSETS).as_posix()
+             if isinstance(value, str) and value.startswith(f"{ASSETS}/") else value
+             for name, value in asdict(cfg).items()}
+    class_name = name_of(type(cfg))
+    return {"config": class_name, "agents": agents, "fingerprints": fingerprints, **short}
 
 
 def load_config(run_dir: Path) -> Config:
     """The settings a run was started with. Raises `UserError`."""
     saved = read_config(run_dir)
-    config_class = find("run_dir", saved.pop("config"), {})
-    del saved["agents"]
+    config_class = find("config", saved["config"], {})
+    if not (isinstance(config_class, type) and issubclass(config_class, Config)):
+        raise not_this_version(run_dir, f"{saved['config']} is no class of settings")
+    settings = {name: value for name, value in saved.items() if name not in BESIDE_SETTINGS}
+    hints = {f.name: get_type_hints(config_class)[f.name] for f in fields(config_class) if f.init}
+    for name, value in settings.items():
+        if name not in hints:
+            raise not_this_version(run_dir, f"there is no setting {name}")
+        if not is_of_type(value, hints[name]):
+            raise not_this_version(run_dir, f"its {name} is {str(value)[:60]!r}")
     try:
-        return config_class(**saved)
+        return config_class(**settings)
     except TypeError as error:
         raise not_this_version(run_dir, error) from error
 
 
+def is_of_type(value, hint) -> bool:
+    """Whether JSON's value can be a setting's: bool, int, float, str or one of a Literal's words."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    return type(value) is hint or hint is float and type(value) is int
+
+
 def read_config(run_dir: Path) -> dict:
-    """config.json as it stands: the settings, their class (`config`), and the run's `agents`, in order."""
+    """config.json: the settings, their class (`config`), the run's `agents`, in order, and `fingerprints` of
+    its data and model, empty in those of older versions. Raises `UserError`.
+    """
     path = run_dir / "config.json"
     if not path.exists():
         raise UserError("run_dir", str(run_dir), "holds no run (no config.json); name the folder of one")
-    try:
-        saved = json.loads(path.read_text())
-        missing = {"config", "agents"} - saved.keys()
-    except (OSError, ValueError, AttributeError) as error:
-        raise not_this_version(run_dir, error) from error
-    if missing:
-        raise not_this_version(run_dir, f"it lacks {', '.join(sorted(missing))}")
-    return BEFORE_THEY_WERE_SETTINGS | saved
+    saved = read_json(path)
+    if not isinstance(saved, dict):
+        raise not_this_version(run_dir, "it is no JSON object")
+    for missing in sorted({"config", "agents"} - saved.keys()):
+        raise not_this_version(run_dir, f"it lacks {missing}")
+    saved = BEFORE_THEY_WERE_SETTINGS | {"fingerprints": {}} | saved
+    agents, prints = saved["agents"], saved["fingerprints"]
+    names_are_texts = isinstance(agents, list) and all(isinstance(name, str) for name in agents)
+    if not (names_are_texts and agents and all(name.isidentifier() for name in agents)):
+        raise not_this_version(run_dir, "its agents are no list of names")
+    if not (isinstance(saved["config"], str) and isinstance(prints, dict)):
+        raise not_this_version(run_dir, "its config or fingerprints are not what this version writes")
+    return {name: here(value) for name, value in saved.items()}
+
+
+def here(value):
+    """An embedded asset's path here, from its short name or from its path elsewhere; other values as is."""
+    if not isinstance(value, str):
+        return value
+    before, _, inner = value.partition("/cory/assets/")
+    short = inner if before.startswith("/") and inner else value.removeprefix(EMBEDDED)
+    if short == value or not (ASSETS / short).exists() or ".." in short:
+        return value
+    return str(ASSETS / short)
 
 
 def not_this_version(run_dir: Path, why) -> UserError:

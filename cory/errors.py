@@ -13,11 +13,20 @@ class UserError(Exception):
 
 
 def exit_on_user_error(main):
-    """Decorator for scripts: a `UserError` becomes one line on stderr and exit status 2."""
+    """Decorator for scripts: a `UserError` becomes one line on stderr and exit status 2; Ctrl-C exits 130."""
     def run(*args, **kwargs):
         try:
             return main(*args, **kwargs)
         except UserError as error:
-            print("error: " + " ".join(str(error).split()), file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
             raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            print("stopped by SIGINT", file=sys.stderr)
+            raise SystemExit(130) from None
     return run
+
+
+def printable(text: str) -> str:
+    """One line, with what could move a terminal's cursor or change its colours written out."""
+    line = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)

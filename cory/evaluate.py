@@ -8,7 +8,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,8 @@ from tqdm import tqdm
 from cory.command_line import OneLineParser
 from cory.config import Config, load_config, read_config
 from cory.errors import UserError, exit_on_user_error
-from cory.experiment.files import append_jsonl, read_jsonl, replace_text
+from cory.experiment.files import append_jsonl, own_folder, read_json, read_jsonl, read_text, replace_text
+from cory.experiment.folder import locked
 from cory.experiment.held_out import EVALUATION_SEED, answer, require_same_reward, rows_at_once, with_metrics
 from cory.experiment.machine import prepare_device, settled_anew
 from cory.experiment.plots import draw_pass_at_k
@@ -29,7 +29,7 @@ from cory.loading import load_language_model
 from cory.ppo import formulas
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
-from cory.report import require_finished, require_picture, require_same_settings
+from cory.report import read_eval, require_finished, require_picture, require_same_settings
 from cory.tasks.task import Task
 
 
@@ -40,9 +40,14 @@ def solve(name: str, load: Callable, task: Task, folder: Path, samples: int, row
     not made again, so that an evaluation goes on where it was stopped and more samples can be added.
     """
     path = folder / f"{name}.jsonl"
-    lines = {(line["round"], line["first"]): line for line in read_jsonl(path)}
-    replace_text(path, "".join(json.dumps(line) + "\n" for line in lines.values()))
     places = list(product(range(samples + 1), range(0, len(task.held_out_queries), rows)))
+    lines = {}
+    for number, line in enumerate(read_jsonl(path), start=1):
+        if not is_answered(line, task.held_out_queries, rows):
+            way_out = "is no batch of answers to these queries; remove the file to answer anew"
+            raise UserError("file", f"{path}:{number}", way_out)
+        lines[line["round"], line["first"]] = line
+    replace_text(path, "".join(json.dumps(line) + "\n" for line in lines.values()))
     missing = [place for place in places if place not in lines]
     model = load(name) if missing else None
     title = f"{folder.parent.name} {name}"
@@ -55,6 +60,17 @@ def solve(name: str, load: Callable, task: Task, folder: Path, samples: int, row
         lines[number, first] = dict(round=number, first=first, responses=responses, rewards=rewards)
         append_jsonl(path, [lines[number, first]])
     return [lines[place] for place in places]
+
+
+def is_answered(line: dict, queries: list[str], rows: int) -> bool:
+    """Whether a line holds a response to each of the `rows` queries from its first one on, and its reward."""
+    first, responses, rewards = line.get("first"), line.get("responses"), line.get("rewards")
+    if not (type(line.get("round")) is type(first) is int and isinstance(responses, list)
+            and isinstance(rewards, list) and 0 <= first < len(queries)):
+        return False
+    return (len(responses) == len(rewards) == len(queries[first:first + rows])
+            and all(isinstance(text, str) for text in responses)
+            and all(isinstance(r, (int, float)) and math.isfinite(r) for r in rewards))
 
 
 def solved_metrics(task: Task, lines: list[dict], ks: list[int]) -> dict[str, float]:
@@ -81,7 +97,8 @@ def evaluate_run(run_dir: Path, cfg: Config, args: argparse.Namespace, base_from
     if queries > len(data.held_out):
         raise UserError("queries", queries, f"the run held out {len(data.held_out)} rows; ask for fewer")
     rows = args.rows or rows_at_once(256, cfg.max_response_length)
-    settings = {"iteration": json.loads((run_dir / "eval.json").read_text())["iteration"], "queries": queries,
+    agents = read_config(run_dir)["agents"]
+    settings = {"iteration": read_eval(run_dir, agents)["iteration"], "queries": queries,
                 "temperature": cfg.temperature, "rows": rows, "max_response_length": cfg.max_response_length}
     folder = run_dir / "evaluation"
     require_same_evaluation(folder, settings)
@@ -90,17 +107,17 @@ def evaluate_run(run_dir: Path, cfg: Config, args: argparse.Namespace, base_from
     base = load_language_model(cfg.model, cfg.temperature, cfg.precision, device, cfg.storage)
     task = task_class(replace(cfg, eval_queries=queries), data, base)
     require_same_reward(task, run_dir)
-    folder.mkdir(exist_ok=True)
+    own_folder(folder)
     replace_text(folder / "settings.json", json.dumps(settings) + "\n")
     known = base_from / "evaluation" / "base.jsonl"
     if known.exists() and not (folder / "base.jsonl").exists():
-        shutil.copy(known, folder)
+        replace_text(folder / "base.jsonl", read_text(known))
 
     def load(name: str) -> LanguageModel:
         return base if name == "base" else final_model(run_dir, name, cfg, base)
 
     metrics = {name: solved_metrics(task, solve(name, load, task, folder, args.samples, rows), args.k)
-               for name in ["base", *read_config(run_dir)["agents"]]}
+               for name in ["base", *agents]}
     results = {"samples": args.samples, **settings, **metrics}
     replace_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     return metrics
@@ -118,7 +135,9 @@ def final_model(run_dir: Path, name: str, cfg: Config, base: LanguageModel) -> L
 def require_same_evaluation(folder: Path, settings: dict) -> None:
     """An evaluation that stands in the folder was made with these settings. Raises `UserError`."""
     path = folder / "settings.json"
-    old = json.loads(path.read_text()) if path.exists() else settings
+    old = read_json(path) if path.exists() else settings
+    if not isinstance(old, dict):
+        raise UserError("file", str(path), f"holds no settings; move {folder} away to make a new evaluation")
     changed = "; ".join(f"{k} was {old.get(k)}, now {v}" for k, v in settings.items() if old.get(k) != v)
     if changed:
         raise UserError("run_dirs", str(folder.parent), "has an evaluation with other settings "
@@ -169,7 +188,8 @@ def main(argv: list[str] | None = None) -> None:
         # the base of equal settings is evaluated once
         base_from = base_of.setdefault(tuple(config[name] for name in args.by), run_dir)
         shown = {"eval_queries": args.queries or cfg.eval_queries, "temperature": cfg.temperature}
-        runs.append((config | shown, evaluate_run(run_dir, cfg, args, base_from)))
+        with locked(run_dir):
+            runs.append((config | shown, evaluate_run(run_dir, cfg, args, base_from)))
     print(pass_at_k_table(runs, args.by))
     out = args.out or args.run_dirs[0] / "evaluation" / "pass_at_k.png"
     draw_pass_at_k(runs, args.k, out, args.by)

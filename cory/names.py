@@ -22,6 +22,8 @@ def find(field: str, name: str, known: dict[str, str]):
         raise UserError(field, name, unknown(name, known))
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise UserError(field, name, "is no module:Name; run this in the module's folder, and name it alone")
+    if module_name.split(".")[0] in sys.stdlib_module_names:    # a stranger's config.json may say os:system
+        raise UserError(field, name, "is Python's own, and none of these; name one of yours")
     module = import_module(field, name, module_name)
     if not hasattr(module, attribute):
         way_out = f"{guess(attribute, vars(module))}name one that it defines"

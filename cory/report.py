@@ -6,16 +6,15 @@ Means are over the seeds of one method, and of one value of each setting that --
 in any other setting are refused.
 """
 import argparse
-import json
 import os
 from itertools import combinations
 from pathlib import Path
 from typing import Sequence
 
 from cory.command_line import OneLineParser
-from cory.config import read_config
+from cory.config import BESIDE_SETTINGS, read_config
 from cory.errors import UserError, exit_on_user_error
-from cory.experiment.files import read_jsonl
+from cory.experiment.files import read_json, read_log
 from cory.experiment.groups import grouped
 from cory.experiment.plots import draw_comparison
 from cory.experiment.tables import groups_table
@@ -24,7 +23,6 @@ from cory.names import guess
 # Runs may differ in these, and in what concerns W&B, and still be compared.
 FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "save_every", "sample_rows", "device",
                      "cpu_matmul"}
-NO_SETTINGS = {"config", "agents"}              # what config.json holds beside the settings
 
 
 def require_finished(run_dirs: list[Path]) -> None:
@@ -40,17 +38,19 @@ def require_picture(path: Path | None, field: str = "out") -> None:
     """A picture can be written there: said before work is done for it. Raises `UserError`."""
     if path and path.suffix not in (".png", ".pdf", ".svg"):
         raise UserError(field, str(path), "must end in .png, .pdf or .svg")
+    if path and path.is_dir():
+        raise UserError(field, str(path), "is a folder; name a file in it")
     if path and not os.access(path.absolute().parent, os.W_OK):
         raise UserError(field, str(path), "its folder is missing or not writable; name another place")
 
 
 def require_same_settings(run_dirs: list[Path], configs: list[dict], by: Sequence[str] = ()) -> None:
     """Runs of these config.json can be grouped by method and `by`. Raises `UserError` if they cannot."""
-    settings = set.union(*map(set, configs)) - NO_SETTINGS         # some may be of some runs alone
+    settings = set.union(*map(set, configs)) - BESIDE_SETTINGS         # some may be of some runs alone
     for name in by:
         if name not in settings:
             raise UserError("by", name, f"is no setting; {guess(name, settings)}config.json lists them")
-    first, free = configs[0], {*by, *FREE_BETWEEN_RUNS, *NO_SETTINGS}
+    first, free = configs[0], {*by, *FREE_BETWEEN_RUNS, *BESIDE_SETTINGS}
     for run_dir, config in zip(run_dirs, configs, strict=True):
         differ = [name for name in first | config if config.get(name) != first.get(name)
                   and name not in free and not name.startswith("wandb")]
@@ -67,15 +67,30 @@ def require_same_settings(run_dirs: list[Path], configs: list[dict], by: Sequenc
 
 def read_run(run_dir: Path) -> tuple[dict, list[dict], dict]:
     """config.json, the rows of metrics.jsonl and eval.json of a finished run. Raises `UserError`."""
-    try:
-        config, held_out = read_config(run_dir), json.loads((run_dir / "eval.json").read_text())
-        rows = read_jsonl(run_dir / "metrics.jsonl")
-        if not rows or not all(held_out[name] for name in ("base", *config["agents"])):
-            raise ValueError("no metrics in it")
-        return config, rows, held_out
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = f"cannot be read ({type(error).__name__}: {error}); leave this run out, or train it again"
-        raise UserError("run_dirs", str(run_dir), why) from error
+    config, rows = read_config(run_dir), read_log(run_dir / "metrics.jsonl")
+    if not rows:
+        raise no_use(run_dir / "metrics.jsonl", "holds no rows")
+    return config, rows, read_eval(run_dir, config["agents"])
+
+
+def read_eval(run_dir: Path, agents: list[str]) -> dict:
+    """eval.json: `iteration`, `queries`, and the metrics of base and agents, each a number by name."""
+    path = run_dir / "eval.json"
+    found = read_json(path)
+    if not (isinstance(found, dict) and type(found.get("iteration")) is int):
+        raise no_use(path, "names no iteration")
+    for name in ("base", *agents):
+        metrics = found.get(name)
+        if not (metrics and isinstance(metrics, dict)):
+            raise no_use(path, f"has no metrics of {name!r}")
+        for key, value in metrics.items():
+            if not isinstance(value, (int, float)):
+                raise no_use(path, f"has {name}'s {key} as {str(value)[:40]!r}")
+    return found
+
+
+def no_use(path: Path, why: str) -> UserError:
+    return UserError("file", str(path), f"{why}; leave this run out, or put back a copy of the file")
 
 
 @exit_on_user_error

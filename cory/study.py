@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cory.command_line import OneLineParser
 from cory.errors import UserError, exit_on_user_error
-from cory.studies.definitions import STUDIES
+from cory.studies.definitions import STUDIES, Study
 
 QUICK = "20"                                # iterations of a quick study's runs, if no flag says otherwise
 
@@ -48,43 +48,68 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("seeds", args.seeds, "must be 1 or more; 0 takes the study's own number")
     if args.jobs < 1:
         raise UserError("jobs", args.jobs, "must be 1 or more")
+    if any(flag.partition("=")[0] == "--preset" for flag in flags):
+        raise UserError("flag", "--preset", "is the study's own; give it before the --")
+    if args.quick and not any(flag.startswith("--iterations") for flag in flags):
+        flags = ["--iterations", QUICK, *flags]
     if args.name == "claims":
         hold_claims(args, flags, command)
     else:
         make_study(args, flags, command)
 
 
+def tasks_of(study: Study, args: argparse.Namespace) -> list[str]:
+    """Those asked for, or those of the study that have the preset. Raises `UserError`."""
+    from cory.studies.runs import SCRIPTS
+
+    for task in args.tasks or ():
+        if task not in study.tasks:
+            raise UserError("tasks", task, f"is not of this study; choose from {', '.join(study.tasks)}")
+    found = args.tasks or [task for task in study.tasks if args.preset in SCRIPTS[task][1]]
+    if not found:
+        known = dict.fromkeys(name for task in study.tasks for name in SCRIPTS[task][1])
+        raise UserError("preset", args.preset, f"choose from {', '.join(known)}")
+    return found
+
+
+def folder_of(args: argparse.Namespace, flags: list[str]) -> Path:
+    """Where the study's page goes: one of other tasks, variants or flags does not overwrite it."""
+    from cory.studies.runs import slug
+
+    if args.quick and flags[:2] == ["--iterations", QUICK]:
+        flags = flags[2:]                       # what `quick` says already
+    words = [*(["quick"] if args.quick else []), *([args.preset] if args.preset != "tiny" else []),
+             *(args.tasks or ()), *(args.variants or ()), *flags]
+    return args.out / (f"{args.name}-{slug(words)}" if words else args.name)
+
+
 def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None:
     study = STUDIES[args.name]
     variants = args.variants or study.variants_of(args.preset, args.quick)
     for variant in variants:
-        if variant not in study.variants:
-            raise UserError("variants", variant, f"choose from {', '.join(study.variants)}")
-    for task in args.tasks or ():
-        if task not in study.tasks:
-            raise UserError("tasks", task, f"is not of this study; choose from {', '.join(study.tasks)}")
-    if args.quick and not any(flag.startswith("--iterations") for flag in flags):
-        flags = [*flags, "--iterations", QUICK]
+        if variant not in study.variants or study.only.get(variant, args.preset) != args.preset:
+            known = ", ".join(study.variants_of(args.preset, quick=False))
+            raise UserError("variants", variant, f"choose from {known}")
+    tasks = tasks_of(study, args)
 
     from cory.studies import pictures, results, runs, tables
 
     seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
-    planned = runs.plan(study, args.tasks or list(study.tasks), seeds, variants, args.preset, flags, args.out)
+    planned = runs.plan(study, tasks, seeds, variants, args.preset, flags, args.out)
     if args.dry_run:
         for run in {run.folder: run for run in planned}.values():
-            for words in run.commands():
-                print(shlex.join(["python", *words[1:]]))
+            words = [["python", *line[1:]] if line[0] != "rm" else line for line in run.commands()]
+            if words:
+                print(" && ".join(map(shlex.join, words)))
         return
     n, minutes = runs.expected_minutes(planned, args.jobs)
     expected = "time unknown until one is finished" if minutes is None else f"about {minutes:.0f} minutes"
     print(f"{args.name}: {len(planned)} runs, {n} to make, {args.jobs} at a time; {expected}", flush=True)
     failed = runs.make(planned, args.jobs)
-    found = [results.read(run) for run in planned if run.finished]
-    kind = runs.slug([*(["quick"] if args.quick else []), *([args.preset] if args.preset != "tiny" else []),
-                      *(word for word in flags if not args.quick or word not in ("--iterations", QUICK))])
-    out = args.out / (f"{args.name}-{kind}" if kind else args.name)
+    found = [results.read(run) for run in planned if run.finished or run.diverged]
+    out = folder_of(args, flags)
     out.mkdir(parents=True, exist_ok=True)
-    drawn = [path.name for path in pictures.draw(study, found, out)]
+    drawn = [path.name for path in pictures.draw(study, [r for r in found if not r.diverged], out)]
     print(tables.write(args.name, study, found, failed, command, drawn, out))
     print(f"written to {out}: results.md, runs.jsonl, {', '.join(drawn)}")
     for run, why in failed:
@@ -101,13 +126,13 @@ def hold_claims(args: argparse.Namespace, flags: list[str], command: str) -> Non
     found = {}
     for name in dict.fromkeys([*(claim.study for claim in claims.CLAIMS), "frontier"]):
         study = STUDIES[name]
-        seeds, variants = list(range(args.seeds or study.seeds)), study.variants_of(args.preset, args.quick)
-        planned = runs.plan(study, list(study.tasks), seeds, variants, args.preset, flags, args.out)
-        read = [results.read(run) for run in planned if run.finished]
-        found |= {(name, task): results.by_variant(read, task) for task in study.tasks}
-    text = claims.page(found, command)
-    args.out.mkdir(parents=True, exist_ok=True)
-    replace_text(args.out / "claims.md", text)
+        seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
+        variants = study.variants_of(args.preset, quick=False)
+        planned = runs.plan(study, tasks_of(study, args), seeds, variants, args.preset, flags, args.out)
+        found[name] = [results.read(run) for run in planned if run.finished or run.diverged]
+    text, out = claims.page(found, command), folder_of(args, flags)
+    out.mkdir(parents=True, exist_ok=True)
+    replace_text(out / "results.md", text)
     print(text)
 
 

@@ -119,7 +119,7 @@ def train_cory(run: Run) -> None:
 
 def train(cfg: Config) -> Run:
     """Runs a configuration from start, or from its checkpoint, to finish: `--method` names the loop."""
-    run = Run(cfg)
-    run.loop(run)
-    run.finish()
+    with Run(cfg) as run:
+        run.loop(run)
+        run.finish()
     return run

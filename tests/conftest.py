@@ -66,12 +66,8 @@ def few_pictures(request, monkeypatch):
         monkeypatch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
 
 
-@pytest.fixture(scope="session")
-def small(tmp_path_factory) -> Path:
-    """A folder with a random 2-layer GPT-2 over bytes (dropout 0.1 in its config), a random classifier,
-    and openings.
-    """
-    folder = tmp_path_factory.mktemp("small")
+def save_small(folder: Path) -> Path:
+    """A random 2-layer GPT-2 over bytes (dropout 0.1 in its config), a random classifier, and openings."""
     save_gpt2(folder / "lm")
     torch.manual_seed(1)
     DistilBertForSequenceClassification(
@@ -95,6 +91,11 @@ def small(tmp_path_factory) -> Path:
         lines = [json.dumps({"text": " ".join(rng.choices(words, k=10))}) for _ in range(rows)]
         (folder / "openings" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> Path:
+    return save_small(tmp_path_factory.mktemp("small"))
 
 
 def save_llama(folder: Path, tokenizer=None, **changes) -> Path:

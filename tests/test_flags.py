@@ -92,7 +92,7 @@ def test_one_model_in_both_roles_has_the_memory_of_ppo(small_flags, tmp_path):
     def parameters(*flags):
         argv = [*small_flags, *flags, "--run_dir", str(tmp_path / "-".join(flags))]
         run = Run(parse(ImdbConfig, IMDB_PRESETS, argv))
-        run.log.bar.close()
+        run.close()
         owned = {id(p): p.numel() for agent in run.roles for p in agent.policy.parameters()}
         return sum(owned.values())
 

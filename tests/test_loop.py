@@ -1,6 +1,7 @@
 """The two loops over whole runs: role exchange, ablations, logs, and resuming bit for bit."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from toys import mend_checksums
 
 import train_imdb
 from cory.command_line import parse
 from cory.config import IMDB_PRESETS, ImdbConfig, load_config
+from cory.experiment.checkpoint import checkpoints_of
 from cory.experiment.run import Run
 from cory.ppo.agent import Agent
 from cory.train import train_cory
@@ -111,7 +114,7 @@ def test_two_exchanges_are_the_identity_bit_for_bit(small_flags, small, tmp_path
     for old, agent in zip(before, the_run.agents):
         for a, b in zip(old, state(agent)):
             assert torch.equal(a, b) if torch.is_tensor(a) else a == b
-    the_run.log.bar.close()
+    the_run.close()
 
 
 def test_an_exchange_period_beyond_the_run_equals_no_exchange(small_flags, tmp_path):
@@ -171,7 +174,7 @@ def test_partner_reward_weighs_the_other_agents_task_reward(small_flags, tmp_pat
     train_cory(the_run)
     r1, r2 = (turn.reward_B for turn in turns)
     assert torch.equal(trained_on["llm1"], r1 - 0.5 * r2) and torch.equal(trained_on["llm2"], r2 - 0.5 * r1)
-    the_run.log.bar.close()
+    the_run.close()
 
 
 def test_reset_on_exchange_forgets_moments_coefficient_and_stream(small):
@@ -222,7 +225,7 @@ def test_a_killed_run_resumes_to_the_same_bits(method, kill_at, whole, small_fla
     for agent in ("llm1", "llm2")[: 1 if method == "ppo" else 2]:
         assert same_weights(weights(folder, agent), weights(whole[method], agent))
         ends = [
-            load_file(next((d / "checkpoints").glob("iteration_*")) / f"{agent}.safetensors")
+            load_file(checkpoints_of(d)[0] / f"{agent}.safetensors")
             for d in (folder, whole[method])
         ]
         assert same_weights(*ends)
@@ -231,30 +234,36 @@ def test_a_killed_run_resumes_to_the_same_bits(method, kill_at, whole, small_fla
 def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_path, monkeypatch):
     import cory.experiment.checkpoint as checkpoint
 
-    folder, kept = run(small_flags, tmp_path / "r", "--iterations", "2"), checkpoint.flush
+    folder, kept = run(small_flags, tmp_path / "r", "--iterations", "2"), checkpoint.put_in_place
 
     def dies(*paths):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "flush", dies)
-    with pytest.raises(KeyboardInterrupt):
+    def saved():
+        return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+    assert saved() == ["iteration_000001", "iteration_000002"]      # the last two are kept
+    monkeypatch.setattr(checkpoint, "put_in_place", dies)
+    with pytest.raises(SystemExit) as stop:
         train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "3"])
-    assert (folder / "checkpoints" / "latest").read_text() == "iteration_000002" and (
-        folder / "checkpoints" / "iteration_000002"
-    ).is_dir()
-    monkeypatch.setattr(checkpoint, "flush", kept)
+    assert stop.value.code == 130 and saved() == ["iteration_000001", "iteration_000002", "writing"]
+    monkeypatch.setattr(checkpoint, "put_in_place", kept)
     train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "3"])
     assert [row["iteration"] for row in metrics(folder)] == [0, 1, 2, 3]
-    assert [p.name for p in (folder / "checkpoints").glob("iteration_*")] == ["iteration_000003"]
+    assert saved() == ["iteration_000002", "iteration_000003"]
 
 
 @pytest.mark.parametrize("name", ["llm1.training.pt", "random.pt"])
-def test_nothing_in_a_checkpoint_is_unpickled(name, small_flags, tmp_path):
-    """A file that would run code when unpickled is refused."""
+def test_nothing_in_a_checkpoint_is_unpickled(name, small_flags, tmp_path, capsys):
+    """A file that would run code when unpickled is refused, its checksum mended or not."""
     folder = run(small_flags, tmp_path / "r", "--iterations", "1")
-    torch.save({"optimizer": Trap(), "cpu": Trap()}, folder / "checkpoints" / "iteration_000001" / name)
-    with pytest.raises(Exception, match="[Ww]eights.only"):
-        train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "2"])
+    checkpoint = folder / "checkpoints" / "iteration_000001"
+    torch.save({"optimizer": Trap(), "cpu": Trap()}, checkpoint / name)
+    for says in ("its checksum is another", "is damaged (UnpicklingError"):
+        with pytest.raises(SystemExit):
+            train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "2"])
+        assert says in capsys.readouterr().err
+        mend_checksums(checkpoint)
     assert not Trap.sprung
 
 
@@ -266,9 +275,8 @@ class Trap:
 
 
 def test_a_run_killed_before_its_first_checkpoint_resumes_from_the_start(whole, small_flags, tmp_path):
-    folder = run(small_flags, tmp_path / "r", "--save_every", "0", "--iterations", "2")
-    (folder / "eval.json").unlink()  # as if killed at its end
-    assert not (folder / "checkpoints").exists()
+    folder = run(small_flags, tmp_path / "r", "--save_every", "5", "--iterations", "2")
+    shutil.rmtree(folder / "checkpoints")  # as if killed after iteration 2
     train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "7", "--save_every", "1"])
     assert metrics(folder) == metrics(whole["cory"])
 
@@ -278,7 +286,8 @@ def test_a_finished_run_without_a_checkpoint_is_not_started_over(small_flags, tm
     before = metrics(folder)
     with pytest.raises(SystemExit):
         train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "7"])
-    assert "finished run without a checkpoint" in capsys.readouterr().err and metrics(folder) == before
+    assert "has done 2 iterations and has no checkpoint" in capsys.readouterr().err
+    assert metrics(folder) == before
 
 
 def test_checkpoints_hold_the_kl_coefficients_and_every_random_generator(small, tmp_path):
@@ -357,7 +366,7 @@ def test_final_models_load_in_plain_transformers(whole):
             pad_token_id=tokenizer.eos_token_id,
         )
         assert out.shape[1] > 8
-        saved = load_file(next((whole["cory"] / "checkpoints").glob("iteration_*")) / f"{agent}.safetensors")
+        saved = load_file(checkpoints_of(whole["cory"])[0] / f"{agent}.safetensors")
         assert torch.equal(
             model.transformer.h[0].attn.c_attn.weight, saved["lm.transformer.h.0.attn.c_attn.weight"]
         )

@@ -2,11 +2,11 @@
 not do silently.
 """
 import importlib
-import json
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from toys import bigram, settings
@@ -96,18 +96,19 @@ CONTINUATIONS = pytest.mark.parametrize("main, argv", [(train_imdb.main, RESUME)
 def test_a_name_is_a_short_one_or_ones_own():
     assert find("method", "cory", METHODS) is train_cory
     assert find("method", "cory.train:train_cory", METHODS) is train_cory
-    assert find("checker", "json:loads", {}) is json.loads
+    assert find("checker", "numpy:median", {}) is np.median
 
 
 @pytest.mark.parametrize("name, says", [
     ("rlo", "advantage is 'rlo': unknown; did you mean rloo? choose from gae, rloo, grpo, reinforce, or"),
     ("median", "unknown; choose from gae, rloo, grpo, reinforce, or name one of your own as module:Name"),
     ("json:", "unknown; choose from"),
-    ("json:laods", "the module json has no laods; did you mean loads?"),
-    ("json:median", "the module json has no median; name one that it defines"),
+    ("numpy:meedian", "the module numpy has no meedian; did you mean median?"),
+    ("numpy:qqqqqq", "the module numpy has no qqqqqq; name one that it defines"),
     ("nowhere:median", "there is no module nowhere here; run this in the folder of nowhere.py"),
     ("nowhere.at_all:median", "there is no module nowhere.at_all here"),
-    ("json.nowhere:median", "there is no module json.nowhere here"),
+    ("numpy.nowhere:median", "there is no module numpy.nowhere here"),
+    ("os:system", "is Python's own, and none of these"),
     ("own.py:median", "name the module without .py")])
 def test_unknown_names_are_refused_with_the_way_out(name, says, here):
     here("own", "")
@@ -196,7 +197,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 # --- what is no task and no loop ----------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["json:JSONDecoder", "json:loads", "cory.train:train_ppo"])
+@pytest.mark.parametrize("name", ["numpy:ndarray", "numpy:median", "cory.train:train_ppo"])
 def test_a_task_that_is_no_task_is_refused(name):
     with pytest.raises(UserError, match="is no subclass of cory.tasks.task.Task; make it one"):
         find_task(ImdbConfig(task=name))
@@ -237,7 +238,7 @@ def played(small_flags, tmp_path_factory):
     queries, limit = run.task.batch(1)
     a = collect_rollout(run.roles[0], run.reference, run.task.pioneer_prompts(queries), limit, run.cfg)
     yield run, queries, limit, a, run.task.reward(queries, a.text)
-    run.log.bar.close()
+    run.close()
 
 
 @pytest.mark.parametrize("roles, says", [

@@ -516,10 +516,12 @@ def test_groups_follow_methods_and_bases_as_they_are():
 
 
 @pytest.mark.parametrize("name, text, says", [
-    ("eval.json", None, "is no finished run (no eval.json)"), ("eval.json", "{", "cannot be read"),
-    ("eval.json", "[]", "cannot be read"), ("eval.json", '{"base": {"kl": 0}, "llm1": {"kl": 0}}', "'llm2'"),
-    ("config.json", None, "config.json"), ("config.json", "{}", "it lacks agents, config"),
-    ("metrics.jsonl", "", "cannot be read"), ("metrics.jsonl", "{\n", "cannot be read")])
+    ("eval.json", None, "is no finished run (no eval.json)"), ("eval.json", "{", "is damaged"),
+    ("eval.json", "[]", "names no iteration"),
+    ("eval.json", '{"iteration": 1, "base": {"kl": 0}, "llm1": {"kl": 0}}', "'llm2'"),
+    ("eval.json", '{"iteration": 1, "base": {"kl": "x"}}', "has base's kl as 'x'"),
+    ("config.json", None, "config.json"), ("config.json", "{}", "it lacks agents"),
+    ("metrics.jsonl", "", "holds no rows"), ("metrics.jsonl", "{\n", "metrics.jsonl:1': is no row of a log")])
 def test_a_folder_that_is_no_finished_run_is_one_line(name, text, says, tmp_path, capsys):
     folder = write_run(tmp_path / "run")
     (folder / name).unlink()

@@ -176,7 +176,7 @@ def test_a_nan_reward_in_a_run_changes_no_parameter(small_flags, tmp_path, monke
         train_cory(run)
     for old, agent in zip(before, run.agents, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(old, agent.policy.parameters(), strict=True))
-    run.log.bar.close()
+    run.close()
 
 
 @pytest.mark.parametrize("changes, says", [

@@ -1,5 +1,8 @@
 """Models small enough to know by hand."""
 
+import hashlib
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -73,3 +76,10 @@ def settings(**changes) -> ImdbConfig:
 
 def agent_of(model: LanguageModel, **changes) -> Agent:
     return Agent("llm1", model, settings(**changes), 0)
+
+
+def mend_checksums(checkpoint: Path) -> None:
+    """As one would who edits a checkpoint on purpose."""
+    paths = [path for path in sorted(checkpoint.iterdir()) if path.name != "checksums.sha256"]
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in paths]
+    (checkpoint / "checksums.sha256").write_text("".join(lines))

@@ -3,15 +3,21 @@ and the final models, for plain transformers.
 
 Weights are safetensors; optimizer moments and random generators are tensors read with `weights_only=True`;
 the rest is JSON. Nothing is ever unpickled. A checkpoint is written to a temporary folder beside its place,
-flushed, renamed; `latest` moves last, and only then is the previous checkpoint removed.
+flushed, and renamed, so that the newest folder `iteration_N` is always whole. Two are kept.
+
+Each holds `checksums.sha256`, as `sha256sum -c` reads it, and is checked against it before any of it is used.
 """
 import functools
+import hashlib
 import json
 import platform
 import random
+import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -21,36 +27,47 @@ from safetensors.torch import load_file, save_file
 
 from cory.config import Config
 from cory.errors import UserError
-from cory.experiment.files import flush, replace_text
+from cory.experiment.files import own_folder, put_in_place, read_json, read_text, readable, remove, writable
 from cory.ppo.agent import Agent
 from cory.ppo.lora import select
+
+CHECKSUMS, KEPT = "checksums.sha256", 2
 
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent],
                     wandb_id: str) -> None:
-    """`agents` are all of them; `roles` the same ones in the order of their roles in the next iteration."""
-    folder = run_dir / "checkpoints"
+    """`agents` are all of them; `roles` the same ones in the order of their roles in the next iteration.
+    Raises `UserError`, and leaves the older checkpoints, for weights that are not finite or a full disk.
+    """
+    require_finite(agents)
+    folder = own_folder(run_dir / "checkpoints")
     final, temporary = folder / f"iteration_{iteration:06d}", folder / "writing"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    with writable(temporary):
+        remove(temporary)
+        temporary.mkdir()
+        write_state(temporary, iteration, agents, roles, wandb_id)
+        names = sorted(path.name for path in temporary.iterdir())
+        lines = [f"{digest}  {name}\n" for name, digest in zip(names, digests(temporary, names), strict=True)]
+        (temporary / CHECKSUMS).write_text("".join(lines))
+        put_in_place(temporary, final)
+    for old in checkpoints_of(run_dir)[KEPT:]:
+        shutil.rmtree(old)
+
+
+def write_state(folder: Path, iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> None:
     for agent in agents:
         weights = {name: p.detach().contiguous() for name, p in agent.policy.trained().items()}
-        save_file(weights, temporary / f"{agent.name}.safetensors")
+        save_file(weights, folder / f"{agent.name}.safetensors")
         training = {"optimizer": agent.optimizer.state_dict(), "generator": agent.generator.get_state()}
-        torch.save(training, temporary / f"{agent.name}.training.pt")
+        torch.save(training, folder / f"{agent.name}.training.pt")
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    torch.save({"cpu": torch.get_rng_state(), "cuda": on_gpus}, temporary / "random.pt")
+    torch.save({"cpu": torch.get_rng_state(), "cuda": on_gpus}, folder / "random.pt")
     kind, keys, *rest = np.random.get_state()
     state = {"iteration": iteration, "roles": [agent.name for agent in roles],
              "kl_coef": {agent.name: agent.kl_coef for agent in agents}, "wandb_id": wandb_id,
              "versions": versions(),
              "python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *rest]}
-    (temporary / "state.json").write_text(json.dumps(state))
-    put_in_place(temporary, final)      # `final` can exist already if a run was killed before the next line
-    replace_text(folder / "latest", final.name)
-    for old in folder.glob("iteration_*"):
-        if old != final:
-            shutil.rmtree(old)
+    (folder / "state.json").write_text(json.dumps(state))
 
 
 @functools.cache
@@ -65,61 +82,165 @@ def versions() -> dict[str, str]:
     return found
 
 
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The run's checkpoints, newest first."""
+    folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        return []
+    own_folder(folder)                                      # no link
+    of_number = {int(path.name[10:]): path for path in folder.iterdir()
+                 if re.fullmatch(r"iteration_[0-9]{6,9}", path.name)}
+    return [of_number[number] for number in sorted(of_number, reverse=True)]
+
+
 def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
-    """Puts back what `save_checkpoint` saved. Returns the JSON part; None before the first checkpoint."""
-    latest = run_dir / "checkpoints" / "latest"
-    if not latest.exists():
+    """Puts back the newest checkpoint. Returns its JSON part; None where there is none.
+
+    Raises `UserError`, before anything is changed, for what is damaged; an older whole checkpoint is offered.
+    """
+    there = checkpoints_of(run_dir)
+    if not there:
         return None
-    folder = latest.parent / latest.read_text().strip()
-    state = json.loads((folder / "state.json").read_text())
-    for agent in agents:
-        saved = load_file(folder / f"{agent.name}.safetensors")
+    newest, *older = there
+    try:
+        require_unharmed(newest)
+    except UserError as error:
+        whole = next((folder for folder in older if is_unharmed(folder)), None)
+        offer = f"; {whole.name} is whole: delete {newest} to go on from it" if whole else ""
+        raise UserError("checkpoint", newest.name, f"{error}{offer}") from error
+    state = checked_state(newest, agents)
+    tensors = {agent: checked_tensors(newest, agent) for agent in agents}
+    with readable(newest / "random.pt"):
+        generators = torch.load(newest / "random.pt", weights_only=True, map_location="cpu")
+        version, inner, gauss = state["python_random"]
+        kind, keys, *rest = state["numpy_random"]
+        random.setstate((version, tuple(inner), gauss))
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(generators["cpu"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(generators["cuda"])
+    for agent, (weights, training) in tensors.items():
+        with readable(newest / f"{agent.name}.training.pt"):
+            agent.optimizer.load_state_dict(training["optimizer"])
+            agent.generator.set_state(training["generator"])
         for name, parameter in agent.policy.trained().items():
-            parameter.data.copy_(saved[name])
-        training = torch.load(folder / f"{agent.name}.training.pt", weights_only=True, map_location="cpu")
-        agent.optimizer.load_state_dict(training["optimizer"])
-        agent.generator.set_state(training["generator"])
+            parameter.data.copy_(weights[name])
         agent.kl_coef = state["kl_coef"][agent.name]
-    version, inner, gauss = state["python_random"]
-    random.setstate((version, tuple(inner), gauss))
-    kind, keys, *rest = state["numpy_random"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    generators = torch.load(folder / "random.pt", weights_only=True, map_location="cpu")
-    torch.set_rng_state(generators["cpu"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(generators["cuda"])
     return state
+
+
+def require_unharmed(folder: Path) -> None:
+    """Every file, and no other, is there and as it was written. Raises `UserError` that names the file."""
+    lines = read_text(folder / CHECKSUMS).splitlines(keepends=True)
+    if not all(re.fullmatch(r"[0-9a-f]{64}  [\w.-]+\n", line) for line in lines):
+        raise UserError("file", str(folder / CHECKSUMS), "is damaged (no list of checksums)")
+    expected = {line[66:-1]: line[:64] for line in lines}
+    there = {path.name for path in folder.iterdir()} - {CHECKSUMS}
+    for name in sorted(there ^ expected.keys()):
+        why = "is missing" if name in expected else f"is not in {CHECKSUMS}"
+        raise UserError("file", str(folder / name), why)
+    for name, digest in zip(expected, digests(folder, list(expected)), strict=True):
+        if digest != expected[name]:
+            raise UserError("file", str(folder / name), "is damaged (its checksum is another)")
+
+
+def is_unharmed(folder: Path) -> bool:
+    with suppress(UserError):
+        require_unharmed(folder)
+        return True
+    return False
+
+
+def digests(folder: Path, names: list[str]) -> list[str]:
+    """SHA-256 of each plain file, several at a time."""
+    def digest(name: str) -> str:
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise UserError("file", str(path), "is no plain file; put back a copy of it")
+        with readable(path), path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(digest, names))
+
+
+def checked_state(folder: Path, agents: list[Agent]) -> dict:
+    """state.json, if it can be of these agents. Raises `UserError`."""
+    path, names = folder / "state.json", [agent.name for agent in agents]
+    with readable(path):
+        state = read_json(path)
+        roles, kl_coef = state["roles"], state["kl_coef"]
+        number = state["iteration"]
+        sound = {"iteration": type(number) is int and number == int(folder.name[10:]),
+                 "roles": {*roles} == {*names} and (len(roles) == len(names) or len(names) == 1),
+                 "kl_coef": kl_coef.keys() == {*names} and all(0 <= x < inf for x in kl_coef.values()),
+                 "wandb_id": isinstance(state["wandb_id"], str),
+                 "versions": isinstance(state["versions"], dict)}
+    for name, holds in sound.items():
+        if not holds:
+            why = f"holds {name} {state[name]!r}, which is not of this run; put back a copy of it"
+            raise UserError("file", str(path), why)
+    return state
+
+
+def checked_tensors(folder: Path, agent: Agent) -> tuple[dict, dict]:
+    """An agent's weights and training state, of its parameters' names and shapes. Raises `UserError`."""
+    path, trained = folder / f"{agent.name}.safetensors", agent.policy.trained()
+    with readable(path):
+        weights = load_file(path)
+    for name in sorted(weights.keys() ^ trained.keys()):
+        why = "lacks" if name in trained else "has an unknown"
+        raise UserError("file", str(path), f"{why} {name}: it is of another agent or model")
+    for name, x in weights.items():
+        if x.shape != trained[name].shape or not x.isfinite().all():
+            why = f"{name} is {tuple(x.shape)}, not finite numbers of {tuple(trained[name].shape)}"
+            raise UserError("file", str(path), why)
+    path = folder / f"{agent.name}.training.pt"
+    with readable(path):
+        training = torch.load(path, weights_only=True, map_location="cpu")
+        for parameter, state in zip(trained.values(), training["optimizer"]["state"].values(), strict=False):
+            for name, x in state.items():
+                if name.startswith("exp_avg") and x.shape != parameter.shape:
+                    raise UserError("file", str(path), f"{name} is {tuple(x.shape)}, not of its parameter")
+    return weights, training
+
+
+def require_finite(agents: list[Agent]) -> None:
+    """No weight is NaN or infinite. Raises `UserError`: what was saved before stays."""
+    for agent in agents:
+        for name, parameter in agent.policy.trained().items():
+            if not parameter.isfinite().all():
+                way_out = (f"is not finite: {agent.name} has diverged and is not saved, older checkpoints "
+                           "stay. Start a new run with a lower --learning_rate")
+                raise UserError("weights", name, way_out)
 
 
 def save_final(run_dir: Path, agents: list[Agent]) -> None:
     """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy; its critic lies beside it.
     With LoRA the folder holds the adapter alone, and names the base that it belongs to.
     """
+    require_finite(agents)
+    own_folder(run_dir / "final")
     for agent in agents:
         policy, final = agent.policy, run_dir / "final" / agent.name
         temporary = final.with_name(f"{agent.name}.writing")
-        shutil.rmtree(temporary, ignore_errors=True)
-        select(policy.lm, policy.adapter)
-        policy.lm.save_pretrained(temporary)
-        policy.tokenizer.save_pretrained(temporary)
-        if policy.value_head is not None:
-            save_file(policy.value_head.state_dict(), temporary / "value_head.safetensors")
-        put_in_place(temporary, final)
+        with writable(final):
+            remove(temporary)
+            select(policy.lm, policy.adapter)
+            policy.lm.save_pretrained(temporary)
+            policy.tokenizer.save_pretrained(temporary)
+            if policy.value_head is not None:
+                save_file(policy.value_head.state_dict(), temporary / "value_head.safetensors")
+            put_in_place(temporary, final)
 
 
 def require_disk(cfg: Config, run_dir: Path, agents: list[Agent]) -> None:
-    """Room for final models and two checkpoints, of weights with two moments each. Raises `UserError`."""
+    """Room for final models and three checkpoints, two kept and one being written, of weights with two
+    moments each. Raises `UserError`.
+    """
     weights = sum(p.numel() * p.element_size() for agent in agents for p in agent.policy.trained().values())
-    written = sum(p.stat().st_size for p in run_dir.rglob("*") if p.is_file())
-    need, free = (7 if cfg.save_every else 1) * weights - written, shutil.disk_usage(run_dir).free
+    written = sum(p.lstat().st_size for p in run_dir.rglob("*") if p.is_file())
+    need, free = (10 if cfg.save_every else 1) * weights - written, shutil.disk_usage(run_dir).free
     if free < need:
         raise UserError("run_dir", str(run_dir), f"its disk has {free / 1e9:.2f} GB free and this run needs "
                         f"{need / 1e9:.2f} GB; use another folder, or --save_every 0 for final models only")
-
-
-def put_in_place(temporary: Path, final: Path) -> None:
-    """Flushes a finished folder and renames it; an older one of that name goes first."""
-    flush(*(p for p in temporary.rglob("*") if p.is_file()), temporary)
-    shutil.rmtree(final, ignore_errors=True)
-    temporary.rename(final)
-    flush(final.parent)

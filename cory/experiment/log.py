@@ -5,8 +5,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cory.config import Config
-from cory.experiment.files import append_jsonl, read_jsonl, replace_text
-from cory.experiment.weights_and_biases import finish_wandb, prefixed, start_wandb, wandb_table
+from cory.experiment.files import append_jsonl, read_log, replace_text
+from cory.experiment.weights_and_biases import finish_wandb, log_results, prefixed, start_wandb, wandb_table
 from cory.names import short_name
 
 
@@ -17,9 +17,9 @@ class RunLog:
         self.agents, self.run_dir = agents, run_dir
         self.metrics, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
         for path in (self.metrics, self.samples):
-            kept = [row for row in read_jsonl(path) if row["iteration"] <= start] if start else []
+            kept = [row for row in read_log(path) if row["iteration"] <= start] if start else []
             replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.sample_rows = read_jsonl(self.samples)
+        self.sample_rows = read_log(self.samples)
         self.wandb = start_wandb(cfg, run_dir, wandb_id)
         self.wandb_id = self.wandb.id if self.wandb else wandb_id
         self.bar = tqdm(total=cfg.iterations, initial=start, desc=short_name(cfg.method), dynamic_ncols=True)
@@ -42,7 +42,15 @@ class RunLog:
     def finish(self, held_out: dict) -> None:
         """`held_out` is what eval.json holds; curves.png has been drawn."""
         if self.wandb:
-            finish_wandb(self.wandb, self.run_dir, held_out)
+            log_results(self.wandb, self.run_dir, held_out)
+        self.close()
+
+    def close(self) -> None:
+        """Ends the bar's line, and W&B's run; the second time it does nothing."""
+        self.bar.close()
+        if self.wandb:
+            self.wandb, run = None, self.wandb
+            finish_wandb(run, self.run_dir)
 
 
 def bar_text(metrics: dict, agents: list[str]) -> str:

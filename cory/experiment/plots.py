@@ -6,7 +6,7 @@ from typing import Collection, Sequence
 import numpy as np
 
 from cory.config import read_config
-from cory.experiment.files import read_jsonl
+from cory.experiment.files import read_log, replaced
 from cory.experiment.groups import grouped, shown
 from cory.names import short_name
 
@@ -138,9 +138,15 @@ def panels(groups: dict, of_runs: dict, names: list[str], of_loop: list[str], ha
     return figure, axes, looks
 
 
+def save(figure, path: Path, dpi: int) -> None:
+    """Whole or not at all."""
+    with replaced(path) as temporary:
+        figure.savefig(temporary, dpi=dpi, format=path.suffix[1:])
+
+
 def draw_curves(run_dir: Path):
     """`panels` of one run as curves.png in its folder, on the colour of who plays the first role."""
-    config, rows = read_config(run_dir), read_jsonl(run_dir / "metrics.jsonl")
+    config, rows = read_config(run_dir), read_log(run_dir / "metrics.jsonl")
     agents, half, last = config["agents"], half_window(rows), rows[-1]["iteration"]
     groups = {agent: [(rows, agent)] for agent in agents}
     figure, axes, looks = panels(groups, {"": [(rows, "")]}, *metric_names(rows, agents), half)
@@ -159,7 +165,7 @@ def draw_curves(run_dir: Path):
     method, task = short_name(config["method"]).upper(), short_name(config["task"])
     figure.suptitle(f"{method} on {task}, preset {config['preset']}, seed {config['seed']}\nlines: training "
                     f"batches, and their mean over {2 * half + 1} iterations; points: held-out queries")
-    figure.savefig(run_dir / "curves.png", dpi=110)
+    save(figure, run_dir / "curves.png", 110)
     return figure
 
 
@@ -177,7 +183,7 @@ def draw_comparison(runs: list[tuple[dict, list[dict]]], out: Path, by: Sequence
     task, preset = values_of(runs, "task"), values_of(runs, "preset")
     figure.suptitle(f"{task}, preset {preset}: mean and sample std over n seeds\nlines: training batches, "
                     f"mean over {2 * half + 1} iterations; points: held-out queries")
-    figure.savefig(out, dpi=110)
+    save(figure, out, 110)
     return figure
 
 
@@ -200,7 +206,7 @@ def draw_pass_at_k(runs: list[tuple[dict, dict]], ks: list[int], out: Path, by: 
     ax.set(title=f"{task}: pass@k on {queries} held-out queries, temperature {heat}",
            xlabel="k responses per query", ylabel="share of queries solved by one of k")
     legend(figure, looks)
-    figure.savefig(out, dpi=110)
+    save(figure, out, 110)
 
 
 def draw_costs(rows: list[dict], out: Path) -> None:
@@ -219,4 +225,4 @@ def draw_costs(rows: list[dict], out: Path) -> None:
         for ax, label in ((left, "seconds per iteration"), (right, "peak memory, GiB")):
             ax.set(xlabel=sizes[size], ylabel=label, xlim=(0, None), ylim=(0, 1.05 * ax.get_ylim()[1]))
         left.legend(fontsize=8)
-    figure.savefig(out, dpi=110)
+    save(figure, out, 110)

@@ -1,19 +1,26 @@
 """Everything around the loops: from a configuration to a finished run folder."""
 import json
 import statistics
-import tempfile
+import sys
 import time
-from dataclasses import asdict
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Iterator, NamedTuple
 
 import torch
 
 from cory import names
-from cory.config import ASSETS, LR_SCHEDULES, METHODS, TASKS, Config
+from cory.config import ASSETS, LR_SCHEDULES, METHODS, TASKS, Config, read_config, saved_config
 from cory.errors import UserError
-from cory.experiment.checkpoint import load_checkpoint, require_disk, save_checkpoint, save_final
-from cory.experiment.files import read_jsonl, replace_text
+from cory.experiment.checkpoint import (
+    load_checkpoint,
+    require_disk,
+    save_checkpoint,
+    save_final,
+    versions,
+)
+from cory.experiment.files import read_log, replace_text
+from cory.experiment.fingerprints import of_data, of_model
+from cory.experiment.folder import claimed
 from cory.experiment.held_out import (
     EVALUATION_SEED,
     answer,
@@ -25,6 +32,7 @@ from cory.experiment.held_out import (
 from cory.experiment.log import RunLog
 from cory.experiment.machine import described, peak_memory, prepare_device, settled
 from cory.experiment.plots import draw_curves
+from cory.experiment.signals import Signals
 from cory.experiment.tables import results_table
 from cory.loading import load_language_model, storage_options
 from cory.ppo.agent import Agent
@@ -58,13 +66,36 @@ class Run:
     """What a loop works with: it reads `cfg`, `task`, `reference` and `roles` (the agents by first role).
 
     It goes through `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
+    `with Run(cfg) as run:` holds the run's folder and its answer to signals until the block ends.
     """
 
     def __init__(self, cfg: Config):
         if names.being_imported:                        # the importing `find` says the way out
             raise UserError("module", names.being_imported[-1], "starts a run while it is imported")
         self.cfg = cfg = settled(cfg)
-        self.device, self.run_dir = prepare_device(cfg), choose_run_dir(cfg)
+        self.signals, self.held, self.log = Signals().install(), ExitStack(), None
+        self.held.callback(self.signals.remove)
+        try:
+            self.run_dir = self.held.enter_context(claimed(cfg))
+            self.prepare(cfg)
+        except BaseException:
+            self.held.close()
+            raise
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *of_error) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.log:
+            self.log.close()
+        self.held.close()
+
+    def prepare(self, cfg: Config) -> None:
+        """Device, task, models, agents; the state of a resumed run; the log."""
+        self.device = prepare_device(cfg)
         self.loop = names.find("method", cfg.method, METHODS)
         task_class = find_task(cfg)
         self.agent_names = agents_of(cfg, self.loop)
@@ -77,23 +108,42 @@ class Run:
         self.task = task_class(cfg, data, self.reference)
         self.agents = [Agent(name, self.reference, cfg, i) for i, name in enumerate(self.agent_names)]
         self.roles = self.agents * len(self.loop.agents) if cfg.share_weights else self.agents
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         require_disk(cfg, self.run_dir, self.agents)
-        self.start, wandb_id = self.resume() if cfg.resume else (0, "")
-        saved = {"config": names.name_of(type(cfg)), "agents": self.agent_names, **asdict(cfg)}
+        fingerprints = {"data": of_data(data), "model": of_model(self.reference, self.task)}
+        self.start, wandb_id = self.resume(fingerprints) if cfg.resume else (0, "")
+        saved = saved_config(cfg, self.agent_names, fingerprints)
         replace_text(self.run_dir / "config.json", json.dumps(saved, indent=1) + "\n")
         self.log = RunLog(cfg, self.agent_names, self.run_dir, self.start, wandb_id)
 
-    def resume(self) -> tuple[int, str]:
-        """Puts the last checkpoint's state back. Returns (iterations done, W&B id), or (0, "")."""
+    def resume(self, fingerprints: dict[str, str]) -> tuple[int, str]:
+        """Puts the last checkpoint's state back. Returns (iterations done, W&B id), or (0, "").
+
+        Model, data and reward must be what they were; versions that are not are said.
+        """
+        before = read_config(self.run_dir)
+        for name, now in fingerprints.items():
+            same = before["fingerprints"].get(name, now) == now
+            way_out = f"the {name} of this run was another; put it back as it was, or start a new run"
+            self.cfg.require({"data": "dataset"}.get(name, name), same, way_out)
+        rows = read_log(self.run_dir / "metrics.jsonl")
         state = load_checkpoint(self.run_dir, self.agents)
         if not state:
-            finished = (self.run_dir / "eval.json").exists()
-            self.cfg.require("run_dir", not finished, "is a finished run without a checkpoint; start another")
+            done = max((row["iteration"] for row in rows), default=0)
+            way_out = f"has done {done} iterations and has no checkpoint to go on from; start another run"
+            self.cfg.require("run_dir", not done or done < before["save_every"], way_out)
+            print("no checkpoint was due yet: the run starts from its beginning", flush=True)
             return 0, ""
         done = state["iteration"]
         self.cfg.require("iterations", self.cfg.iterations >= done, f"the run has done {done}; ask for more")
+        logged = {row["iteration"] for row in rows}
+        way_out = f"its metrics.jsonl lacks iterations of the {done} in its checkpoint; put back a copy of it"
+        self.cfg.require("run_dir", logged >= {*range(done + 1)}, way_out)
         require_same_reward(self.task, self.run_dir)
+        changed = [f"{name} {state['versions'].get(name)} then, {now} now" for name, now in versions().items()
+                   if state["versions"].get(name) != now]
+        if changed:
+            print(f"other versions than at the checkpoint: {'; '.join(changed)}. The run goes on with these, "
+                  "and may differ by more than rounding", flush=True)
         self.roles = [self.agents[self.agent_names.index(name)] for name in state["roles"]]
         return done, state["wandb_id"]
 
@@ -102,8 +152,9 @@ class Run:
         if self.start == 0:
             base = evaluate(self.reference, self.reference, self.task, self.cfg)
             self.log.iteration(0, {f"eval/base/{name}": value for name, value in base.items()}, [], {})
-        self.clock = time.perf_counter()
+        self.clock, self.signals.waiting = time.perf_counter(), True
         yield from range(self.start + 1, self.cfg.iterations + 1)
+        self.signals.waiting = False
 
     def finish_iteration(self, iteration: int, queries: list[str], max_new_tokens: int, turns: list[Turn],
                          roles: list[Agent], metrics: dict[str, float] | None = None) -> None:
@@ -125,14 +176,27 @@ class Run:
             if "/" in name or name in taken:
                 raise UserError("metrics", name, "is taken or holds a slash; give the loop's another name")
             row[name] = number(name, value)
-        samples = self.samples(iteration, queries, max_new_tokens, turns)
+        samples, fault = self.samples(iteration, queries, max_new_tokens, turns)
         row["seconds"] = time.perf_counter() - self.clock
         if last or cfg.eval_every and iteration % cfg.eval_every == 0:
             row |= self.evaluate_agents()
         self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
-        if cfg.save_every and (last or iteration % cfg.save_every == 0):
+        ends = self.signals.received or fault
+        if cfg.save_every and (last or ends or iteration % cfg.save_every == 0):
             save_checkpoint(self.run_dir, iteration, self.agents, roles, self.log.wandb_id)
+        if fault:
+            raise fault
+        if self.signals.received:
+            self.stop(iteration)
         self.clock = time.perf_counter()
+
+    def stop(self, iteration: int) -> None:
+        """Ends a run that a signal has reached, after an iteration that is saved."""
+        self.log.close()
+        how = f"go on with: python {sys.argv[0]} --resume --run_dir {self.run_dir}"
+        how = how if self.cfg.save_every else "nothing is saved, as --save_every 0 asks"
+        print(f"stopped by {self.signals.received.name} after iteration {iteration}; {how}", flush=True)
+        raise SystemExit(self.signals.status)
 
     def require_known(self, turns: list[Turn], roles: list[Agent]) -> None:
         """Agents and roles are those that the run evaluates, saves and finds again. Raises `UserError`."""
@@ -155,15 +219,23 @@ class Run:
         return {f"eval/{agent.name}/{name}": value for agent in self.agents
                 for name, value in evaluate(agent.policy, self.reference, self.task, self.cfg).items()}
 
-    def samples(self, iteration: int, queries: list[str], limit: int, turns: list[Turn]) -> list[dict]:
-        """A few different queries with the responses of each role and of the base, and their rewards."""
+    def samples(self, iteration: int, queries: list[str], limit: int,
+                turns: list[Turn]) -> tuple[list[dict], UserError | None]:
+        """A few different queries with the responses of each role and of the base, and their rewards.
+
+        A reward of the base's response that is no number comes after the updates: it is returned beside no
+        samples, so that the iteration is kept before the run ends.
+        """
         kept = range(0, len(queries), self.cfg.responses_per_query)[:self.cfg.sample_rows]
         asked = [queries[i] for i in kept]
         if not asked:
-            return []
+            return [], None
         prompts = self.task.pioneer_prompts(asked)
         base = answer(self.reference, prompts, limit, seed=EVALUATION_SEED + iteration)
-        base_reward = self.task.reward(asked, base).tolist()
+        try:
+            base_reward = self.task.reward(asked, base).tolist()
+        except UserError as fault:
+            return [], fault
         rows = []
         for i, text, reward in zip(kept, base, base_reward, strict=True):
             row = {"iteration": iteration, "query": queries[i]}
@@ -171,12 +243,12 @@ class Run:
                 row |= {turn.role: turn.rollout.text[i], f"{turn.role}_agent": turn.agent.name,
                         f"{turn.role}_reward": turn.reward_B[i].item()}
             rows.append(row | {"base": text, "base_reward": reward})
-        return rows
+        return rows, None
 
     def finish(self) -> None:
         """Final models, eval.json, curves.png, and the held-out table on the terminal."""
         self.log.bar.close()
-        rows = read_jsonl(self.run_dir / "metrics.jsonl")
+        rows = read_log(self.run_dir / "metrics.jsonl")
         if rows[-1]["iteration"] < self.cfg.iterations:
             way_out = f"stopped after iteration {rows[-1]['iteration']}; call run.finish_iteration in each"
             raise UserError("method", self.cfg.method, way_out)
@@ -190,7 +262,6 @@ class Run:
             held_out[name] = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
         replace_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_curves(self.run_dir)
-        self.log.finish(held_out)
         print(results_table(held_out))
         for name in self.agent_names:
             if not any(f"{name}/kl" in row for row in rows):
@@ -199,7 +270,9 @@ class Run:
         memory = peak_memory(self.device)
         print(f"{statistics.median(seconds):.2f} s per iteration (median of {len(seconds)})"
               + (f", peak memory {memory:.2f} GiB" if memory else ""))
-        print(f"written to {self.run_dir}: metrics.jsonl, samples.jsonl, eval.json, curves.png, final/")
+        print(f"written to {self.run_dir}: metrics.jsonl, samples.jsonl, eval.json, curves.png, final/",
+              flush=True)
+        self.log.finish(held_out)                       # last: W&B may keep us waiting
 
 
 def agents_of(cfg: Config, loop) -> list[str]:
@@ -228,22 +301,3 @@ def first_lines(cfg: Config, device: torch.device) -> str:
         flags = f"--method {cfg.method} --preset {cfg.paper_preset}"
         line += f" The paper's setting: python train_{cfg.task}.py {flags}"
     return line.replace(f"{ASSETS}/", "embedded ") + f"\n{described(cfg, device)}"
-
-
-def choose_run_dir(cfg: Config) -> Path:
-    """Nothing existing is overwritten: a folder with anything in it is refused, unless it is resumed."""
-    what = f"{names.short_name(cfg.task).lower()}-{names.short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}"
-    folder = Path(cfg.run_dir or f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
-        if folder.is_file():
-            raise UserError("run_dir", str(folder), "is a file; name a folder")
-        if not cfg.resume and folder.exists() and any(folder.iterdir()):
-            holds_run = (folder / "config.json").exists()
-            why = "holds another run; continue it with --resume" if holds_run else "is not empty"
-            raise UserError("run_dir", str(folder), f"{why}, or name another --run_dir")
-        parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
-        tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:
-        why = f"is not writable ({error.strerror}); name another --run_dir"
-        raise UserError("run_dir", str(folder), why) from error
-    return folder

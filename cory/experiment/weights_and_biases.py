@@ -8,6 +8,8 @@ from urllib.parse import urlparse
 
 from cory.config import Config
 
+INIT_SECONDS, FINISH_SECONDS = 15, 60       # the most that W&B may keep a run waiting
+
 
 def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
     """A W&B run, or None when disabled. Offline, without a key or a connection, it says how to upload it."""
@@ -18,11 +20,15 @@ def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
     tags = [tag.strip() for tag in cfg.wandb_tags.split(",") if tag.strip()]
     options = dict(project=cfg.wandb_project, group=cfg.wandb_group or None, tags=tags or None,
                    name=cfg.wandb_name or run_dir.name, id=wandb_id or None, config=asdict(cfg),
-                   dir=run_dir, settings=wandb.Settings(silent=True, console="off"))
+                   dir=run_dir, settings=wandb.Settings(silent=True, console="off", init_timeout=INIT_SECONDS,
+                                                        login_timeout=INIT_SECONDS,
+                                                        finish_timeout=FINISH_SECONDS,
+                                                        finish_timeout_raises=True))
     run, why = None, "no key found, `wandb login` stores one"
     if choice in ("offline", "dryrun"):                             # the latter is W&B's older name
         why = "asked for"
     elif has_wandb_key():
+        print(f"waiting for W&B, at most {INIT_SECONDS} s", flush=True)
         try:
             run = wandb.init(mode="online", resume="allow", **options)
         except wandb.errors.Error as error:
@@ -67,8 +73,17 @@ def wandb_table(rows: list[dict]):
     return wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
 
 
-def finish_wandb(run, run_dir: Path, held_out: dict) -> None:
-    """The curves, the held-out table, and the held-out metrics in the summary; then W&B is left."""
+def finish_wandb(run, run_dir: Path) -> None:
+    """Leaves W&B. What could not be sent by then lies in the run's folder, and how to send it is said."""
+    try:
+        run.finish()
+    except (TimeoutError, OSError):
+        print(f"W&B did not answer for {FINISH_SECONDS} s; upload later with: wandb sync "
+              f"{run_dir}/wandb/run-*", flush=True)
+
+
+def log_results(run, run_dir: Path, held_out: dict) -> None:
+    """The curves, the held-out table, and the held-out metrics in the summary."""
     import wandb
     found = {name: metrics for name, metrics in held_out.items() if isinstance(metrics, dict)}
     rows = [{"metric": key} | {name: found[name].get(key) for name in found}
@@ -76,4 +91,3 @@ def finish_wandb(run, run_dir: Path, held_out: dict) -> None:
     run.log({"iteration": held_out["iteration"], "curves": wandb.Image(str(run_dir / "curves.png")),
              "held_out_table": wandb_table(rows)})                  # joins the row of the last iteration
     run.summary.update({"held_out": held_out})
-    run.finish()

@@ -64,8 +64,8 @@ RATE_AND_ETA = {f"rate x {rate}, eta x {eta}": multiples(learning_rate=rate, ini
 
 STUDIES = {
     "curves": Study(
-        "Figures 3 to 5: CORY's task reward equals PPO's or is higher, at less than half of its KL; its "
-        "combined reward rises where PPO's falls; its pass@k lies above PPO's for every k.",
+        "Figures 3 to 5: on IMDB CORY's task reward equals PPO's, at less than half of its KL, and its "
+        "combined reward rises where PPO's falls; on GSM8K its pass@k lies above PPO's for every k.",
         {"ppo": PPO, "cory": CORY}, "ppo", seeds=10, quick=("ppo", "cory"), measured={"gsm8k": "pass@k"}),
     "team": Study(
         "Do two answer better as a team: pioneer and observer, against two answers of PPO's agent?",

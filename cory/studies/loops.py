@@ -132,6 +132,8 @@ def dropout(run: Run) -> Iterator[None]:
         return found
 
     updated = {agent.policy for agent in run.agents} if run.start else set()    # each iteration updates all
+    if not run.start:
+        torch.manual_seed(run.cfg.seed)                 # dropout draws from the generator of the process
     run.evaluate_agents = evaluate_without
     switch(True)
     with patch.object(cory.train, "ppo_update", update):

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cory.experiment.plots import BASE, COLORS, MARKERS, grid, legend, look
+from cory.experiment.plots import BASE, COLORS, MARKERS, grid, legend, look, save
 from cory.studies.definitions import Study
 from cory.studies.results import NAMES, Groups, Result, by_variant, differences, same_runs
 from cory.studies.statistics import interval
@@ -24,8 +24,8 @@ def draw(study: Study, results: list[Result], out: Path) -> list[Path]:
         for name, picture in pictures.items():
             path = out / f"{name}_{task}.png"
             figure = picture(groups, study, task)
-            figure.savefig(path, dpi=130)
-            figure.savefig(path.with_suffix(".pdf"))
+            save(figure, path, 130)
+            save(figure, path.with_suffix(".pdf"), 130)
             written.append(path)
     return written
 

@@ -1,10 +1,11 @@
 """From the finished runs of a study to figures: what each run reached, and how variants differ."""
-import json
+import math
 from dataclasses import dataclass
 from statistics import fmean
 
 from cory.config import read_config
-from cory.experiment.files import read_jsonl
+from cory.experiment.checkpoint import checkpoints_of
+from cory.experiment.files import read_json, read_log
 from cory.studies.definitions import Study
 from cory.studies.runs import MEASURES, StudyRun
 from cory.studies.statistics import Difference, at, difference, gap
@@ -28,8 +29,9 @@ class Result:
     run: StudyRun
     agents: dict[str, list[Point]]          # with the base's figures as iteration 0
     roles: dict[str, dict[str, float]]      # role: means of its training metrics, last quarter of iterations
-    unsteady: float                         # sample std of the training reward over the last half
+    unsteady: float                         # sample std of a role's training reward over the last half
     measured: dict                          # what was measured of the finished run, {} if nothing was
+    diverged: bool = False                  # it has no end, and nothing of the above
 
     @property
     def pair(self) -> list[Point]:
@@ -45,18 +47,22 @@ class Result:
 
     @property
     def collapsed(self) -> bool:
-        """By our rule: at the end an agent's reward is a tenth of the base's, or 0.05, below the base's, or
-        its pairs of neighbouring tokens are less than half as varied as the base's.
+        """By our rule: it diverged; or at its end an agent's reward is a tenth of the base's, or 0.05, below
+        the base's, or its pairs of neighbouring tokens are less than a third as varied as the base's.
         """
-        return any(points[-1].reward < points[0].reward - max(0.05, abs(points[0].reward) / 10)
-                   or points[-1].distinct_2 < points[0].distinct_2 / 2 for points in self.agents.values())
+        return self.diverged or any(
+            points[-1].reward < points[0].reward - max(0.05, abs(points[0].reward) / 10)
+            or points[-1].distinct_2 < points[0].distinct_2 / 3 for points in self.agents.values())
 
 
 Groups = dict[str, dict[int, Result]]       # {variant: {seed: result}} of one task, in the study's order
 
 
 def read(run: StudyRun) -> Result:
-    rows = read_jsonl(run.folder / "metrics.jsonl")
+    """The figures of a finished run, or of one that diverged."""
+    if not run.trained:
+        return Result(run, {}, {}, float("nan"), {}, diverged=True)
+    rows = read_log(run.folder / "metrics.jsonl")
     names = read_config(run.folder)["agents"]
 
     def points(agent: str) -> list[Point]:
@@ -72,9 +78,9 @@ def read(run: StudyRun) -> Result:
     late = trained[-max(1, len(trained) // 4):]
     roles = {role: {name: fmean(row[f"{role}/{name}"] for row in late) for name in ("task_reward", "kl")}
              for role in trained[-1]["roles"]}
-    halves = [[row[f"{name}/task_reward"] for row in trained[len(trained) // 2:]] for name in names]
+    halves = [[row[f"{role}/task_reward"] for row in trained[len(trained) // 2:]] for role in roles]
     unsteady = fmean(std(half) for half in halves)
-    measured = json.loads((run.folder / MEASURES[run.measure][1]).read_text()) if run.measure else {}
+    measured = read_json(run.folder / MEASURES[run.measure][1]) if run.measure else {}
     return Result(run, {name: points(name) for name in names}, roles, unsteady, measured)
 
 
@@ -84,18 +90,19 @@ def std(values: list[float]) -> float:
     return (sum((x - mean) ** 2 for x in values) / (n - 1)) ** 0.5 if n > 1 else float("nan")
 
 
-def by_variant(results: list[Result], task: str) -> Groups:
+def by_variant(results: list[Result], task: str, diverged: bool = False) -> Groups:
+    """With or without the runs that diverged, which have no figures."""
     found = {}
     for result in results:
-        if result.run.task == task:
+        if result.run.task == task and (diverged or not result.diverged):
             found.setdefault(result.run.variant, {})[result.run.seed] = result
     return found
 
 
 def made_by(run: StudyRun) -> dict[str, str]:
     """Commit and versions of packages by which a run was finished, out of its last checkpoint."""
-    (state,) = run.folder.glob("checkpoints/iteration_*/state.json")
-    return json.loads(state.read_text())["versions"]
+    saved = checkpoints_of(run.folder)
+    return read_json(saved[0] / "state.json")["versions"] if saved else {"commit": "unknown"}
 
 
 def of_last(of_seed: dict[int, Result], name: str) -> dict[int, float]:
@@ -104,7 +111,7 @@ def of_last(of_seed: dict[int, Result], name: str) -> dict[int, float]:
 
 
 def differences(groups: Groups, study: Study, variant: str) -> dict[str, Difference | None]:
-    """Of a variant to its baseline, paired by seed: what differs at what equal. "KL, times": a ratio less 1.
+    """Of a variant to its baseline, paired by seed: what differs at what equal. "KL, times": log of a ratio.
 
     Figures are means over a run's agents. At equal KL, or compute, it is each agent's reward where it first
     reaches the x that all agents of both runs of a seed reach. None where a figure cannot be compared.
@@ -131,11 +138,16 @@ def differences(groups: Groups, study: Study, variant: str) -> dict[str, Differe
     if same_eta:
         found["combined"] = difference(of_last(runs, "combined"), of_last(base_runs, "combined"))
     kl, base_kl = of_last(runs, "kl"), of_last(base_runs, "kl")
-    times = {seed: kl[seed] / base_kl[seed] - 1 for seed in kl.keys() & base_kl.keys()}
+    times = {seed: log_ratio(kl[seed], base_kl[seed]) for seed in kl.keys() & base_kl.keys()}
     found["KL, times"] = difference(times, dict.fromkeys(times, 0.0))
     found["reward at equal KL"] = at_equal(lambda p: p.kl, lambda p: p.kl)
     found["reward at equal compute"] = at_equal(responses(variant), responses(base))
     return found
+
+
+def log_ratio(x: float, y: float) -> float:
+    """Its mean over seeds is the log of the geometric mean, which no single large ratio drags along."""
+    return math.log(x / y) if x > 0 and y > 0 else math.nan
 
 
 def same_runs(groups: Groups, variant: str, base: str) -> bool:
@@ -151,12 +163,15 @@ def eta(of_seed: dict[int, Result]) -> float:
 def frontier_gap(groups: Groups, study: Study) -> Difference:
     """Height of CORY's frontier over eta above PPO's, at equal KL, paired by seed: `gap` of the ends."""
     def ends(method: str, seed: int) -> list[tuple[float, float]]:
-        runs = [groups[variant][seed] for variant in study.sweeps[method]]
+        runs = [groups[f"{method}, {eta}"][seed] for eta in shared]
         return [(run.last.kl, run.last.reward) for run in runs]
 
-    variants = [variant for sweep in study.sweeps.values() for variant in sweep]
-    if not set(variants) <= groups.keys():
+    def etas(method: str) -> set[str]:
+        return {variant.removeprefix(f"{method}, ") for variant in study.sweeps[method] if variant in groups}
+
+    shared = etas("cory") & etas("ppo")
+    if not shared:
         return difference({}, {})
-    seeds = set.intersection(*(set(groups[variant]) for variant in variants))
+    seeds = set.intersection(*(set(groups[f"{method}, {eta}"]) for method in study.sweeps for eta in shared))
     gaps = {seed: gap(ends("cory", seed), ends("ppo", seed)) for seed in sorted(seeds)}
     return difference(gaps, dict.fromkeys(gaps, 0.0))

@@ -15,7 +15,8 @@ from tqdm import tqdm
 from cory.command_line import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, METHODS, Gsm8kConfig, ImdbConfig, read_config
 from cory.errors import UserError
-from cory.experiment.files import read_jsonl
+from cory.experiment.files import read_json, read_log
+from cory.experiment.folder import locked
 from cory.names import find
 from cory.studies.definitions import Study
 
@@ -23,9 +24,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
 # More evaluations than a single run makes, for curves of reward against KL.
 ALWAYS = "--eval_every 10 --sample_rows 2 --save_every 20 --wandb disabled"
-# What is measured of a finished run: (module and flags, the file that it writes).
-MEASURES = {"pass@k": ("cory.evaluate --samples 16 --k 1 2 4 8 16", "evaluation/results.json"),
-            "team": ("cory.studies.team", "team.json")}
+# What is measured of a finished run: module and flags, the file that it writes, figures that this must hold.
+MEASURES = {"pass@k": ("cory.evaluate --samples 16 --k 1 2 4 8 16", "evaluation/results.json",
+                       {f"pass@{k}" for k in (1, 2, 4, 8, 16)}),
+            "team": ("cory.studies.team", "team.json", {"first", "second", "team", "alone"})}
+# What a run that has diverged says last.
+DIVERGED = re.compile("not finite|no numbers any more|has diverged")
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,10 @@ class StudyRun:
         left, folder = [], str(self.folder)
         if not self.trained:
             script = [sys.executable, f"train_{self.task}.py"]
-            started = (self.folder / "config.json").exists()
-            how = ["--resume"] if started else [*self.flags, "--seed", str(self.seed)]
+            resumes = self.started and not self.forgets
+            how = ["--resume"] if resumes else [*self.flags, "--seed", str(self.seed)]
+            if self.started and self.forgets:
+                left.append(["rm", "-r", folder])
             left.append([*script, *how, "--run_dir", folder])
         if not self.measured:
             module, *flags = MEASURES[self.measure][0].split()
@@ -51,12 +57,35 @@ class StudyRun:
         return left
 
     @property
+    def started(self) -> bool:
+        return (self.folder / "config.json").exists()
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the loop remembers what no checkpoint holds, so that it can only be made from its start."""
+        loop = find("method", self.flags[self.flags.index("--method") + 1], METHODS)
+        return getattr(loop, "from_start", False)
+
+    @property
+    def log(self) -> Path:
+        """What a run that failed has said."""
+        return self.folder.with_name(self.folder.name + ".log")
+
+    @property
+    def diverged(self) -> bool:
+        return not self.trained and self.log.exists() and bool(DIVERGED.search(self.log.read_text()))
+
+    @property
     def trained(self) -> bool:
         return (self.folder / "eval.json").exists()
 
     @property
     def measured(self) -> bool:
-        return not self.measure or (self.folder / MEASURES[self.measure][1]).exists()
+        if not self.measure:
+            return True
+        _, name, figures = MEASURES[self.measure]
+        path = self.folder / name
+        return path.exists() and figures <= read_json(path).get("base", {}).keys()
 
     @property
     def finished(self) -> bool:
@@ -100,7 +129,8 @@ def resolved(variant: str, task: str, common: list[str]) -> list[str]:
     flag that is among the common ones: the variant would not be what its name says.
     """
     settings, words = parse(*SCRIPTS[task], common), shlex.split(variant)
-    given = {word.split("=")[0].replace("-", "_") for word in common if word.startswith("--")}
+    given = {word.split("=")[0].replace("-", "_").replace("__no_", "__") for word in common
+             if word.startswith("--")}
     for flag in given & {f"__{name}" for name in ("seed", "run_dir", "resume", "task")}:
         raise UserError("flag", flag.replace("__", "--"), "is the study's to set; leave it out")
 
@@ -139,27 +169,31 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
 
     def work(run: StudyRun) -> None:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
-        start_anew_what_cannot_resume(run)
         for command in run.commands():
+            if command[0] == "rm":
+                with locked(run.folder):                        # no other process is at it
+                    shutil.rmtree(run.folder)
+                continue
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             if done.returncode:
-                run.folder.with_name(run.folder.name + ".log").write_text(done.stdout + done.stderr)
-                why = (done.stderr.strip().splitlines() or ["no output"])[-1]
-                failed.append((run, f"status {done.returncode}: {why[-300:]}"))
+                run.log.write_text(done.stdout + done.stderr)
+                failed.append((run, f"status {done.returncode}: {last_words(done.stderr)}"))
                 break
         bar.update()
 
     with tqdm(total=len(todo), desc="runs", disable=not todo) as bar, ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(work, todo))
+        try:
+            list(pool.map(work, todo))
+        except KeyboardInterrupt:                               # the runs have had the signal, too, and save
+            pool.shutdown(cancel_futures=True)
+            raise
     return failed
 
 
-def start_anew_what_cannot_resume(run: StudyRun) -> None:
-    """Removes an unfinished run whose loop remembers what no checkpoint holds."""
-    if (run.folder / "config.json").exists() and not run.trained:
-        loop = find("method", run.flags[run.flags.index("--method") + 1], METHODS)
-        if getattr(loop, "from_start", False):
-            shutil.rmtree(run.folder)
+def last_words(said: str) -> str:
+    """The error in what a process wrote, or else its last line."""
+    errors = re.findall(r"(?:error|\w+Error): .*", said)
+    return (errors or said.strip().splitlines() or ["no output"])[-1][:300]
 
 
 def expected_minutes(runs: list[StudyRun], jobs: int) -> tuple[int, float | None]:
@@ -168,7 +202,7 @@ def expected_minutes(runs: list[StudyRun], jobs: int) -> tuple[int, float | None
     seconds = {}
     for run in runs:
         if run.trained:
-            rows = read_jsonl(run.folder / "metrics.jsonl")
+            rows = read_log(run.folder / "metrics.jsonl")
             seconds.setdefault(run.task, []).append(sum(row.get("seconds", 0.0) for row in rows) * 1.2)
     if not {run.task for run in todo.values()} <= seconds.keys():
         return len(todo), None

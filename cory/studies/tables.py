@@ -23,6 +23,9 @@ from cory.studies.results import (
 from cory.studies.runs import StudyRun
 from cory.studies.statistics import Difference, difference, interval
 
+NOTES = {"gsm8k": ("Reward is the accuracy of greedy answers; KL and combined reward are of sampled ones.",
+                   "")}
+
 
 def markdown(head: list[str], rows: Iterable[list[str]], texts: int = 1) -> list[str]:
     """The first `texts` columns to the left, the others, which hold figures, to the right."""
@@ -38,19 +41,21 @@ def mean_with_interval(values: Iterable[float]) -> str:
     return f"{values.mean():.2f}" + ("" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]")
 
 
-def final_table(groups: Groups, task: str, diverged: Counter) -> list[str]:
+def final_table(groups: Groups, all_runs: Groups, task: str) -> list[str]:
+    """`all_runs` are those of `groups`, and those that diverged."""
     head = ["variant", "seeds", f"{NAMES[task]}, mean of agents", "LLM1", "LLM2", "KL", "combined reward",
             "collapsed"]
     rows = []
-    for variant, of_seed in groups.items():
-        runs = list(of_seed.values())
-        of_agents = [f"{fmean(run.agents[name][-1].reward for run in runs):.2f}"
-                     if name in runs[0].agents else "" for name in ("llm1", "llm2")]
-        collapsed = sum(run.collapsed for run in runs) + diverged[variant]
-        rows.append([variant, str(len(runs)), mean_with_interval(of_last(of_seed, "reward").values()),
-                     *of_agents, mean_with_interval(of_last(of_seed, "kl").values()),
-                     mean_with_interval(of_last(of_seed, "combined").values()),
-                     f"{collapsed} of {len(runs) + diverged[variant]}"])
+    for variant, every in all_runs.items():
+        of_seed = groups.get(variant, {})
+        of_agents = []
+        for name in ("llm1", "llm2"):
+            ends = [run.agents[name][-1].reward for run in of_seed.values() if name in run.agents]
+            of_agents.append(f"{fmean(ends):.2f}" if ends else "")
+        means = [mean_with_interval(of_last(of_seed, name).values()) for name in ("reward", "kl", "combined")]
+        collapsed = sum(run.collapsed for run in every.values())
+        rows.append([variant, str(len(of_seed)), means[0], *of_agents, *means[1:],
+                     f"{collapsed} of {len(every)}"])
     return markdown(head, rows)
 
 
@@ -72,16 +77,17 @@ def difference_table(groups: Groups, study: Study) -> list[str]:
         cells[4] = as_times(d["KL, times"])
         rows.append([variant, base, *cells, f"{d['reward'].improved:.0%} of {d['reward'].seeds}",
                      d["reward"].verdict, d["kl"].verdict])
-    if study.baseline not in groups:
+    if not rows and study.baseline not in groups:
         return [f"No finished run of the baseline, `{study.baseline}`: no differences.", ""]
     return markdown(head, rows, texts=2) if rows else []
 
 
 def as_times(d: Difference) -> str:
-    """A ratio that is kept less 1: `1.25 [1.10, 1.40]`."""
+    """A ratio that is kept as its logarithm: `1.25 [1.10, 1.40]`."""
     if np.isnan(d.mean):
         return ""
-    return f"{d.mean + 1:.2f}" + ("" if np.isnan(d.low) else f" [{d.low + 1:.2f}, {d.high + 1:.2f}]")
+    mean, low, high = np.exp([d.mean, d.low, d.high])
+    return f"{mean:.2f}" + ("" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]")
 
 
 def agents_table(groups: Groups) -> list[str]:
@@ -112,7 +118,8 @@ def agents_table(groups: Groups) -> list[str]:
     if not rows:
         return []
     return ["Two agents: their difference at the end, and training by role, mean of the last quarter of "
-            "iterations (the observer's KL is against the reference that reads the same prompt).", "",
+            "iterations. The observer's KL is against the reference that reads the same prompt. Training "
+            "draws its length limits and its estimate of KL; held-out KL is exact, at the largest limit.", "",
             *markdown(head, rows)]
 
 
@@ -145,6 +152,11 @@ def measured_table(groups: Groups, study: Study, task: str) -> list[str]:
             less = [difference(*({seed: row[name] for seed, row in found[side].items()}
                                  for side in (variant, base))) for name in columns]
             rows.append([f"{variant} less {base}", *map(str, less)])
+            if kind == "team":
+                pair, two = ({seed: row[name] for seed, row in found[side].items()}
+                             for side, name in ((variant, "team"), (base, "alone")))
+                rows.append([f"{variant}'s pair less {base}'s two to the bare query", "", "",
+                             str(difference(pair, two)), ""])
     return [title, "", *markdown(["", *columns.values()], rows)]
 
 
@@ -187,7 +199,8 @@ def pictures(names: list[str], task: str) -> list[str]:
 def write(name: str, study: Study, results: list[Result], failed: list[tuple[StudyRun, str]], command: str,
           drawn: list[str], out: Path) -> str:
     """Writes `results.md`, with the pictures `drawn`, and `runs.jsonl`; returns the text of the first."""
-    made = Counter(", ".join(f"{k} {v}" for k, v in made_by(r.run).items()) for r in results)
+    ended = [r for r in results if not r.diverged]
+    made = Counter(", ".join(f"{k} {v}" for k, v in made_by(r.run).items()) for r in ended)
     of_runs = "; ".join(f"{n} runs by {text}" for text, n in made.items())
     how = (f"{of_runs}. 95% intervals of the mean over seeds by the bootstrap; differences are "
            "paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, reward "
@@ -195,8 +208,9 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
     lines = [f"# {name}", "", study.claim, "", f"    {command}", "", how, ""]
     for task in dict.fromkeys(result.run.task for result in results):
         groups = by_variant(results, task)
-        diverged = Counter(run.variant for run, why in failed if run.task == task and "not finite" in why)
-        lines += [f"## {task}", "", *final_table(groups, task, diverged), *difference_table(groups, study)]
+        all_runs = by_variant(results, task, diverged=True)
+        lines += [f"## {task}", "", *NOTES.get(task, ()), *final_table(groups, all_runs, task),
+                  *difference_table(groups, study)]
         if study.sweeps:
             height = frontier_gap(groups, study)
             lines += [f"CORY's frontier over eta less PPO's, at equal KL: {height} ({height.verdict}).", ""]
@@ -210,6 +224,6 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
     rows = [{"study": name, "task": r.run.task, "variant": r.run.variant, "seed": r.run.seed,
              "folder": r.run.folder.name, "flags": list(r.run.flags), "made_by": made_by(r.run),
              "agents": {agent: vars(points[-1]) for agent, points in r.agents.items()}, "roles": r.roles,
-             "measured": r.measured, "collapsed": r.collapsed} for r in results]
+             "measured": r.measured, "collapsed": r.collapsed} for r in ended]
     replace_text(out / "runs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return text

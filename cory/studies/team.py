@@ -20,6 +20,7 @@ from cory.config import load_config, read_config
 from cory.errors import exit_on_user_error
 from cory.evaluate import final_model, require_whole
 from cory.experiment.files import replace_text
+from cory.experiment.folder import locked
 from cory.experiment.held_out import EVALUATION_SEED, answer, require_same_reward, rows_at_once
 from cory.experiment.machine import prepare_device, settled_anew
 from cory.experiment.run import find_task
@@ -69,11 +70,12 @@ def main(argv: list[str] | None = None) -> None:
     data, device = task_class.load_data(cfg), prepare_device(cfg)
     base = load_language_model(cfg.model, cfg.temperature, cfg.precision, device, cfg.storage)
     task = task_class(cfg, data, base)
-    require_same_reward(task, args.run_dir)
-    agents = [final_model(args.run_dir, name, cfg, base) for name in read_config(args.run_dir)["agents"]]
-    found = {"rounds": args.rounds, "base": measure(task, [base], args.rounds),
-             "agents": measure(task, agents, args.rounds)}
-    replace_text(args.run_dir / "team.json", json.dumps(found, indent=1) + "\n")
+    with locked(args.run_dir):
+        require_same_reward(task, args.run_dir)
+        agents = [final_model(args.run_dir, name, cfg, base) for name in read_config(args.run_dir)["agents"]]
+        found = {"rounds": args.rounds, "base": measure(task, [base], args.rounds),
+                 "agents": measure(task, agents, args.rounds)}
+        replace_text(args.run_dir / "team.json", json.dumps(found, indent=1) + "\n")
     print(f"written: {args.run_dir / 'team.json'}")
 
 

@@ -1,0 +1,101 @@
+"""A run's folder belongs to one process at a time."""
+import os
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Iterator
+
+from filelock import FileLock, Timeout
+
+from cory import names
+from cory.config import Config
+from cory.errors import UserError
+from cory.experiment.files import read_text, replace_text
+
+OURS = {".lock", ".process"}            # what a claim itself puts into the folder
+
+
+@contextmanager
+def claimed(cfg: Config) -> Iterator[Path]:
+    """The folder of a new or resumed run, made before anything is loaded, and this process's alone until the
+    block ends. Nothing existing is overwritten: a folder with anything in it is refused, unless it is
+    resumed. A new one that is still empty at the end is removed again. Raises `UserError`.
+    """
+    folder, made = (Path(cfg.run_dir), False) if cfg.run_dir else (unique(cfg), True)
+    require_place(folder)
+    if not folder.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)       # another process may be as fast; the lock decides
+        except OSError as error:
+            raise not_writable(folder, error) from error
+        made = True
+    try:
+        with locked(folder):
+            held = {path.name for path in folder.iterdir()} - OURS
+            if held and not cfg.resume:
+                holds_run = "config.json" in held
+                why = "holds another run; continue it with --resume" if holds_run else "is not empty"
+                raise UserError("run_dir", str(folder), f"{why}, or name another --run_dir")
+            yield folder
+    finally:
+        if made and {path.name for path in folder.iterdir()} <= OURS:
+            for name in OURS:
+                (folder / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder's lock, which dies with the process. Raises `UserError` if another process has it."""
+    lock, holder = folder / ".lock", folder / ".process"
+    if lock.is_symlink():
+        raise UserError("file", str(lock), "is a link, and links in a run folder are not followed; remove it")
+    claim = FileLock(lock, timeout=0)
+    try:
+        claim.acquire()
+    except Timeout as error:
+        process = read_text(holder).strip()[:80] if holder.exists() else "another process"
+        way_out = f"is in use by {process}; wait for its end, or stop it"
+        raise UserError("run_dir", str(folder), way_out) from error
+    except OSError as error:
+        raise not_writable(folder, error) from error
+    try:
+        replace_text(holder, f"process {os.getpid()}\n")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        claim.release()
+
+
+def unique(cfg: Config) -> Path:
+    """A new folder under runs/, named by what runs and when; of a second one in one second `...-2`."""
+    what = f"{names.short_name(cfg.task).lower()}-{names.short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}"
+    first = Path(f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}")
+    for number in count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        try:
+            require_place(folder)
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+
+
+def require_place(folder: Path) -> None:
+    """A folder can be there, and written to. Raises `UserError`."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError("run_dir", str(folder), "is a file; name a folder")
+        parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
+        tempfile.TemporaryFile(dir=parent).close()
+        str(folder).encode()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise not_writable(folder, error) from error
+
+
+def not_writable(folder: Path, error: Exception) -> UserError:
+    why = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return UserError("run_dir", str(folder), f"is not writable ({why}); name another --run_dir")

@@ -1,0 +1,45 @@
+"""Ctrl-C, SIGTERM and SIGHUP end a run where nothing is lost."""
+import os
+import signal
+import sys
+import threading
+
+NAMES = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+class Signals:
+    """From `install` to `remove`: a signal outside `waiting` ends the program at once, with one line; while
+    `waiting` it is noted in `received`, and the run ends itself after the iteration. A second one ends the
+    program there and then. Exit status: 128 + the signal's number, as a shell has it.
+    """
+
+    def __init__(self):
+        self.received: signal.Signals | None = None
+        self.waiting = False
+        self.before = {}
+
+    def install(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():       # Python allows it nowhere else
+            self.before = {number: signal.signal(number, self.handle)
+                           for number in (getattr(signal, name) for name in NAMES)}
+        return self
+
+    def remove(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        self.before = {}
+
+    def handle(self, number: int, frame) -> None:
+        if self.received:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.received = signal.Signals(number)
+        if not self.waiting:
+            print(f"\nstopped by {self.received.name}", file=sys.stderr, flush=True)
+            raise SystemExit(self.status)
+        print(f"\n{self.received.name}: this iteration is finished and saved first; a second signal ends the "
+              "run at once", file=sys.stderr, flush=True)
+
+    @property
+    def status(self) -> int:
+        return 128 + self.received
