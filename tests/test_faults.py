@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toys import mend_checksums
+from toys import mend_checksums, settings
 
 import train_imdb
 from cory.config import ASSETS, load_config
 from cory.errors import UserError
 from cory.experiment import checkpoint, files, folder, weights_and_biases
 from cory.experiment.checkpoint import checkpoints_of
+from cory.experiment.log import RunLog
 
 ROOT = Path(__file__).parents[1]
 
@@ -329,10 +330,29 @@ def test_control_characters_do_not_reach_the_terminal(capsys):
     assert capsys.readouterr().err == "error: label is None: \\x1b[2J\\x07 gone \\u202e txt\n"
 
 
-def test_wandb_is_left_after_a_minute(tmp_path, capsys):
-    class Run:
+def test_a_run_goes_on_where_wandb_falls_silent(tmp_path, capsys, monkeypatch):
+    """First it takes no table, then its process is gone; no row of metrics.jsonl is lost."""
+    class Silent:
+        id, taken, dead = "abc", [], False
+
+        def log(self, row, step):
+            if self.dead or "samples" in row:
+                raise (BrokenPipeError if self.dead else ValueError)("no answer")
+            self.taken.append(step)
+
         def finish(self):
             raise TimeoutError
 
-    weights_and_biases.finish_wandb(Run(), tmp_path)
-    assert f"upload later with: wandb sync {tmp_path}/wandb/run-*" in capsys.readouterr().out
+    run = Silent()
+    monkeypatch.setattr("cory.experiment.log.start_wandb", lambda *_: run)
+    log = RunLog(settings(iterations=4), ["llm1"], tmp_path, 0, "")
+    for iteration in range(1, 5):
+        run.dead = iteration == 4
+        log.iteration(iteration, {"eval/llm1/kl": 1.0}, [{"iteration": iteration, "query": "q"}], {})
+    log.close()
+    said = capsys.readouterr().out
+    assert run.taken == [1, 2, 3] and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    assert said.count("W&B takes no tables and pictures (ValueError: no answer)") == 1
+    assert "W&B goes no further (BrokenPipeError: no answer). metrics.jsonl has every row" in said
+    weights_and_biases.finish_wandb(run, tmp_path)
+    assert "W&B does not end (TimeoutError: ). " in capsys.readouterr().out

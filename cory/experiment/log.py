@@ -6,7 +6,14 @@ from tqdm import tqdm
 
 from cory.config import Config
 from cory.experiment.files import append_jsonl, read_log, replace_text
-from cory.experiment.weights_and_biases import finish_wandb, log_results, prefixed, start_wandb, wandb_table
+from cory.experiment.weights_and_biases import (
+    finish_wandb,
+    prefixed,
+    say_silent,
+    shown_results,
+    start_wandb,
+    wandb_table,
+)
 from cory.names import short_name
 
 
@@ -21,7 +28,7 @@ class RunLog:
             replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.sample_rows = read_log(self.samples)
         self.wandb = start_wandb(cfg, run_dir, wandb_id)
-        self.wandb_id = self.wandb.id if self.wandb else wandb_id
+        self.wandb_id, self.wandb_answers = self.wandb.id if self.wandb else wandb_id, True
         self.bar = tqdm(total=cfg.iterations, initial=start, desc=short_name(cfg.method), dynamic_ncols=True)
 
     def iteration(self, iteration: int, metrics: dict, samples: list[dict], roles: dict[str, str]) -> None:
@@ -32,9 +39,8 @@ class RunLog:
         self.sample_rows += samples
         if self.wandb:
             row = {"iteration": iteration, **prefixed(metrics, self.agents, roles)}
-            if self.sample_rows and any(key.startswith("eval/") for key in metrics):
-                row["samples"] = wandb_table(self.sample_rows)
-            self.wandb.log(row, step=iteration)
+            evaluated = self.sample_rows and any(key.startswith("eval/") for key in metrics)
+            self.send(row, {"samples": wandb_table(self.sample_rows)} if evaluated else {}, step=iteration)
         if iteration:
             self.bar.set_postfix_str(bar_text(metrics, self.agents), refresh=False)
             self.bar.update()
@@ -42,8 +48,26 @@ class RunLog:
     def finish(self, held_out: dict) -> None:
         """`held_out` is what eval.json holds; curves.png has been drawn."""
         if self.wandb:
-            log_results(self.wandb, self.run_dir, held_out)
+            self.send({"iteration": held_out["iteration"]}, shown_results(self.run_dir, held_out))
+            if self.wandb:
+                self.wandb.summary.update({"held_out": held_out})
         self.close()
+
+    def send(self, row: dict, shown: dict, **where) -> None:
+        """A row with what W&B has to upload before it takes it, such as tables. Where W&B does not answer,
+        that is left out from then on; where its own process has died, the run goes on without it.
+        """
+        if shown and self.wandb_answers:
+            try:
+                return self.wandb.log(row | shown, **where)
+            except Exception as error:                  # of its connection, of kinds of its own
+                self.wandb_answers = False
+                say_silent("takes no tables and pictures", self.run_dir, error)
+        try:
+            self.wandb.log(row, **where)
+        except Exception as error:
+            say_silent("goes no further", self.run_dir, error)
+            self.wandb = None
 
     def close(self) -> None:
         """Ends the bar's line, and W&B's run; the second time it does nothing."""

@@ -8,7 +8,7 @@ from urllib.parse import urlparse
 
 from cory.config import Config
 
-INIT_SECONDS, FINISH_SECONDS = 15, 60       # the most that W&B may keep a run waiting
+INIT_SECONDS, FINISH_SECONDS = 15, 25       # the most that W&B may keep a run waiting
 
 
 def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
@@ -73,21 +73,24 @@ def wandb_table(rows: list[dict]):
     return wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
 
 
-def finish_wandb(run, run_dir: Path) -> None:
-    """Leaves W&B. What could not be sent by then lies in the run's folder, and how to send it is said."""
-    try:
-        run.finish()
-    except (TimeoutError, OSError):
-        print(f"W&B did not answer for {FINISH_SECONDS} s; upload later with: wandb sync "
-              f"{run_dir}/wandb/run-*", flush=True)
-
-
-def log_results(run, run_dir: Path, held_out: dict) -> None:
-    """The curves, the held-out table, and the held-out metrics in the summary."""
+def shown_results(run_dir: Path, held_out: dict) -> dict:
+    """The curves and the held-out table, which join the row of the last iteration."""
     import wandb
     found = {name: metrics for name, metrics in held_out.items() if isinstance(metrics, dict)}
     rows = [{"metric": key} | {name: found[name].get(key) for name in found}
             for key in dict.fromkeys(key for metrics in found.values() for key in metrics)]
-    run.log({"iteration": held_out["iteration"], "curves": wandb.Image(str(run_dir / "curves.png")),
-             "held_out_table": wandb_table(rows)})                  # joins the row of the last iteration
-    run.summary.update({"held_out": held_out})
+    return {"curves": wandb.Image(str(run_dir / "curves.png")), "held_out_table": wandb_table(rows)}
+
+
+def finish_wandb(run, run_dir: Path) -> None:
+    """Leaves W&B. What could not be sent by then lies in the run's folder, and how to send it is said."""
+    try:
+        run.finish()
+    except Exception as error:                          # of its connection, of kinds of its own
+        say_silent("does not end", run_dir, error)
+
+
+def say_silent(how: str, run_dir: Path, error: Exception) -> None:
+    why = " ".join(str(error).split())[:120]
+    print(f"W&B {how} ({type(error).__name__}: {why}). metrics.jsonl has every row; upload what W&B kept "
+          f"with: wandb sync {run_dir}/wandb/run-*", flush=True)
