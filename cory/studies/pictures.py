@@ -15,6 +15,8 @@ def draw(study: Study, results: list[Result], out: Path) -> list[Path]:
     for old in [*out.glob("*.png"), *out.glob("*.pdf")]:
         old.unlink()                            # of tasks or variants that are not here now
     for task in dict.fromkeys(result.run.task for result in results):
+        if study.measured.get(task) == "team":
+            continue                            # `curves` has its runs' pictures
         groups = by_variant(results, task)
         pictures = {"curves": curves, "frontier": over_eta if study.sweeps else frontier}
         if compared(groups, study):
