@@ -35,7 +35,7 @@ def test_a_stopped_run_resumes_to_the_same_bits_with_each_flag(name, small_flags
         kept(run_dir, iteration, *rest)
 
     monkeypatch.setattr(cory.experiment.run, "save_checkpoint", save)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit):
         train_imdb.main([*flags, "--run_dir", str(tmp_path / "stopped")])
     monkeypatch.setattr(cory.experiment.run, "save_checkpoint", kept)
     train_imdb.main(["--resume", "--run_dir", str(tmp_path / "stopped")])

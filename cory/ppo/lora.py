@@ -3,6 +3,7 @@
 An adapted layer computes `W x + (lora_alpha / lora_rank) B A x` with W frozen. B starts at 0, so that
 every agent starts as the base.
 """
+import json
 import re
 import warnings
 from pathlib import Path
@@ -13,13 +14,18 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.errors import UserError
+from cory.hub import quiet, said
 
 
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     """Puts a new adapter into the model's layers, in place, in float32. `seed` draws its A. Returns the name.
 
-    Raises `UserError` for targets that name no layer.
+    Raises `UserError` for targets that name no layer, and for a rank that no update of a layer can have.
     """
+    most = largest_rank(lm)
+    if cfg.lora_rank > most:
+        raise UserError("lora_rank", cfg.lora_rank, f"no layer of this model is wider than {most}, and no "
+                        f"update of one has a higher rank; use at most {most}")
     # here: it takes 2 s and 100 MiB, which most runs need not spend
     from peft import LoraConfig
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -63,10 +69,37 @@ def last_part(path: str) -> str:
     return path.rpartition(".")[2]
 
 
+def largest_rank(lm: nn.Module) -> int:
+    """The most that min(inputs, outputs) is in a layer between embedding and head."""
+    head = lm.get_output_embeddings()
+    linear = [layer for layer in lm.modules() if isinstance(layer, nn.Linear) and layer is not head]
+    sizes = [(layer.in_features, layer.out_features) for layer in linear]       # in 4 bits, too
+    sizes += [layer.weight.shape for layer in lm.modules() if isinstance(layer, Conv1D)]
+    return max(map(min, sizes))
+
+
 def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
-    """Puts an adapter that a run has saved into the model's layers, in place. Returns the name."""
-    with warnings.catch_warnings(action="ignore"):
-        lm.load_adapter(str(folder), adapter_name=name)
+    """Puts an adapter that a run has saved into the model's layers, in place. Returns the name. Raises
+    `UserError` for files that are not what a run with this base has saved.
+    """
+    settings, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    try:
+        for file in (settings, weights):                # a pickle would be loaded in place of the weights
+            if not file.is_file():
+                raise ValueError(f"there is no file {file.name}")
+        rank, most = json.loads(settings.read_bytes())["r"], largest_rank(lm)
+        if type(rank) is not int or not 1 <= rank <= most:
+            raise ValueError(f"its rank is {repr(rank)[:60]}, not 1 to {most}")
+        with quiet():
+            info = lm.load_adapter(str(folder), adapter_name=name)
+        own = [key for key in info.missing_keys if key in adapter_parameters(lm, name)]     # not of others
+        wrong = sorted({*own, *info.unexpected_keys})
+        wrong += [path for path, p in adapter_parameters(lm, name).items() if not p.isfinite().all()]
+        if wrong:
+            raise ValueError(f"its {wrong[0]} is missing, of another model, or not finite")
+    except Exception as error:                          # the loaders raise kinds of their own for each fault
+        way_out = f"cannot be loaded ({said(error)}); put back what the run has saved, or train again"
+        raise UserError("adapter", str(folder), way_out) from error
     lm.selected = "unknown"
     select(lm, None)
     return name

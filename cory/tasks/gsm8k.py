@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from cory.config import CHECKERS, Gsm8kConfig
 from cory.errors import UserError
+from cory.hub import said
 from cory.names import find
 from cory.ppo.model import LanguageModel
 from cory.tasks.answers import decimal, gold_answer, last_number, strict
@@ -84,7 +85,11 @@ class Gsm8k(Task):
         if not self.cfg.chat_template:
             return text
         messages = [{"role": "user", "content": text}]
-        chat = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        try:
+            chat = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:                      # a template is a program, with errors of its own
+            way_out = f"that of {self.cfg.model} fails ({said(error)}); use --chat_template false"
+            raise UserError("chat_template", True, way_out) from error
         adds_bos = self.tokenizer("a")["input_ids"][0] == self.tokenizer.bos_token_id
         return chat.removeprefix(self.tokenizer.bos_token) if adds_bos else chat
 

@@ -1,14 +1,16 @@
 """The IMDB task: continue the opening of a review so that a sentiment classifier finds it positive."""
+import math
 import random
-from functools import partial
 from typing import Callable
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
 
+from cory import hub
 from cory.config import ImdbConfig
-from cory.errors import UserError
-from cory.loading import load_weights, model_errors
+from cory.errors import UserError, printable
+from cory.loading import load_weights, model_errors, require_layers, require_tokenizer
 from cory.ppo.model import LanguageModel
 from cory.tasks.task import Data, Task
 
@@ -16,28 +18,61 @@ OBSERVER_TEMPLATE = 'I can make this sentence "{query}{response}" more positive:
 
 
 class SentimentReward:
-    """The raw logit of a classifier's positive class, one per text; unbounded."""
+    """The raw logit of a classifier's positive class, one per text; unbounded. Raises `UserError` for one
+    that cannot take texts of `longest` tokens, or that scores a text otherwise beside a longer one.
+    """
 
-    def __init__(self, name: str, device: torch.device):
-        with model_errors("reward_model", name):
+    def __init__(self, name: str, device: torch.device, longest: int = 0):
+        with model_errors("reward_model", name) as refused:
+            hub.reach(name)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            require_layers(refused, name, config)
             self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-            self.model = load_weights(AutoModelForSequenceClassification, name)
-        refused = partial(UserError, "reward_model", name)
-        if self.tokenizer.pad_token is None:
-            raise refused("its tokenizer has no padding token to score texts together; set pad_token")
+            self.model = load_weights(refused, AutoModelForSequenceClassification, name)
+            require_tokenizer(refused, self.tokenizer, self.model)
+            if self.tokenizer.pad_token is None:
+                raise refused("its tokenizer has no padding token to score texts together; set pad_token")
+            self.positive = positive_label(refused, config)
+            self.limit = min(positions_of(self.model), self.tokenizer.model_max_length)
+            need = longest + self.tokenizer.num_special_tokens_to_add()
+            if self.limit < need:
+                raise refused(f"takes {self.limit} tokens, and a query with its response can have {need}; "
+                              "lower --max_query_length or --max_response_length, or name another")
         self.model.eval().requires_grad_(False).to(device)
-        labels = {index: str(label) for index, label in self.model.config.id2label.items()}
-        positive = [index for index, label in labels.items() if label.lower().startswith("pos")]
-        if len(positive) != 1:
-            raise refused(f"needs one label that begins 'pos'; labels found: {', '.join(labels.values())}")
-        self.positive = positive[0]
+        with model_errors("reward_model", name):
+            together, alone = self(["good", "a bad film " * (need + 8)])[0], self(["good"])[0]
+        if not math.isfinite(together):
+            raise refused(f"its logits are not finite numbers ({together}); load other weights")
+        if not math.isclose(together, alone, rel_tol=1e-2, abs_tol=1e-2):
+            raise refused("scores a text otherwise beside a longer one; set pad_token_id in its config.json "
+                          "to the tokenizer's")
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
-        batch = self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        batch = self.tokenizer(texts, padding=True, truncation=True, max_length=self.limit,
+                               return_tensors="pt")
         batch = batch.to(self.model.device)
         logits = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return logits[:, self.positive].tolist()
+
+
+def positive_label(refused: Callable, config: PretrainedConfig) -> int:
+    labels = {index: str(label) for index, label in config.id2label.items()}
+    positive = [index for index, label in labels.items() if label.lower().startswith("pos")]
+    if len(positive) != 1:
+        found = ", ".join([*labels.values()][:8])
+        raise refused(f"needs one label that begins 'pos'; labels found: {printable(found)[:200]}")
+    if sorted(labels) != [*range(len(labels))]:
+        raise refused(f"the labels in its config.json are numbered {[*labels][:8]}; number them 0, 1, ...")
+    return positive[0]
+
+
+def positions_of(model: nn.Module) -> int:
+    """Tokens that a text may have. RoBERTa and its kin count positions from their padding's on."""
+    most = getattr(model.config, "max_position_embeddings", None) or -1
+    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
+    before = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
+    return most - max(before, default=0) if most > 0 else 10**9
 
 
 class Imdb(Task):
@@ -51,7 +86,8 @@ class Imdb(Task):
             way_out = (f"an observer's prompt and response can reach {longest} tokens, the context has "
                        f"{model.context_length}; shorten queries or responses")
             raise UserError("max_response_length", cfg.max_response_length, way_out)
-        self.reward_model = reward_model or SentimentReward(cfg.reward_model, model.device)
+        longest = cfg.max_query_length + cfg.max_response_length
+        self.reward_model = reward_model or SentimentReward(cfg.reward_model, model.device, longest)
 
     def query(self, review: str, rng: random.Random) -> str:
         """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, both included.

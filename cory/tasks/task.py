@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cory.config import Config
-from cory.errors import UserError
+from cory.errors import UserError, printable
 from cory.ppo.model import LanguageModel
 from cory.tasks.data import DataError, load_columns
 
@@ -30,7 +30,8 @@ class Batch(NamedTuple):
 def checked_sizes(cfg: Config, splits: dict[str, list]) -> Data:
     """Splits `train` and `test`, else `validation`, else the last `eval_queries` rows. Raises `UserError`."""
     if "train" not in splits:
-        raise DataError(cfg.dataset, f"has no split named train; splits found: {', '.join(splits)}")
+        raise DataError(cfg.dataset, f"has no split named train; splits found: "
+                        f"{printable(', '.join(splits))[:300]}")
     train, held_out = splits["train"], splits.get("test") or splits.get("validation")
     if held_out is None:
         train, held_out = train[:-cfg.eval_queries], train[-cfg.eval_queries:]

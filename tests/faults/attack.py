@@ -208,7 +208,7 @@ def full_disk(attack: Attack) -> None:
 
     place = attack.folder / "small"
     place.mkdir()
-    for number in attack.count(16):
+    for _ in attack.count(16):
         kilobytes = random.randint(600, 5200)
         mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", place])
         if mounted.returncode:

@@ -1,0 +1,103 @@
+"""Hugging Face's Hub and libraries: names that are no local path, a Hub that does not answer, and what the
+libraries print and raise.
+"""
+import os
+import sys
+import threading
+import time
+import warnings
+from contextlib import contextmanager, suppress
+
+from huggingface_hub import constants, get_session
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from transformers.utils import logging as transformers_logging
+
+from cory.errors import UserError, printable
+
+FIRST, LATER = 10, 30           # seconds to wait for the first answer, and for each later one
+
+asked: set[str] = set()         # endpoints that were asked in this process
+
+
+def require_hub_name(field: str, name: str) -> None:
+    """A name that is nothing here can be one of the Hub's. Raises `UserError` for a mistyped path."""
+    folder, way_out = os.path.dirname(name), "no such file or folder; mend the path"
+    if os.path.lexists(name):
+        raise UserError(field, name, "is a link to nothing, or to itself; mend the link")
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(field, name[:200], way_out) from error
+    if name.endswith((".jsonl", ".json", ".csv", ".parquet", ".safetensors")):
+        raise UserError(field, name, way_out)
+    if os.path.isdir(folder):
+        raise UserError(field, name, f"{way_out}, or take it from the Hub in a place without a {folder}/")
+
+
+def reach(name: str) -> None:
+    """Before a library asks the Hub for what may be a name of it: asks whether it answers, once a process.
+
+    If not, its libraries are offline from then on: they find what they have cached, and wait no more. They
+    would wait for minutes, in some requests for ever.
+    """
+    if os.path.exists(name) or constants.is_offline_mode() or constants.ENDPOINT in asked:
+        return
+    asked.add(constants.ENDPOINT)
+    print(f"waiting for the Hub ({name}), at most 15 s", flush=True)
+    if answers(FIRST):
+        bound(LATER)
+    else:
+        go_offline()
+
+
+def answers(seconds: float) -> bool:
+    """Whether the Hub answers in time. In a thread: nothing else ends the look-up of its address."""
+    answer = []
+
+    def ask():
+        with suppress(Exception):
+            answer.append(get_session().head(constants.ENDPOINT, timeout=seconds).status_code)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(answer) and answer[0] not in (502, 503, 504)        # of a proxy that cannot reach it
+
+
+def bound(seconds: float) -> None:
+    """Later requests, one or tried again, wait no longer, so that a Hub that falls silent is given up."""
+    waiting = []                # since when: the requests after the last answer
+
+    def begin(request):
+        waiting.append(time.monotonic())
+        if waiting[-1] - waiting[0] >= seconds:
+            go_offline()
+        limits = request.extensions["timeout"]
+        request.extensions["timeout"] = {kind: min(own or seconds, seconds) for kind, own in limits.items()}
+
+    hooks = get_session().event_hooks
+    hooks["request"].insert(0, begin)
+    hooks["response"].append(lambda response: waiting.clear())
+
+
+def go_offline() -> None:
+    constants.HF_HUB_OFFLINE = True                 # of huggingface_hub and transformers, which ask it
+    if "datasets" in sys.modules:                   # copies it when it is imported
+        sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+
+
+@contextmanager
+def quiet():
+    """Without the libraries' reports of many lines: what goes wrong is raised, and said in one."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(100)             # above CRITICAL: nothing
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def said(error: Exception) -> str:
+    """An error of a library in one short line."""
+    return printable(f"{type(error).__name__}: {error}")[:240]
