@@ -157,13 +157,13 @@ def model_errors(field: str, name: str):
     one, without the libraries' own reports. A folder is looked at before, and a mistyped path is said.
     """
     refused = partial(UserError, field, name)
-    if os.path.isdir(name):
-        require_folder(refused, Path(name))
-    elif os.path.exists(name):
-        raise refused("is a file; pass the folder that it lies in")
-    else:
-        hub.require_hub_name(field, name)
     try:
+        if os.path.isdir(name):
+            require_folder(refused, Path(name))
+        elif os.path.exists(name):
+            raise refused("is a file; pass the folder that it lies in")
+        else:
+            hub.require_hub_name(field, name)
         with hub.quiet():
             yield refused
     except UserError:

@@ -162,3 +162,9 @@ def test_learning_rates_by_hand():
     rates = [f.learning_rate(1.0, i, 4, 0, f.cosine) for i in range(1, 5)]
     assert rates == pytest.approx([1, (1 + half) / 2, 0.5, (1 - half) / 2])
     assert {f.learning_rate(0.3, i, 4, 0, f.constant) for i in range(1, 5)} == {0.3}
+
+
+def test_a_masked_mean_is_over_real_tokens():
+    x_BT = torch.tensor([[1.0, 2.0, 99.0], [6.0, 99.0, 99.0]])
+    mask_BT = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
+    assert f.masked_mean(x_BT, mask_BT).item() == pytest.approx(3.0)         # 9 over 3 tokens

@@ -150,10 +150,11 @@ def test_broken_data_names_file_and_row(case, tmp_path):
     assert says in refusal(lambda: load_columns(str(tmp_path), ["text"]), "dataset")
 
 
-def test_unreadable_data_is_said(tmp_path, monkeypatch):
-    def denied(*args):
-        raise PermissionError(13, "Permission denied")
+def denied(*args):
+    raise PermissionError(13, "Permission denied")
 
+
+def test_unreadable_data_is_said(tmp_path, monkeypatch):
     write("train.jsonl", GOOD)(tmp_path)
     monkeypatch.setattr(Path, "open", denied)
     assert "(Permission denied)" in refusal(lambda: load_columns(str(tmp_path), ["text"]), "dataset")
@@ -363,6 +364,12 @@ def test_broken_models_are_refused_in_silence(case, small, tmp_path, reports):
     break_it(folder)
     assert says in refusal(lambda: load_language_model(str(folder)), "model")
     assert reports() == []
+
+
+def test_an_unreadable_folder_is_said(small, monkeypatch):
+    monkeypatch.setattr(Path, "iterdir", denied)
+    text = refusal(lambda: load_language_model(str(small / "lm")), "model")
+    assert "could not be loaded (PermissionError: [Errno 13] Permission denied)" in text
 
 
 def test_a_model_of_links_is_fine(small, tmp_path):

@@ -197,6 +197,14 @@ def test_reset_on_exchange_forgets_moments_coefficient_and_stream(small):
     assert all(torch.equal(p, q) for p, q in zip(moved, agent.policy.parameters()))
 
 
+def test_an_exchange_with_reset_resets_both_agents(small_flags, tmp_path, monkeypatch):
+    run(small_flags, tmp_path / "r", "--reset_on_exchange", "true", "--iterations", "1")
+    reset, kept = [], Agent.reset
+    monkeypatch.setattr(Agent, "reset", lambda agent: reset.append(agent.name) or kept(agent))
+    train_imdb.main(["--resume", "--run_dir", str(tmp_path / "r"), "--iterations", "2"])
+    assert reset == ["llm1", "llm2", "llm2", "llm1"]        # when made; at the exchange of iteration 2
+
+
 @pytest.mark.parametrize("method, kill_at", [("cory", 2), ("cory", 3), ("ppo", 4)])
 def test_a_killed_run_resumes_to_the_same_bits(method, kill_at, whole, small_flags, tmp_path):
     """Killed by SIGKILL after the checkpoint of `kill_at` (2: at an exchange; 3: inside a period) and a

@@ -75,9 +75,9 @@ def read_with_datasets(dataset: str, subset: str) -> dict[str, list[dict]]:
     disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)    # what goes wrong is raised, in one line
     path, inner = Path(dataset), Path(dataset) / subset         # the Hub's layout: a folder per subset
-    path = inner if inner.is_dir() else path
+    path = inner if os.path.isdir(inner) else path
     for found in path.rglob("*") if path.is_dir() else ():
-        if found.suffix in READ and not found.name.startswith(".") and not found.is_dir():
+        if found.suffix in READ and not found.name.startswith(".") and not os.path.isdir(found):
             open_file(found).close()
     hub.reach(dataset)
     try:
