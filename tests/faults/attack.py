@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Callable
 
@@ -77,7 +76,7 @@ def results(run_dir: Path) -> tuple:
 
 def is_one_line(status: int, err: str) -> bool:
     """Exit status 2, one line that says error, and nothing else but a progress bar's."""
-    of_bars = re.compile(r"it/s|s/it|batch/s|s/batch")
+    of_bars = re.compile(r"[\d?](it/s|s/it|batch/s|s/batch)")
     lines = [line for line in re.split(r"[\n\r]", err) if line.strip() and not of_bars.search(line)]
     return status == 2 and len(lines) == 1 and lines[0].startswith("error: ")
 
@@ -474,7 +473,6 @@ def main() -> None:
     names = ", ".join(ATTACKS)
     parser.add_argument("attacks", nargs="*", choices=[*ATTACKS, []], metavar="ATTACK", help=names)
     parser.add_argument("--times", type=float, default=1.0)
-    parser.add_argument("--jobs", type=int, default=1, help="attacks at a time")
     args = parser.parse_args()
     random.seed(0)
     with tempfile.TemporaryDirectory() as place:
@@ -498,8 +496,8 @@ def main() -> None:
                 print(f"    {fault}", file=sys.stderr, flush=True)
             shutil.rmtree(folder, ignore_errors=True)
 
-        with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(run, args.attacks or list(ATTACKS)))
+        for name in args.attacks or ATTACKS:
+            run(name)
         print("\n".join(["| attack | tried | held |", "|---|--:|--:|",
                          *(rows[name] for name in args.attacks or ATTACKS)]))
 
