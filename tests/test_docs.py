@@ -48,8 +48,8 @@ def test_links_and_pictures_lead_somewhere(page):
 @each_page
 def test_flags_exist(page):
     known = {f.name for config in (ImdbConfig, Gsm8kConfig) for f in fields(config)} | OF_OTHERS
-    for name in COMMANDS:
-        known |= set(re.findall(r'add(?:_argument)?\(\s*"--(\w+)"', (ROOT / "cory" / name).read_text()))
+    for path in (*(ROOT / "cory" / name for name in COMMANDS), ROOT / "tests" / "faults" / "attack.py"):
+        known |= set(re.findall(r'add(?:_argument)?\(\s*"--(\w+)"', path.read_text()))
     known |= set(re.findall(r"^    (\w+): \w+ = setting\(", page.read_text(), re.M))    # a program's own
     assert set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", page.read_text())) - known == set()
 
