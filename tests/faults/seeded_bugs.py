@@ -1,0 +1,454 @@
+"""The seeded-bug score: how many of 100 one-line faults, of kinds that PPO code has had, do the tests see?
+
+    python tests/faults/seeded_bugs.py [--only N ...] [--likely] [--jobs 1] [--limit_s 600] [--log FILE]
+
+Each fault goes alone into a copy of the repository, where the suite then runs up to its first failure: first
+the files that are most likely to see it (`tests`), then the rest, pinned runs (test_trajectory.py) last. A
+fault is `caught` if a test fails, has `survived` if all pass, and is `broken` if anything else comes of it,
+such as no end within ten minutes. Exit status 0 if at least 97 of 100 are caught. A stopped run goes on by
+its --log. With --likely the first files alone are run, and what passes them is not logged: minutes instead of
+hours, to be followed by a run without it.
+"""
+import argparse
+import hashlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST = 0.97                        # share of faults to be caught
+RUNNING = set()                     # processes of pytest
+LEFT_OUT = {"test_docs.py"}         # about texts
+LAST = ["test_end_to_end.py", "test_plain.py", "test_trajectory.py"]
+
+
+class Fault(NamedTuple):
+    kind: str
+    path: str
+    old: str                        # occurs once in the file
+    new: str                        # still runs
+    tests: str = ""                 # test files that are likely to notice: "loop update"
+
+
+def of(path: str, *faults: tuple[str, ...]) -> list[Fault]:
+    """Faults of one file: (kind, old, new, tests)."""
+    return [Fault(kind, path, old, new, *tests) for kind, old, new, *tests in faults]
+
+
+FAULTS = [
+    # --- who plays, and what for ---
+    *of("cory/train.py",
+        ("reward", "return reward_B + cfg.partner_reward * partner_reward_B",
+         "return reward_B + partner_reward_B", "loop"),
+        ("wrong agent or role", "return r2, r1\n", "return r1, r2\n", "study loop"),
+        ("wrong token or row", "a2.value_BT[:, 0].to(r2)", "a2.value_BT[:, -1].to(r2)", "study"),
+        ("reward", "score(a, r, 0.0, cfg)", "score(a, r, r, cfg)", "loop"),
+        ("wrong token or row", "task.observer_prompts(queries, a1.text)",
+         "task.observer_prompts(queries, a1.text[1:] + a1.text[:1])", "gsm8k loop"),
+        ("wrong agent or role", "collect_rollout(observer, reference,",
+         "collect_rollout(pioneer, reference,", "loop"),
+        ("reward", "r2 = task.reward(queries, a2.text)", "r2 = task.reward(prompts, a2.text)", "loop gsm8k"),
+        ("wrong agent or role", "update2 = ppo_update(observer, a2,", "update2 = ppo_update(observer, a1,",
+         "loop"),
+        ("off by one", "iteration % cfg.role_exchange_every == 0",
+         "(iteration - 1) % cfg.role_exchange_every == 0", "loop"),
+        ("metric", 'Turn("pioneer", pioneer, a1, r1, update1)',
+         'Turn("pioneer", pioneer, a1, score1, update1)', "loop"),
+        ("wrong agent or role", "                observer.reset()", "                pioneer.reset()",
+         "loop"),
+        ("wrong agent or role", "roles=[pioneer, observer])", "roles=[observer, pioneer])", "loop"),
+    ),
+
+    # --- formulas ---
+    *of("cory/ppo/formulas.py",
+        ("wrong mean", "return (x_BT * mask_BT).sum() / mask_BT.sum()", "return (x_BT * mask_BT).mean()",
+         "formulas"),
+        ("standard deviation", "torch.rsqrt((x_N**2).mean() + eps)",
+         "torch.rsqrt((x_N**2).sum() / (len(x_N) - 1) + eps)", "formulas"),
+        ("KL", "p_NV = logp_NV.softmax(-1)", "p_NV = ref_logp_NV.softmax(-1)", "formulas"),
+        ("KL", "log_r = ref_logp_N - logp_N", "log_r = logp_N - ref_logp_N", "formulas advantages"),
+        ("wrong sign", "reward_BT = -kl_coef * kl_BT * mask_BT", "reward_BT = kl_coef * kl_BT * mask_BT",
+         "formulas"),
+        ("wrong token or row", "last_B1 = mask_BT.sum(1, keepdim=True).long() - 1",
+         "last_B1 = torch.full_like(mask_BT[:, :1], mask_BT.shape[1] - 1).long()", "formulas"),
+        ("wrong sign", "ratio_N = (logp_N - old_logp_N).exp()", "ratio_N = (old_logp_N - logp_N).exp()",
+         "formulas"),
+        ("clip", "ratio_N.clamp(1 - cliprange, 1 + cliprange)", "ratio_N.clamp(max=1 + cliprange)",
+         "formulas"),
+        ("wrong sign", "return kl_coef * (1 + error * n / horizon)",
+         "return kl_coef * (1 - error * n / horizon)", "formulas"),
+        ("off by one", "base * schedule((iteration - 1 - warmup) / (iterations - warmup))",
+         "base * schedule((iteration - warmup) / (iterations - warmup))", "formulas"),
+        ("statistics of runs", "return 1 - math.comb(n - c, k) / math.comb(n, k)",
+         "return 1 - (1 - c / n) ** k", "evaluate"),
+    ),
+
+    # --- advantages ---
+    *of("cory/ppo/advantages.py",
+        ("learning target", "reward_BT[:, t] + gamma * next_value_B",
+         "reward_BT[:, t] + lam * next_value_B", "advantages"),
+        ("mask or padding", "next_value_B = value_BT[:, t] * mask_BT[:, t]",
+         "next_value_B = value_BT[:, t]", "advantages"),
+        ("group of a query", "others_Gk = (return_Gk.sum(1, keepdim=True) - return_Gk) / (group_size - 1)",
+         "others_Gk = return_Gk.mean(1, keepdim=True)", "advantages"),
+        ("group of a query", ".sum(1).view(-1, group_size)",
+         ".sum(1).view(group_size, -1).t().contiguous()", "advantages"),
+    ),
+
+    # --- the agent, its model and its adapter ---
+    *of("cory/ppo/agent.py",
+        ("random stream", "torch.Generator().manual_seed(self.seed)",
+         "torch.Generator().manual_seed(self.cfg.seed)", "loop"),
+        ("random stream", "return 2 * seed + index % 2 + 2**32 * (index // 2)", "return seed + index",
+         "flags"),
+    ),
+    *of("cory/ppo/model.py",
+        ("off by one", "response_in = response_BT[:, :-1]", "response_in = response_BT[:, 1:]", "model"),
+        ("mask or padding", "torch.cat([prompt_mask_BP, torch.ones_like(response_in)], dim=1)",
+         "torch.cat([torch.ones_like(prompt_mask_BP), torch.ones_like(response_in)], dim=1)", "model"),
+        ("mask or padding", "return (mask.cumsum(1) - 1).clamp(min=0)",
+         "return torch.arange(mask.shape[1], device=mask.device).expand_as(mask)", "model"),
+        ("temperature, dropout",
+         "return LogpAndEntropy.apply(hidden_NH.float(), head.weight, head.bias, token_N, self.temperature,",
+         "return LogpAndEntropy.apply(hidden_NH.float(), head.weight, head.bias, token_N, 1.0,", "update"),
+        ("temperature, dropout", "self.lm, self.tokenizer, self.adapter = lm.eval(),",
+         "self.lm, self.tokenizer, self.adapter = lm.train(),", "model"),
+        ("stale or swapped", "lm = base.lm if adapter else copy.deepcopy(base.lm)", "lm = base.lm", "model"),
+        ("gradient", "return self.value_head(hidden.float()).squeeze(-1)",
+         "return self.value_head(hidden.float().detach()).squeeze(-1)", "update"),
+    ),
+    *of("cory/ppo/lora.py",
+        ("LoRA", "        lm.disable_adapters()", "        lm.enable_adapters()", "lora"),
+        ("LoRA", '    if getattr(lm, "selected", None) == name:\n',
+         '    if name and getattr(lm, "selected", None) not in (None, "unknown"):\n', "lora"),
+        ("LoRA", "lora_alpha=cfg.lora_alpha", "lora_alpha=cfg.lora_rank", "lora"),
+    ),
+
+    # --- the rollout ---
+    *of("cory/ppo/sampling.py",
+        ("mask or padding",
+         "mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])",
+         "mask = (ids != model.tokenizer.eos_token_id).long()", "sampling"),
+        ("mask or padding", "mask_BT[row_R, t] = running_R.float()",
+         "mask_BT[row_R, t] = (running_R & ~torch.isin(token_R, ends)).float()", "sampling"),
+        ("wrong token or row", "uniform_TB[t, row_R]", "uniform_TB[t, :len(row_R)]", "sampling"),
+        ("temperature, dropout", "cumulative_BV = logp_BV.softmax(-1)",
+         "cumulative_BV = (logp_BV / 0.7).softmax(-1)", "sampling"),
+    ),
+    *of("cory/ppo/rollout.py",
+        ("wrong model", "ref_hidden_NH = reference.response_hidden(",
+         "ref_hidden_NH = policy.response_hidden(", "loop trajectory"),
+        ("wrong model", "policy.values(hidden_NH)", "policy.values(ref_hidden_NH)", "update plain"),
+        ("stale or swapped", "mask_BT, logp_BT, ref_logp_BT,\n", "mask_BT, ref_logp_BT, logp_BT,\n",
+         "update"),
+        ("metric", "(sampled.logp_BT - logp_BT).abs()", "(sampled.logp_BT - logp_BT)", "sampling study"),
+    ),
+    *of("cory/ppo/minibatches.py",
+        ("random stream", "torch.randperm(len(self.mask_BT), generator=generator)",
+         "torch.randperm(len(self.mask_BT))", "loop"),
+        ("mask or padding", '{"BP": slice(-P, None),', '{"BP": slice(0, P),', "update"),
+        ("wrong token or row", "yield [self.rows(rows[group]) for group in groups]",
+         "yield [self.rows(group) for group in groups]", "update plain"),
+    ),
+
+    # --- the update ---
+    *of("cory/ppo/update.py",
+        ("stale or swapped", "make_experience(rollout, score_B, agent.kl_coef, cfg)",
+         "make_experience(rollout, score_B, cfg.init_kl_coef, cfg)", "update loop"),
+        ("wrong mean", "step_tokens = sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches)",
+         "step_tokens = mini_batches[0].mask_BT.sum()", "update"),
+        ("KL", "len(score_B)\n", "len(score_B) * cfg.num_ppo_epochs\n", "update"),
+        ("wrong mean", "kl, n = rollout.kl_B.mean().item()", "kl, n = rollout.kl_BT.mean().item()", "update"),
+        ("KL", 'charged = kl_coef if cfg.kl_in == "reward" else 0.0', "charged = kl_coef", "trajectory"),
+        ("learning target", "(advantage_BT + value_BT) * mask_BT", "advantage_BT * mask_BT", "update plain"),
+        ("mask or padding", "formulas.whiten(advantage_BT, mask_BT)",
+         "formulas.whiten(advantage_BT, torch.ones_like(mask_BT))", "update"),
+        ("stale or swapped", "formulas.policy_loss(logp_N, old.logp_N,",
+         "formulas.policy_loss(logp_N, logp_N.detach(),", "update plain"),
+        ("clip", "formulas.value_loss(value_N, old.value_N,",
+         "formulas.value_loss(value_N, value_N.detach(),", "update"),
+        ("KL", "kl_loss_N = formulas.kl_k3(logp_N, old.ref_logp_N)",
+         "kl_loss_N = formulas.kl_k3(logp_N, old.logp_N)", "advantages"),
+        ("gradient", "    agent.optimizer.zero_grad(set_to_none=True)\n", "", "update"),
+        ("wrong mean", "means[name] = x_N.mean().item()",
+         "means[name] = sum(x.double().mean().item() for x in parts) / len(parts)", "update"),
+    ),
+
+    # --- tasks ---
+    *of("cory/tasks/task.py",
+        ("held-out set", 'random.Random("held-out queries")',
+         'random.Random(f"held-out queries {cfg.seed}")', "task"),
+        ("held-out set", "rng.sample(data.held_out, cfg.eval_queries)",
+         "rng.sample(data.train, cfg.eval_queries)", "task"),
+        ("held-out set", "train, held_out = train[:-cfg.eval_queries], train",
+         "train, held_out = train, train", "task"),
+        ("random stream", "shuffled(n, cfg.seed, place // n)", "shuffled(n, cfg.seed, 0)", "task"),
+        ("group of a query", "[query for query in queries for _ in range(k)]", "queries * k", "task"),
+    ),
+    *of("cory/tasks/imdb.py",
+        ("off by one", "n = rng.randint(self.cfg.min_query_length, self.cfg.max_query_length)",
+         "n = rng.randrange(self.cfg.min_query_length, self.cfg.max_query_length)", "task"),
+        ("reward", "texts = [query + response for", "texts = [response for", "task"),
+        ("reward", "return logits[:, self.positive].tolist()", "return logits[:, 0].tolist()", "task"),
+        ("mask or padding", 'self.model(batch["input_ids"], attention_mask=batch["attention_mask"])',
+         'self.model(batch["input_ids"])', "task"),
+    ),
+    *of("cory/tasks/gsm8k.py",
+        ("metric", '"accuracy": [last_number(response) == gold',
+         '"accuracy": [self.answer_in(response) == gold', "gsm8k"),
+        ("reading answers", '"strict_accuracy": [strict(response) == gold',
+         '"strict_accuracy": [last_number(response) == gold', "gsm8k"),
+    ),
+    *of("cory/tasks/answers.py",
+        ("reading answers", 'solution.rpartition("####")', 'solution.partition("####")', "answers"),
+        ("reading answers", "sign, digits, exponent = found[-1]", "sign, digits, exponent = found[0]",
+         "answers"),
+        ("reading answers", 'return response.partition("Question:")[0]', "return response", "answers"),
+    ),
+
+    # --- around the loops ---
+    *of("cory/experiment/held_out.py",
+        ("random stream", "torch.Generator().manual_seed(EVALUATION_SEED + at)",
+         "torch.Generator().manual_seed(cfg.seed + at)", "trajectory"),
+        ("wrong model", "same = model is reference ", "same = model.lm is reference.lm ", "lora"),
+        ("wrong mean", '"kl": kl / n, "combined_reward"', '"kl": kl / tokens, "combined_reward"', "report"),
+        ("held-out set", "limit, seed=None)", "limit, seed=EVALUATION_SEED)", "gsm8k trajectory"),
+    ),
+    *of("cory/experiment/run.py",
+        ("metric", "turn.metrics(self.task, queries, cfg.init_kl_coef)",
+         "turn.metrics(self.task, queries, turn.agent.kl_coef)", "loop"),
+        ("wrong agent or role", "evaluate(agent.policy, self.reference,",
+         "evaluate(self.agents[0].policy, self.reference,", "loop"),
+        ("off by one", "yield from range(self.start + 1,", "yield from range(self.start or 1,", "loop"),
+        ("wrong agent or role",
+         'self.roles = [self.agents[self.agent_names.index(name)] for name in state["roles"]]',
+         "self.roles = self.agents", "loop"),
+        ("wrong agent or role", 'f"{turn.role}_reward": turn.reward_B[i].item()',
+         'f"{turn.role}_reward": turns[0].reward_B[i].item()', "loop"),
+    ),
+    *of("cory/experiment/checkpoint.py",
+        ("checkpoint", 'agent.optimizer.load_state_dict(training["optimizer"])',
+         'agents[0].optimizer.load_state_dict(training["optimizer"])', "loop"),
+        ("checkpoint", '"generator": agent.generator.get_state()}', '"generator": torch.get_rng_state()}',
+         "loop"),
+        ("checkpoint", "{agent.name: agent.kl_coef for agent in agents}",
+         "{agent.name: agent.cfg.init_kl_coef for agent in agents}", "loop"),
+        ("LoRA", "        select(policy.lm, policy.adapter)",
+         "        select(policy.lm, agents[0].policy.adapter)", "lora"),
+    ),
+    *of("cory/experiment/log.py",
+        ("off by one", 'row["iteration"] <= start', 'row["iteration"] < start', "report loop"),
+    ),
+
+    # --- after training ---
+    *of("cory/evaluate.py",
+        ("statistics of runs", "drawn = [solved[n + i::n] for i in range(n)]",
+         "drawn = [solved[i::n] for i in range(n)]", "evaluate"),
+        ("random stream", "EVALUATION_SEED + 1_000_003 * number + first", "EVALUATION_SEED + first",
+         "evaluate"),
+        ("wrong model", "load_language_model(str(final), cfg.temperature",
+         "load_language_model(cfg.model, cfg.temperature", "evaluate"),
+    ),
+    *of("cory/studies/statistics.py",
+        ("statistics of runs", "x = np.array([variant[seed] - baseline[seed] for seed in both])",
+         "x = np.array([variant[seed] - np.mean([*baseline.values()]) for seed in both])", "study"),
+        ("statistics of runs", "t.ppf(1 - (1 - LEVEL) / 2, n - 1)", "t.ppf(LEVEL, n - 1)", "study"),
+        ("statistics of runs", "if self.low > 0:", "if self.mean > 0:", "study"),
+    ),
+    *of("cory/studies/results.py",
+        ("statistics of runs", "return self.pair[-1]",
+         "return max(self.pair, key=lambda point: point.reward)", "study"),
+        ("statistics of runs", "late = trained[-max(1, len(trained) // 4):]",
+         "late = trained[:-max(1, len(trained) // 4)]", "study"),
+        ("statistics of runs", "x = min(max(point[0] for point in curve)",
+         "x = max(max(point[0] for point in curve)", "study"),
+    ),
+    *of("cory/studies/loops.py",
+        ("wrong token or row", "reward_B.roll(1)", "reward_B.roll(0)", "study"),
+    ),
+]
+
+
+def git_files(root: Path) -> list[str]:
+    """Files that git tracks, or would if asked to."""
+    asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(asked, cwd=root, capture_output=True, text=True, check=True).stdout
+    return sorted(name for name in set(listed.split("\0")) if name and (root / name).is_file())
+
+
+def copy_to(folder: Path) -> Path:
+    """The repository in folder/main, with what the tests find at ../shared."""
+    for name in git_files(ROOT):
+        (folder / "main" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / "main" / name)
+    shared = ROOT.parent / "shared"
+    if shared.exists():
+        (folder / "shared").symlink_to(shared.resolve())
+    return folder / "main"
+
+
+def tree_of(copy: Path) -> str:
+    """A digest of what is tested, and by what."""
+    digest = hashlib.sha256()
+    for path in sorted([*copy.glob("*.py"), *copy.glob("cory/**/*.py"), *copy.glob("tests/*")]):
+        if path.is_file():
+            digest.update(str(path.relative_to(copy)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def in_order(copy: Path, names: str) -> list[list[str]]:
+    """Test files of one call of pytest after another: those named, most others, slow and pinned runs."""
+    there = sorted(path.name for path in copy.glob("tests/test_*.py") if path.name not in LEFT_OUT)
+    likely = [f"test_{name}.py" for name in names.split()]
+    assert set(likely) <= set(there), likely
+    rest = [name for name in there if name not in likely]
+    last = [name for name in LAST if name in rest]
+    parts = (likely, [name for name in rest if name not in LAST], last)
+    return [[f"tests/{name}" for name in part] for part in parts if part]
+
+
+def pytest(copy: Path, files: list[str], limit_s: float) -> tuple[int, str]:
+    """Exit status (124: out of time) and the first line that names a failure or an error."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "-rfE",
+               "--tb=no", f"--basetemp={copy.parent / 'pytest'}", *files]
+    # a fault and its repair can lie in one second: no compiled file may be taken for either
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=copy, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, start_new_session=True)
+    RUNNING.add(process)
+    try:
+        out, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return 124, f"no end within {limit_s:g} s"
+    finally:
+        RUNNING.discard(process)
+    lines = out.splitlines()
+    first = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), (lines or [""])[-1])
+    return process.returncode, first
+
+
+def tried(fault: Fault, copy: Path, args: argparse.Namespace) -> dict:
+    """Puts the fault in, runs the tests, takes it out again."""
+    path, start = copy / fault.path, time.perf_counter()
+    text = path.read_text()
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        for files in in_order(copy, fault.tests)[:1 if args.likely else None]:
+            status, line = pytest(copy, files, args.limit_s)
+            if status:
+                break
+    finally:
+        path.write_text(text)
+    outcome = {0: "survived", 1: "caught"}.get(status, "broken")
+    return {"outcome": outcome, "status": status, "by": line if status else "",
+            "seconds": round(time.perf_counter() - start)}
+
+
+def key(fault: Fault) -> str:
+    return json.dumps([fault.path, fault.old, fault.new])
+
+
+def told(text: str) -> str:
+    return " ".join(text.split())
+
+
+def require_once(copy: Path) -> None:
+    """Every fault has its place, exactly one, and every file of tests that it names is there."""
+    wrong = []
+    for number, fault in enumerate(FAULTS, start=1):
+        count = (copy / fault.path).read_text().count(fault.old)
+        in_order(copy, fault.tests)
+        if count != 1 or fault.old == fault.new:
+            wrong.append(f"{number}: {fault.path} holds {told(fault.old)!r} {count} times")
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+def main() -> None:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("--only", nargs="+", type=int, metavar="N", help="these faults, counted from 1")
+    parser.add_argument("--likely", action="store_true", help="run the most likely test files alone")
+    parser.add_argument("--limit_s", type=float, default=600, help="seconds for one call of pytest")
+    parser.add_argument("--jobs", type=int, default=1, help="copies that are tried at the same time")
+    parser.add_argument("--log", type=Path, help="file of JSON lines to go on from and to write to")
+    args = parser.parse_args()
+    chosen = [(number, FAULTS[number - 1]) for number in args.only or range(1, len(FAULTS) + 1)]
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, lambda *_: sys.exit("stopped"))
+    with tempfile.TemporaryDirectory(prefix="seeded_bugs_") as folder:
+        copies = queue.Queue()
+        for job in range(args.jobs):
+            copy = copy_to(Path(folder) / str(job))
+            copies.put(copy)
+        require_once(copy)
+        tree, known = tree_of(copy), {}
+        lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
+        for row in map(json.loads, lines):
+            if row["tree"] == tree:
+                known[row["key"]] = row
+
+        def note(row: dict) -> None:
+            if args.log:
+                with args.log.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+        if "unbroken" not in known and not args.likely:
+            for files in in_order(copy, ""):
+                status, line = pytest(copy, files, args.limit_s)
+                if status:
+                    sys.exit(f"the suite does not pass as it stands: status {status}, {line}")
+            note({"key": "unbroken", "tree": tree})
+            print("the unbroken suite passes", flush=True)
+
+        def outcome(item: tuple[int, Fault]) -> dict:
+            number, fault = item
+            row = known.get(key(fault))
+            if row is None:
+                mine = copies.get()
+                row = {"key": key(fault), "tree": tree, "kind": fault.kind} | tried(fault, mine, args)
+                copies.put(mine)
+                if row["outcome"] == "caught" or not args.likely:
+                    note(row)
+            print(f"{number:3} {row['outcome']:8} {row['seconds']:4} s  {fault.kind}: {fault.path}: "
+                  f"{told(fault.new) or 'without ' + told(fault.old)}  <- {row['by']}", flush=True)
+            return row
+
+        with ThreadPoolExecutor(args.jobs) as pool:
+            try:
+                rows = list(pool.map(outcome, chosen))
+            except BaseException as error:              # stopped: leave nothing behind, log nothing more
+                args.log = None
+                for process in [*RUNNING]:
+                    os.killpg(process.pid, signal.SIGKILL)
+                shutil.rmtree(folder, ignore_errors=True)
+                print(repr(error), flush=True)
+                os._exit(2)
+
+    of_kind = Counter(fault.kind for _, fault in chosen)
+    caught = Counter(fault.kind for (_, fault), row in zip(chosen, rows) if row["outcome"] == "caught")
+    print("\n| kind | caught of |\n|---|---|")
+    for kind, count in sorted(of_kind.items()):
+        print(f"| {kind} | {caught[kind]} of {count} |")
+    print(f"| all | {caught.total()} of {len(chosen)} |")
+    for (number, fault), row in zip(chosen, rows):
+        if row["outcome"] != "caught":
+            print(f"{number} {row['outcome']}: {fault.kind}, {fault.path}:\n    {told(fault.old)}\n"
+                  f"    {told(fault.new)}")
+    sys.exit(caught.total() < LEAST * len(chosen))
+
+
+if __name__ == "__main__":
+    main()
