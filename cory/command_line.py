@@ -11,7 +11,8 @@ from cory.names import guess, name_of
 
 # These, and what concerns W&B, may differ in a continuation: none changes what an iteration computes. Of
 # model and data the place may differ; the run then holds their content against what it was.
-FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "model", "dataset", "reward_model"}
+FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard",
+                  "model", "dataset", "reward_model"}
 YES, NO = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
 
 

@@ -66,6 +66,9 @@ class Config:
         "(ours)")
     load_in_4bit: bool = setting(False,
         "a frozen base in 4 bits by bitsandbytes, on CUDA (paper: yes for Llama-2)")
+    shard: bool = setting(False,
+        "divide the layers of policies and reference, and Adam's moments, among torchrun's processes, by "
+        "FSDP2 (ours)")
     # the agents
     role_exchange_every: int = setting(5, "T_REx: iterations between role exchanges (paper: 5); 0 = never")
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
@@ -301,7 +304,7 @@ GSM8K_PRESETS = {
 
 
 # What older versions did without saying so: their config.json lacks these.
-BEFORE_THEY_WERE_SETTINGS = {"head_precision": "float32", "cpu_matmul": "onednn"}
+BEFORE_THEY_WERE_SETTINGS = {"head_precision": "float32", "cpu_matmul": "onednn", "shard": False}
 BESIDE_SETTINGS = {"config", "agents", "fingerprints"}      # what config.json holds beside the settings
 
 

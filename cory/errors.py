@@ -1,5 +1,9 @@
 """One kind of error for everything a person can mend: it names the field, its value and the way out."""
+import os
 import sys
+import time
+
+speaks = os.environ.get("LOCAL_RANK", "0") == "0"       # of processes with the same fault one says it
 
 
 class UserError(Exception):
@@ -10,6 +14,7 @@ class UserError(Exception):
 
     def __init__(self, field: str, value, way_out: str):
         super().__init__(f"{field} is {value!r}: {way_out}")
+        self.parts = (field, value, way_out)
 
 
 def exit_on_user_error(main):
@@ -18,7 +23,10 @@ def exit_on_user_error(main):
         try:
             return main(*args, **kwargs)
         except UserError as error:
-            print(f"error: {printable(str(error))}", file=sys.stderr)
+            if speaks:
+                print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+            else:
+                time.sleep(5)                   # torchrun ends all when one ends: first the one that says why
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             print("stopped by SIGINT", file=sys.stderr)

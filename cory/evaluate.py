@@ -29,6 +29,7 @@ from cory.loading import load_language_model
 from cory.ppo import formulas
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
+from cory.ppo.world import together, world
 from cory.report import read_eval, require_finished, require_picture, require_same_settings
 from cory.tasks.task import Task
 
@@ -41,25 +42,41 @@ def solve(name: str, load: Callable, task: Task, folder: Path, samples: int, row
     """
     path = folder / f"{name}.jsonl"
     places = list(product(range(samples + 1), range(0, len(task.held_out_queries), rows)))
+    lines = world().leader(lambda: answered_before(path, task.held_out_queries, rows))
+    missing = [place for place in places if place not in lines]
+    model = load(name) if missing else None
+
+    def answered(number: int, first: int) -> dict:
+        queries = task.held_out_queries[first:first + rows]
+        seed = None if number == 0 else EVALUATION_SEED + 1_000_003 * number + first
+        responses = answer(model, task.pioneer_prompts(queries), task.cfg.max_response_length, seed)
+        return dict(round=number, first=first, responses=responses, rewards=task.checked(queries, responses))
+
+    title, at_once = f"{folder.parent.name} {name}", world().size           # a batch for each process
+    bar = tqdm(total=len(missing), desc=title, unit="batch", dynamic_ncols=True, disable=not world().leads)
+    for at in range(0, len(missing), at_once):
+        now = missing[at:at + at_once]
+        made = world().shared(len(now), lambda part, now=now: [answered(*place) for place in now[part]])
+        lines |= {(line["round"], line["first"]): line for line in made}
+        if world().leads:
+            append_jsonl(path, made)
+        bar.update(len(now))
+    bar.close()
+    return [lines[place] for place in places]
+
+
+def answered_before(path: Path, queries: list[str], rows: int) -> dict[tuple[int, int], dict]:
+    """The whole lines of a file, by round and first query; what a stopped evaluation left of one is cut off.
+    Raises `UserError`.
+    """
     lines = {}
     for number, line in enumerate(read_jsonl(path), start=1):
-        if not is_answered(line, task.held_out_queries, rows):
+        if not is_answered(line, queries, rows):
             way_out = "is no batch of answers to these queries; remove the file to answer anew"
             raise UserError("file", f"{path}:{number}", way_out)
         lines[line["round"], line["first"]] = line
     replace_text(path, "".join(json.dumps(line) + "\n" for line in lines.values()))
-    missing = [place for place in places if place not in lines]
-    model = load(name) if missing else None
-    title = f"{folder.parent.name} {name}"
-    for number, first in tqdm(missing, desc=title, unit="batch", dynamic_ncols=True):
-        queries = task.held_out_queries[first:first + rows]
-        seed = None if number == 0 else EVALUATION_SEED + 1_000_003 * number + first
-        prompts = task.pioneer_prompts(queries)
-        responses = answer(model, prompts, task.cfg.max_response_length, seed)
-        rewards = task.reward(queries, responses).tolist()
-        lines[number, first] = dict(round=number, first=first, responses=responses, rewards=rewards)
-        append_jsonl(path, [lines[number, first]])
-    return [lines[place] for place in places]
+    return lines
 
 
 def is_answered(line: dict, queries: list[str], rows: int) -> bool:
@@ -107,11 +124,15 @@ def evaluate_run(run_dir: Path, cfg: Config, args: argparse.Namespace, base_from
     base = load_language_model(cfg.model, cfg.temperature, cfg.precision, device, cfg.storage)
     task = task_class(replace(cfg, eval_queries=queries), data, base)
     require_same_reward(task, run_dir)
-    own_folder(folder)
-    replace_text(folder / "settings.json", json.dumps(settings) + "\n")
-    known = base_from / "evaluation" / "base.jsonl"
-    if known.exists() and not (folder / "base.jsonl").exists():
-        replace_text(folder / "base.jsonl", read_text(known))
+
+    def begin() -> None:
+        own_folder(folder)
+        replace_text(folder / "settings.json", json.dumps(settings) + "\n")
+        known = base_from / "evaluation" / "base.jsonl"
+        if known.exists() and not (folder / "base.jsonl").exists():
+            replace_text(folder / "base.jsonl", read_text(known))
+
+    world().leader(begin)
 
     def load(name: str) -> LanguageModel:
         return base if name == "base" else final_model(run_dir, name, cfg, base)
@@ -119,7 +140,7 @@ def evaluate_run(run_dir: Path, cfg: Config, args: argparse.Namespace, base_from
     metrics = {name: solved_metrics(task, solve(name, load, task, folder, args.samples, rows), args.k)
                for name in ["base", *agents]}
     results = {"samples": args.samples, **settings, **metrics}
-    replace_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    world().leader(lambda: replace_text(folder / "results.json", json.dumps(results, indent=1) + "\n"))
     return metrics
 
 
@@ -181,6 +202,12 @@ def main(argv: list[str] | None = None) -> None:
     require_picture(args.out)
     for run_dir in args.run_dirs:
         require_whole(run_dir)
+    with together(vars(args)):
+        evaluate_runs(args, saved)
+
+
+def evaluate_runs(args: argparse.Namespace, saved: list[dict]) -> None:
+    """Each run in turn, then table and picture of all; `saved` are their config.json."""
     runs, base_of = [], {}
     for run_dir, config in zip(args.run_dirs, saved, strict=True):
         cfg = load_config(run_dir)
@@ -188,8 +215,10 @@ def main(argv: list[str] | None = None) -> None:
         # the base of equal settings is evaluated once
         base_from = base_of.setdefault(tuple(config[name] for name in args.by), run_dir)
         shown = {"eval_queries": args.queries or cfg.eval_queries, "temperature": cfg.temperature}
-        with locked(run_dir):
+        with world().holding(locked, run_dir):
             runs.append((config | shown, evaluate_run(run_dir, cfg, args, base_from)))
+    if not world().leads:
+        return
     print(pass_at_k_table(runs, args.by))
     out = args.out or args.run_dirs[0] / "evaluation" / "pass_at_k.png"
     draw_pass_at_k(runs, args.k, out, args.by)

@@ -1,4 +1,5 @@
 """The training loops, side by side: what PPO does, and what CORY adds to it."""
+from dataclasses import asdict
 from typing import Callable
 
 from torch import Tensor
@@ -8,6 +9,7 @@ from cory.errors import UserError
 from cory.experiment.run import Run, Turn
 from cory.ppo.rollout import Rollout, collect_rollout
 from cory.ppo.update import ppo_update
+from cory.ppo.world import together
 
 
 def trains(*agents: str) -> Callable:
@@ -119,7 +121,7 @@ def train_cory(run: Run) -> None:
 
 def train(cfg: Config) -> Run:
     """Runs a configuration from start, or from its checkpoint, to finish: `--method` names the loop."""
-    with Run(cfg) as run:
+    with together(asdict(cfg)), Run(cfg) as run:
         run.loop(run)
         run.finish()
     return run

@@ -1,5 +1,6 @@
 """README and docs speak of what there is: files, links, flags, functions, and the loop as it stands."""
 import re
+import runpy
 import textwrap
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,9 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ["report.py", "evaluate.py", "benchmark.py", "assets/make_imdb_assets.py",
             "assets/make_gsm8k_assets.py", "plan.py", "gpu_check.py", "study.py"]
-OF_OTHERS = {"help", "local-dir", "repo-type", "project", "append"}            # argparse's, hf's, wandb's
+OF_OTHERS = {"help", "local-dir", "repo-type", "project", "append",            # argparse's, hf's, wandb's
+             "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "shutdown_timeout",
+             "nodes", "ntasks-per-node", "gpus-per-node", "signal"}             # torchrun's, Slurm's
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -84,3 +87,10 @@ def test_the_loop_is_quoted_from_its_file():
     (block,) = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
     assert "\n" + textwrap.indent(block, "    ") in (ROOT / "cory" / "train.py").read_text()
     assert block.count("\n") > 25
+
+
+def test_every_seeded_bug_still_has_its_place():
+    """tests/faults/seeded_bugs.py edits what stands in the code once."""
+    found = runpy.run_path(str(ROOT / "tests" / "faults" / "seeded_bugs.py"))["FAULTS"]
+    assert len(found) == 100
+    assert [fault for fault in found if (ROOT / fault.path).read_text().count(fault.old) != 1] == []

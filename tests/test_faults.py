@@ -72,9 +72,9 @@ def test_every_flipped_or_cut_byte_is_found_and_the_file_named(copy, capsys):
         assert str(newest) in str(error.value) and "\n" not in str(error.value)
         path.write_bytes(whole)
     checkpoint.require_unharmed(newest)
-    (newest / "llm2.training.pt").write_bytes(b"")
+    (newest / "llm2.moments.safetensors").write_bytes(b"")
     line = resume(capsys, copy)
-    assert "llm2.training.pt" in line and f"iteration_000001 is whole: delete {newest}" in line
+    assert "llm2.moments.safetensors" in line and f"iteration_000001 is whole: delete {newest}" in line
     shutil.rmtree(newest)
     train_imdb.main(["--resume", "--run_dir", str(copy), "--iterations", "2"])
     assert checkpoints_of(copy)[0].name == "iteration_000002"
@@ -87,16 +87,24 @@ def edit_state(**changes):
     return edit
 
 
-def edit_weights(change):
+def edit_tensors(file, change):
     def edit(newest):
-        weights = load_file(newest / "llm1.safetensors")
-        name = next(name for name, x in weights.items() if x.dim() == 2)
-        save_file(change(name, weights), newest / "llm1.safetensors")
+        tensors = load_file(newest / file)
+        name = next(name for name, x in tensors.items() if x.dim() == 2)
+        save_file(change(name, tensors), newest / file)
     return edit
 
 
+def edit_weights(change):
+    return edit_tensors("llm1.safetensors", change)
+
+
+def edit_moments(change):
+    return edit_tensors("llm1.moments.safetensors", change)
+
+
 def swapped(newest):
-    for suffix in (".safetensors", ".training.pt"):
+    for suffix in (".safetensors", ".moments.safetensors"):
         (newest / f"llm1{suffix}").rename(newest / "x")
         (newest / f"llm2{suffix}").unlink()
         (newest / "x").rename(newest / f"llm2{suffix}")
@@ -108,9 +116,11 @@ def swapped(newest):
     (edit_state(kl_coef={"llm1": 1.0}), "holds kl_coef"),
     (edit_state(kl_coef={"llm1": -1.0, "llm2": 0.1}), "holds kl_coef"),
     (edit_state(python_random=[3, [1], None]), "is damaged"),
-    (edit_weights(lambda name, w: w | {name: torch.ones(1)}), "is (1,), not finite numbers of"),
-    (edit_weights(lambda name, w: w | {name: w[name] * torch.nan}), "not finite numbers"),
+    (edit_weights(lambda name, w: w | {name: torch.ones(1)}), "is (1,), not ("),
+    (edit_weights(lambda name, w: w | {name: w[name] * torch.nan}), "holds numbers that are not finite"),
     (edit_weights(lambda name, w: {k: x for k, x in w.items() if k != name}), "lacks lm."),
+    (edit_moments(lambda name, m: m | {name: torch.ones(1)}), "is (1,), of no parameter"),
+    (edit_moments(lambda name, m: {k: x for k, x in m.items() if k != name}), "lacks lm."),
     (swapped, "llm1.safetensors': cannot be read")])
 def test_a_checkpoint_edited_on_purpose_is_refused_too(edit, says, copy, capsys):
     newest, _ = checkpoints_of(copy)
@@ -295,7 +305,7 @@ def test_links_in_a_run_folder_are_not_followed(copy, tmp_path, capsys):
         (tmp_path / name).rename(copy / name)
 
 
-@pytest.mark.parametrize("where", ["os.fsync", "torch.save", "cory.experiment.checkpoint.save_file"])
+@pytest.mark.parametrize("where", ["os.fsync", "torch.save", "cory.experiment.checkpoint.write_tensors"])
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(where, copy, capsys, monkeypatch):
     before = {path: path.read_bytes() for path in (copy / "checkpoints").rglob("*") if path.is_file()}
 

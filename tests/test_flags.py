@@ -85,7 +85,7 @@ def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
     assert set(held_out) == {"iteration", "queries", "base", "llm1"}
     assert [p.name for p in (tmp_path / "r" / "final").iterdir()] == ["llm1"]
     saved = {p.name for p in (tmp_path / "r" / "checkpoints").rglob("*.safetensors")}
-    assert saved == {"llm1.safetensors"}
+    assert saved == {"llm1.safetensors", "llm1.moments.safetensors"}
 
 
 def test_one_model_in_both_roles_has_the_memory_of_ppo(small_flags, tmp_path):

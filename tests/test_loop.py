@@ -261,16 +261,17 @@ def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_pa
     assert saved() == ["iteration_000002", "iteration_000003"]
 
 
-@pytest.mark.parametrize("name", ["llm1.training.pt", "random.pt"])
-def test_nothing_in_a_checkpoint_is_unpickled(name, small_flags, tmp_path, capsys):
+@pytest.mark.parametrize("name, says", [("llm1.moments.safetensors", "is damaged (SafetensorError"),
+                                        ("random.pt", "is damaged (UnpicklingError")])
+def test_nothing_in_a_checkpoint_is_unpickled(name, says, small_flags, tmp_path, capsys):
     """A file that would run code when unpickled is refused, its checksum mended or not."""
     folder = run(small_flags, tmp_path / "r", "--iterations", "1")
     checkpoint = folder / "checkpoints" / "iteration_000001"
     torch.save({"optimizer": Trap(), "cpu": Trap()}, checkpoint / name)
-    for says in ("its checksum is another", "is damaged (UnpicklingError"):
+    for line in ("its checksum is another", says):
         with pytest.raises(SystemExit):
             train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "2"])
-        assert says in capsys.readouterr().err
+        assert line in capsys.readouterr().err
         mend_checksums(checkpoint)
     assert not Trap.sprung
 

@@ -6,7 +6,9 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig
 
 from cory import plan
+from cory.config import Gsm8kConfig
 from cory.loading import load_language_model, model_config
+from cory.ppo.lora import adapter_parameters, add_adapter
 
 
 def test_counts_are_those_of_a_real_model(small):
@@ -68,3 +70,44 @@ def test_the_table_and_its_card(capsys):
     with pytest.raises(SystemExit):
         plan.main(["no/model"])
     assert "models is 'no/model': is neither a local folder" in capsys.readouterr().err
+
+
+def test_gpus_by_hand(problems):
+    config = model_config(str(problems / "lm"))
+    lm = load_language_model(str(problems / "lm")).lm
+    alone, parts = (plan.Plan(config, 2, 8, 2, 5, 3, "bfloat16", "cuda", gpus=4, shard=shard)
+                    for shard in (False, True))
+    layers = sum(p.numel() for p in lm.model.layers.parameters())
+    assert parts.layers == layers and parts.weights == sum(p.numel() for p in lm.parameters())
+    held = parts.weights - layers + layers / 4
+    assert parts.parts()["moments"] == 2 * 2 * 4 * held and alone.parts()["moments"] == 16 * alone.weights
+    assert parts.rows == 2 and parts.tokens == 2 * 8
+    # each step: the whole weights' gradients twice; layers gathered twice in 2 bytes, their gradients divided
+    step = 2 * 4 * (parts.weights - layers) + (2 * 2 + 4) * layers
+    assert parts.sent(3) == int(2 * 3 / 4 * (3 * step + 2 * 2 * layers))
+    assert alone.sent(3) == int(2 * 3 / 4 * 3 * 2 * 4 * alone.weights)
+    assert parts.phases()["load"] == 2 * 4 * parts.weights + parts.parts()["policies"]
+
+
+def test_adapters_are_as_large_as_peft_makes_them(problems):
+    cfg = Gsm8kConfig(lora=True, lora_rank=3)
+    lm = load_language_model(str(problems / "lm")).lm
+    counted = plan.Plan(lm.config, 2, 8, 2, 5, 3, "bfloat16", "cuda", training="lora", rank=3)
+    add_adapter(lm, "llm1", cfg, 0)
+    assert counted.trained == sum(p.numel() for p in adapter_parameters(lm, "llm1").values())
+    quarter = plan.Plan(lm.config, 2, 8, 2, 5, 3, "bfloat16", "cuda", training="4bit", rank=3)
+    assert counted.parts()["reference"] == 2 * counted.weights
+    saved = counted.parts()["reference"] - quarter.parts()["reference"]
+    assert saved == pytest.approx((2 - 0.5 - 4 / 64) * counted.layers, abs=1)
+    assert quarter.parts()["policies"] == 2 * 4 * counted.trained
+
+
+def test_the_table_of_gpus(capsys):
+    flags = "--gpus 2 --shard --training full lora --dtype float32 --gpu_memory 1 --bandwidth 2"
+    plan.main(["gpt2", *flags.split()])
+    head, _, full, lora = (line.split(" | ") for line in capsys.readouterr().out.splitlines())
+    assert head[-3:] == ["1 GB", "sent, GB", "s |"] and full[-3] == lora[-3] == "too small"
+    assert float(full[-1][:-2]) == pytest.approx(float(full[-2]) / 2, abs=0.1) and lora[3] == "lora"
+    with pytest.raises(SystemExit):
+        plan.main("gpt2 --gpus 2 --shard --training 4bit".split())
+    assert "training is '4bit': cannot be divided" in capsys.readouterr().err

@@ -14,24 +14,30 @@ import platform
 import random
 import re
 import shutil
+import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from math import inf
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from cory.config import Config
 from cory.errors import UserError
 from cory.experiment.files import own_folder, put_in_place, read_json, read_text, readable, remove, writable
 from cory.ppo.agent import Agent
 from cory.ppo.lora import select
+from cory.ppo.model import PolicyWithValue
+from cory.ppo.world import world
 
 CHECKSUMS, KEPT = "checksums.sha256", 2
+KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+         torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}    # in safetensors
 
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent],
@@ -40,11 +46,19 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
     Raises `UserError`, and leaves the older checkpoints, for weights that are not finite or a full disk.
     """
     require_finite(agents)
-    folder = own_folder(run_dir / "checkpoints")
+    folder = run_dir / "checkpoints"
     final, temporary = folder / f"iteration_{iteration:06d}", folder / "writing"
     with writable(temporary):
-        remove(temporary)
-        temporary.mkdir()
+        if world().leads:
+            own_folder(folder)
+            remove(temporary)
+            temporary.mkdir()
+        for agent in agents:
+            trained = agent.policy.trained()
+            write_tensors(temporary / f"{agent.name}.safetensors", trained)
+            write_tensors(temporary / f"{agent.name}.moments.safetensors", moments_of(agent, trained))
+        if not world().leads:
+            return
         write_state(temporary, iteration, agents, roles, wandb_id)
         names = sorted(path.name for path in temporary.iterdir())
         lines = [f"{digest}  {name}\n" for name, digest in zip(names, digests(temporary, names), strict=True)]
@@ -54,14 +68,35 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
         shutil.rmtree(old)
 
 
+def moments_of(agent: Agent, trained: dict) -> dict:
+    """The tensors of the optimizer's state, as `PARAMETER/NAME`; a number of it is a tensor, too."""
+    return {f"{name}/{key}": torch.as_tensor(x) for name, p in trained.items()
+            for key, x in agent.optimizer.state[p].items()}
+
+
+def write_tensors(path: Path, tensors: dict) -> None:
+    """A safetensors file, one tensor after another: of a model that is divided among processes no more than
+    one is put together at a time. Every process takes part, the first writes.
+    """
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, x in tensors.items():
+        start, end = end, end + x.numel() * x.element_size()
+        header[name] = {"dtype": KINDS[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") if world().leads else nullcontext() as file:
+        if file:
+            file.write(struct.pack("<Q", len(text)) + text)
+        for x in tensors.values():
+            whole = world().full(x.detach())
+            if file:
+                file.write(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
 def write_state(folder: Path, iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> None:
-    for agent in agents:
-        weights = {name: p.detach().contiguous() for name, p in agent.policy.trained().items()}
-        save_file(weights, folder / f"{agent.name}.safetensors")
-        training = {"optimizer": agent.optimizer.state_dict(), "generator": agent.generator.get_state()}
-        torch.save(training, folder / f"{agent.name}.training.pt")
+    generators = {agent.name: agent.generator.get_state() for agent in agents}
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    torch.save({"cpu": torch.get_rng_state(), "cuda": on_gpus}, folder / "random.pt")
+    torch.save({"cpu": torch.get_rng_state(), "cuda": on_gpus, "agents": generators}, folder / "random.pt")
     kind, keys, *rest = np.random.get_state()
     state = {"iteration": iteration, "roles": [agent.name for agent in roles],
              "kl_coef": {agent.name: agent.kl_coef for agent in agents}, "wandb_id": wandb_id,
@@ -109,7 +144,8 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
         offer = f"; {whole.name} is whole: delete {newest} to go on from it" if whole else ""
         raise UserError("checkpoint", newest.name, f"{error}{offer}") from error
     state = checked_state(newest, agents)
-    tensors = {agent: checked_tensors(newest, agent) for agent in agents}
+    for agent in agents:
+        require_shapes(newest, agent)
     with readable(newest / "random.pt"):
         generators = torch.load(newest / "random.pt", weights_only=True, map_location="cpu")
         version, inner, gauss = state["python_random"]
@@ -119,14 +155,30 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
         torch.set_rng_state(generators["cpu"])
         if torch.cuda.is_available():
             torch.cuda.set_rng_state_all(generators["cuda"])
-    for agent, (weights, training) in tensors.items():
-        with readable(newest / f"{agent.name}.training.pt"):
-            agent.optimizer.load_state_dict(training["optimizer"])
-            agent.generator.set_state(training["generator"])
-        for name, parameter in agent.policy.trained().items():
-            parameter.data.copy_(weights[name])
-        agent.kl_coef = state["kl_coef"][agent.name]
+        for agent in agents:
+            agent.generator.set_state(generators["agents"][agent.name])
+            agent.kl_coef = state["kl_coef"][agent.name]
+    for agent in agents:
+        put_back(newest, agent)
     return state
+
+
+def put_back(folder: Path, agent: Agent) -> None:
+    """An agent's weights and moments, one tensor at a time."""
+    trained = agent.policy.trained()
+    path = folder / f"{agent.name}.safetensors"
+    with readable(path), safe_open(path, "pt") as file:
+        for name, parameter in trained.items():
+            whole = file.get_tensor(name)
+            if not whole.isfinite().all():
+                raise UserError("file", str(path), f"{name} holds numbers that are not finite")
+            parameter.data.copy_(world().put(whole, parameter))
+    path = folder / f"{agent.name}.moments.safetensors"
+    with readable(path), safe_open(path, "pt") as file:
+        for key in file.keys():
+            name, _, what = key.rpartition("/")
+            x = world().put(file.get_tensor(key).to(trained[name].device), trained[name])
+            agent.optimizer.state[trained[name]][what] = x
 
 
 def require_unharmed(folder: Path) -> None:
@@ -183,33 +235,36 @@ def checked_state(folder: Path, agents: list[Agent]) -> dict:
     return state
 
 
-def checked_tensors(folder: Path, agent: Agent) -> tuple[dict, dict]:
-    """An agent's weights and training state, of its parameters' names and shapes. Raises `UserError`."""
-    path, trained = folder / f"{agent.name}.safetensors", agent.policy.trained()
-    with readable(path):
-        weights = load_file(path)
-    for name in sorted(weights.keys() ^ trained.keys()):
+def require_shapes(folder: Path, agent: Agent) -> None:
+    """The tensors of an agent's files have its parameters' names and shapes. Raises `UserError`."""
+    trained = agent.policy.trained()
+    path = folder / f"{agent.name}.safetensors"
+    with readable(path), safe_open(path, "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    for name in sorted(shapes.keys() ^ trained.keys()):
         why = "lacks" if name in trained else "has an unknown"
         raise UserError("file", str(path), f"{why} {name}: it is of another agent or model")
-    for name, x in weights.items():
-        if x.shape != trained[name].shape or not x.isfinite().all():
-            why = f"{name} is {tuple(x.shape)}, not finite numbers of {tuple(trained[name].shape)}"
-            raise UserError("file", str(path), why)
-    path = folder / f"{agent.name}.training.pt"
-    with readable(path):
-        training = torch.load(path, weights_only=True, map_location="cpu")
-        for parameter, state in zip(trained.values(), training["optimizer"]["state"].values(), strict=False):
-            for name, x in state.items():
-                if name.startswith("exp_avg") and x.shape != parameter.shape:
-                    raise UserError("file", str(path), f"{name} is {tuple(x.shape)}, not of its parameter")
-    return weights, training
+    for name, shape in shapes.items():
+        if shape != trained[name].shape:
+            raise UserError("file", str(path), f"{name} is {shape}, not {tuple(trained[name].shape)}")
+    path = folder / f"{agent.name}.moments.safetensors"
+    with readable(path), safe_open(path, "pt") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    for key, shape in shapes.items():
+        name = key.rpartition("/")[0]
+        if name not in trained or shape not in ((), trained[name].shape):
+            raise UserError("file", str(path), f"{key} is {shape}, of no parameter of this agent")
+    moments = {key.rpartition("/")[2] for key in shapes}            # none before an agent's first update
+    for key in (f"{name}/{moment}" for name in trained for moment in moments):
+        if key not in shapes:
+            raise UserError("file", str(path), f"lacks {key}: it is of another agent or model")
 
 
 def require_finite(agents: list[Agent]) -> None:
     """No weight is NaN or infinite. Raises `UserError`: what was saved before stays."""
     for agent in agents:
         for name, parameter in agent.policy.trained().items():
-            if not parameter.isfinite().all():
+            if not world().full(parameter.detach().isfinite().all()):
                 way_out = (f"is not finite: {agent.name} has diverged and is not saved, older checkpoints "
                            "stay. Start a new run with a lower --learning_rate")
                 raise UserError("weights", name, way_out)
@@ -220,18 +275,34 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
     With LoRA the folder holds the adapter alone, and names the base that it belongs to.
     """
     require_finite(agents)
-    own_folder(run_dir / "final")
     for agent in agents:
         policy, final = agent.policy, run_dir / "final" / agent.name
         temporary = final.with_name(f"{agent.name}.writing")
         with writable(final):
-            remove(temporary)
+            if world().leads:
+                own_folder(final.parent)
+                remove(temporary)
+                temporary.mkdir()
             select(policy.lm, policy.adapter)
-            policy.lm.save_pretrained(temporary)
+            save_model(policy, temporary)
+            if not world().leads:
+                continue
             policy.tokenizer.save_pretrained(temporary)
             if policy.value_head is not None:
                 save_file(policy.value_head.state_dict(), temporary / "value_head.safetensors")
             put_in_place(temporary, final)
+
+
+def save_model(policy: PolicyWithValue, folder: Path) -> None:
+    """What `from_pretrained` loads; of a model that is divided among processes, one tensor after another."""
+    lm, in_parts = policy.lm, world().is_sharded(policy.lm) and not policy.adapter
+    if in_parts:
+        write_tensors(folder / "model.safetensors", dict(lm.named_parameters()))        # those tied once
+    if world().leads and in_parts:
+        lm.config.save_pretrained(folder)
+        lm.generation_config.save_pretrained(folder)
+    elif world().leads:
+        lm.save_pretrained(folder)
 
 
 def require_disk(cfg: Config, run_dir: Path, agents: list[Agent]) -> None:

@@ -10,6 +10,7 @@ from cory.experiment.files import read_jsonl
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import score_tokens
 from cory.ppo.sampling import decode, encode_prompts, sample
+from cory.ppo.world import world
 from cory.tasks.task import Task
 
 EVALUATION_SEED = 20_241_006        # the same random numbers for every model, method, seed and iteration
@@ -31,24 +32,13 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
     under the base, at the same temperature. Then the task's own metrics, and, if it asks for them, those of
     greedy answers as greedy_NAME.
     """
-    texts, greedy, ids, kl, ref_logp = [], [], [], 0.0, 0.0
     queries, limit = task.held_out_queries, cfg.max_response_length
-    rows = rows_at_once(64, limit)
-    for at in range(0, len(queries), rows):
-        generator = torch.Generator().manual_seed(EVALUATION_SEED + at)
-        prompts = encode_prompts(model, task.pioneer_prompts(queries[at:at + rows]), limit)
-        response_BT, mask_BT, _ = sample(model, prompts, limit, generator)
-        real = mask_BT.bool()
-        hidden = model.response_hidden(*prompts, response_BT)[real]
-        same = model is reference                   # the base itself, before training
-        ref_hidden = hidden if same else reference.response_hidden(*prompts, response_BT)[real]
-        _, ref_logp_N, kl_N = score_tokens(model, reference, hidden, ref_hidden, response_BT[real], "full")
-        kl += kl_N.sum().item()
-        ref_logp += ref_logp_N.sum().item()
-        texts += decode(model, response_BT, mask_BT)
-        ids += [row[keep].tolist() for row, keep in zip(response_BT, real, strict=True)]
-        if task.greedy:
-            greedy += answer(model, task.pioneer_prompts(queries[at:at + rows]), limit, seed=None)
+    starts = range(0, len(queries), rows_at_once(64, limit))
+    with world().gathered_weights(model, reference):
+        batches = world().shared(len(starts), lambda part: [
+            answered(model, reference, task, queries[at:at + starts.step], at, limit) for at in starts[part]])
+    texts, greedy, ids = ([x for batch in batches for x in batch[i]] for i in range(3))
+    kl, ref_logp = (sum(batch[i] for batch in batches) for i in (3, 4))
 
     of_greedy = with_metrics({}, task, queries, greedy) if task.greedy else {}
     reward, tokens, n = task.reward(queries, texts).mean().item(), sum(map(len, ids)), len(queries)
@@ -57,6 +47,24 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
            "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
            "base_perplexity": math.exp(-ref_logp / tokens)}
     return with_metrics(own, task, queries, texts) | {f"greedy_{k}": value for k, value in of_greedy.items()}
+
+
+def answered(model: LanguageModel, reference: LanguageModel, task: Task, queries: list[str], at: int,
+             limit: int) -> tuple[list[str], list[str], list[list[int]], float, float]:
+    """Sampled responses to one batch of held-out queries, the first of which is number `at`; greedy ones, if
+    the task asks for them; the tokens, and over these sums of the exact KL and of log pi0, nats.
+    """
+    generator = torch.Generator().manual_seed(EVALUATION_SEED + at)
+    prompts = encode_prompts(model, task.pioneer_prompts(queries), limit)
+    response_BT, mask_BT, _ = sample(model, prompts, limit, generator)
+    real = mask_BT.bool()
+    hidden = model.response_hidden(*prompts, response_BT)[real]
+    same = model is reference                       # the base itself, before training
+    ref_hidden = hidden if same else reference.response_hidden(*prompts, response_BT)[real]
+    _, ref_logp_N, kl_N = score_tokens(model, reference, hidden, ref_hidden, response_BT[real], "full")
+    greedy = answer(model, task.pioneer_prompts(queries), limit, seed=None) if task.greedy else []
+    ids = [row[keep].tolist() for row, keep in zip(response_BT, real, strict=True)]
+    return decode(model, response_BT, mask_BT), greedy, ids, kl_N.sum().item(), ref_logp_N.sum().item()
 
 
 def with_metrics(own: dict[str, float], task: Task, queries: list[str],

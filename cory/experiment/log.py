@@ -69,12 +69,29 @@ class RunLog:
             say_silent("goes no further", self.run_dir, error)
             self.wandb = None
 
+    def end_bar(self) -> None:
+        self.bar.close()
+
     def close(self) -> None:
         """Ends the bar's line, and W&B's run; the second time it does nothing."""
         self.bar.close()
         if self.wandb:
             self.wandb, run = None, self.wandb
             finish_wandb(run, self.run_dir)
+
+
+class NoLog:
+    """Of the processes that do not lead: it writes nothing."""
+    wandb_id = ""
+
+    def iteration(self, *_) -> None:
+        pass
+
+    def end_bar(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def bar_text(metrics: dict, agents: list[str]) -> str:

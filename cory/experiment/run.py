@@ -1,5 +1,6 @@
 """Everything around the loops: from a configuration to a finished run folder."""
 import json
+import signal
 import statistics
 import sys
 import time
@@ -29,7 +30,7 @@ from cory.experiment.held_out import (
     require_same_reward,
     with_metrics,
 )
-from cory.experiment.log import RunLog
+from cory.experiment.log import NoLog, RunLog
 from cory.experiment.machine import described, peak_memory, prepare_device, settled
 from cory.experiment.plots import draw_curves
 from cory.experiment.signals import Signals
@@ -37,6 +38,7 @@ from cory.experiment.tables import results_table
 from cory.loading import load_language_model, storage_options
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
+from cory.ppo.world import world
 from cory.tasks.task import Task
 
 # Columns of what a run writes, so that no agent or role may have such a name.
@@ -76,7 +78,10 @@ class Run:
         self.signals, self.held, self.log = Signals().install(), ExitStack(), None
         self.held.callback(self.signals.remove)
         try:
-            self.run_dir = self.held.enter_context(claimed(cfg))
+            rows, size = cfg.rows_per_optimizer_step, world().size
+            way_out = f"{rows} rows of an optimizer step cannot be divided among {size} processes"
+            cfg.require("mini_batch_size", rows % size == 0, f"{way_out}; make them a multiple")
+            self.run_dir = self.held.enter_context(world().holding(claimed, cfg))
             self.prepare(cfg)
         except BaseException:
             self.held.close()
@@ -110,10 +115,15 @@ class Run:
         self.roles = self.agents * len(self.loop.agents) if cfg.share_weights else self.agents
         require_disk(cfg, self.run_dir, self.agents)
         fingerprints = {"data": of_data(data), "model": of_model(self.reference, self.task)}
+        if cfg.shard:
+            world().shard(self.reference.lm, cfg)       # the agents have had their copies
         self.start, wandb_id = self.resume(fingerprints) if cfg.resume else (0, "")
-        saved = saved_config(cfg, self.agent_names, fingerprints)
-        replace_text(self.run_dir / "config.json", json.dumps(saved, indent=1) + "\n")
-        self.log = RunLog(cfg, self.agent_names, self.run_dir, self.start, wandb_id)
+        if world().leads:
+            saved = saved_config(cfg, self.agent_names, fingerprints)
+            replace_text(self.run_dir / "config.json", json.dumps(saved, indent=1) + "\n")
+            self.log = RunLog(cfg, self.agent_names, self.run_dir, self.start, wandb_id)
+        else:
+            self.log = NoLog()
 
     def resume(self, fingerprints: dict[str, str]) -> tuple[int, str]:
         """Puts the last checkpoint's state back. Returns (iterations done, W&B id), or (0, "").
@@ -181,19 +191,20 @@ class Run:
         if last or cfg.eval_every and iteration % cfg.eval_every == 0:
             row |= self.evaluate_agents()
         self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
-        ends = self.signals.received or fault
-        if cfg.save_every and (last or ends or iteration % cfg.save_every == 0):
+        received = world().most(self.signals.received or 0)
+        if cfg.save_every and (last or received or fault or iteration % cfg.save_every == 0):
             save_checkpoint(self.run_dir, iteration, self.agents, roles, self.log.wandb_id)
         if fault:
             raise fault
-        if self.signals.received:
+        if received:
+            self.signals.received = signal.Signals(received)
             self.stop(iteration)
         self.clock = time.perf_counter()
 
     def stop(self, iteration: int) -> None:
         """Ends a run that a signal has reached, after an iteration that is saved."""
         self.log.close()
-        how = f"go on with: python {sys.argv[0]} --resume --run_dir {self.run_dir}"
+        how = f"go on with: {world().command(sys.argv[0])} --resume --run_dir {self.run_dir}"
         how = how if self.cfg.save_every else "nothing is saved, as --save_every 0 asks"
         print(f"stopped by {self.signals.received.name} after iteration {iteration}; {how}", flush=True)
         raise SystemExit(self.signals.status)
@@ -231,7 +242,8 @@ class Run:
         if not asked:
             return [], None
         prompts = self.task.pioneer_prompts(asked)
-        base = answer(self.reference, prompts, limit, seed=EVALUATION_SEED + iteration)
+        with world().gathered_weights(self.reference):
+            base = answer(self.reference, prompts, limit, seed=EVALUATION_SEED + iteration)
         try:
             base_reward = self.task.reward(asked, base).tolist()
         except UserError as fault:
@@ -247,8 +259,8 @@ class Run:
 
     def finish(self) -> None:
         """Final models, eval.json, curves.png, and the held-out table on the terminal."""
-        self.log.bar.close()
-        rows = read_log(self.run_dir / "metrics.jsonl")
+        self.log.end_bar()
+        rows = world().leader(lambda: read_log(self.run_dir / "metrics.jsonl"))
         if rows[-1]["iteration"] < self.cfg.iterations:
             way_out = f"stopped after iteration {rows[-1]['iteration']}; call run.finish_iteration in each"
             raise UserError("method", self.cfg.method, way_out)
@@ -256,6 +268,8 @@ class Run:
         metrics = rows[0] | rows[-1]                    # the base's stand in the first row
         if f"eval/{self.agent_names[0]}/kl" not in rows[-1]:
             metrics |= self.evaluate_agents()           # resumed at its end, which was not an end before
+        if not world().leads:
+            return
         held_out = {"iteration": rows[-1]["iteration"], "queries": self.cfg.eval_queries}
         for name in ["base", *self.agent_names]:
             prefix = f"eval/{name}/"

@@ -4,13 +4,16 @@ import signal
 import sys
 import threading
 
+from cory.ppo.world import world
+
 NAMES = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Signals:
     """From `install` to `remove`: a signal outside `waiting` ends the program at once, with one line; while
     `waiting` it is noted in `received`, and the run ends itself after the iteration. A second one ends the
-    program there and then. Exit status: 128 + the signal's number, as a shell has it.
+    program there and then. Not so several processes: torchrun passes on to them what the terminal has sent
+    them already, and stops those that take long. Exit status: 128 + the signal's number, as a shell has it.
     """
 
     def __init__(self):
@@ -30,16 +33,23 @@ class Signals:
         self.before = {}
 
     def handle(self, number: int, frame) -> None:
-        if self.received:
+        alone = world().size == 1
+        if self.received and alone:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.received = signal.Signals(number)
+        first, self.received = not self.received, self.received or signal.Signals(number)
         if not self.waiting:
-            print(f"\nstopped by {self.received.name}", file=sys.stderr, flush=True)
+            say(f"stopped by {self.received.name}")
             raise SystemExit(self.status)
-        print(f"\n{self.received.name}: this iteration is finished and saved first; a second signal ends the "
-              "run at once", file=sys.stderr, flush=True)
+        if first:
+            after = "a second signal ends the run at once" if alone else "torchrun waits 30 s for that"
+            say(f"{self.received.name}: this iteration is finished and saved first; {after}")
 
     @property
     def status(self) -> int:
         return 128 + self.received
+
+
+def say(line: str) -> None:
+    if world().leads:
+        print(f"\n{line}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from cory.config import Config
 from cory.ppo.advantages import estimator, has_critic
 from cory.ppo.lora import add_adapter
 from cory.ppo.model import LanguageModel, PolicyWithValue
+from cory.ppo.world import world
 
 
 class Agent:
@@ -22,12 +23,14 @@ class Agent:
         adapter = add_adapter(reference.lm, name, cfg, self.seed) if cfg.lora else None
         critic = has_critic(estimator(cfg.advantage, cfg.responses_per_query))
         self.policy = PolicyWithValue(reference, adapter, critic)
+        if cfg.shard and not cfg.lora:
+            world().shard(self.policy.lm, cfg)
         self.reset()
 
     def reset(self) -> None:
         """Everything but the weights as at the start: Adam's moments, KL coefficient, random stream."""
-        parameters = self.policy.trained().values()
-        self.optimizer = torch.optim.Adam(parameters, lr=self.cfg.learning_rate, fused=True)
+        groups = [{"params": kind} for kind in world().kinds(list(self.policy.trained().values()))]
+        self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
         self.generator = torch.Generator().manual_seed(self.seed)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cory.ppo.model import LanguageModel
+from cory.ppo.world import world
 
 # By measurement on 2 CPU cores; on a GPU more, and so that the paper's models fit on a card (docs/gpu.md).
 TOKENS_AT_ONCE = {"cpu": 3 * 2**9, "cuda": 2**12}           # through the transformer, padding included
@@ -33,11 +34,12 @@ class Experience:
 
     def optimizer_steps(self, rows_per_step: int, rows_at_once: int,
                         generator: torch.Generator) -> Iterator[list["Experience"]]:
-        """One shuffled pass: for each optimizer step, the mini-batches whose gradients add up."""
+        """One shuffled pass: for each optimizer step, this process's mini-batches, whose gradients add up."""
         order = torch.randperm(len(self.mask_BT), generator=generator).to(self.mask_BT.device)
         for rows in order.split(rows_per_step):
+            rows = rows[world().part(len(rows))]
             groups = by_length(self.prompt_mask_BP[rows], self.mask_BT[rows], rows_at_once)
-            yield [self.rows(rows[group]) for group in groups]
+            yield [self.rows(rows[group]) for group in world().alike(groups)]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.minibatches import by_length, head_rows, longest
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode, encode_prompts, sample
+from cory.ppo.world import world
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,18 @@ def collect_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], 
     pass over whole rows rounds as the update's does, so that the first ratio is 1, in bfloat16 too. And
     the exact KL needs the whole distribution, which is cheaper to make again than to keep as (B, T, V).
     """
+    with world().gathered_weights(agent.policy, reference):
+        part = prompts[world().part(len(prompts))]
+        rollout = own_rollout(agent, reference, part, max_new_tokens, cfg)
+    return world().whole(rollout, agent.policy.tokenizer.eos_token_id)
+
+
+def own_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_tokens: int,
+                cfg: Config) -> Rollout:
+    """`collect_rollout` of this process's prompts."""
     policy = agent.policy
     encoded = encode_prompts(policy, prompts, max_new_tokens)
-    sampled = sample(policy, encoded, max_new_tokens, agent.generator)
+    sampled = sample(policy, encoded, max_new_tokens, agent.generator, together=True)
     mask_BT = sampled.mask_BT
 
     logp_BT, ref_logp_BT, kl_BT = (torch.zeros_like(mask_BT) for _ in range(3))
@@ -67,7 +77,7 @@ def collect_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], 
         for x_BT, x_N in scored:
             x_BT[rows] = x_BT[rows].masked_scatter(mask_BT[rows].bool(), x_N)
 
-    gap = formulas.masked_mean((sampled.logp_BT - logp_BT).abs(), mask_BT).item()
+    gap = world().mean((sampled.logp_BT - logp_BT).abs(), mask_BT).item()
     text = decode(policy, sampled.response_BT, mask_BT)
     return Rollout(encoded.ids_BP, encoded.mask_BP, sampled.response_BT, mask_BT, logp_BT, ref_logp_BT,
                    kl_BT, value_BT, text, gap)

@@ -17,6 +17,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.minibatches import Experience, Tokens, head_rows
 from cory.ppo.model import PolicyWithValue
 from cory.ppo.rollout import Rollout
+from cory.ppo.world import world
 
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
@@ -33,7 +34,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
     seen, grad_norms = defaultdict(list), []
     for _ in range(cfg.num_ppo_epochs):
         for mini_batches in experience.optimizer_steps(rows_per_step, rows_at_once, agent.generator):
-            step_tokens = sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches)
+            step_tokens = world().sum(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))
             for mini_batch in mini_batches:
                 add_gradient(agent, mini_batch, step_tokens, cfg, seen)
             grad_norms.append(optimizer_step(agent, cfg.max_grad_norm))
@@ -131,14 +132,16 @@ def require_per_token(name: str, x_N: Tensor, like: Tensor) -> None:
 
 def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     """Clips if asked to, steps, clears. Returns the gradient's norm before clipping."""
-    parameters = list(agent.policy.trained().values())
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    parameters = [p for p in agent.policy.trained().values() if p.grad is not None]
+    world().sum_gradients(parameters)
+    norm = world().gradient_norm(parameters)
     if not norm.isfinite():
         way_out = (f"the gradient of {agent.name} is not finite; it was not applied. Start a new run "
                    "with a lower --learning_rate or with --max_grad_norm 1")
         raise UserError("grad_norm", norm.item(), way_out)
     if max_grad_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        for kind in world().kinds(parameters):
+            torch.nn.utils.clip_grads_with_norm_(kind, max_grad_norm, norm)
     agent.optimizer.step()
     agent.optimizer.zero_grad(set_to_none=True)
     return norm.item()
@@ -164,7 +167,7 @@ def token_means(seen: dict[str, list[Tensor]], experience: Experience) -> dict[s
     """Token means of the metrics; of the critic's errors the mean square and the explained variance."""
     means = {}
     for name, parts in seen.items():
-        x_N = torch.cat(parts).double()
+        x_N = world().concatenated(torch.cat(parts).double())
         if name == "critic_error":
             returns_N = experience.return_BT[experience.mask_BT.bool()]
             means["value_error"] = (x_N**2).mean().item()

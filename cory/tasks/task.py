@@ -12,6 +12,7 @@ from torch import Tensor
 from cory.config import Config
 from cory.errors import UserError, printable
 from cory.ppo.model import LanguageModel
+from cory.ppo.world import world
 from cory.tasks.data import DataError, load_columns
 
 
@@ -97,7 +98,11 @@ class Task:
         """What the observer reads: each query with the pioneer's response to it (knowledge transfer)."""
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float] | Tensor:
-        """The task reward of each response, as a list, a tensor or an array; `reward` checks it."""
+        """The task reward of each response, as a list, a tensor or an array; `reward` checks it.
+
+        It depends on its own query and response alone: processes share out a batch, and a resumed run scores
+        a few samples again.
+        """
 
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
         """What else a task measures, by name: means over the responses, which a run logs and draws."""
@@ -125,6 +130,11 @@ class Task:
         if len(queries) != len(responses):
             way_out = f"for {len(queries)} queries; the task's prompts must be as many as the queries"
             raise UserError("prompts", f"{len(responses)} responses", way_out)
+        values = world().shared(len(responses), lambda part: self.checked(queries[part], responses[part]))
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
+
+    def checked(self, queries: list[str], responses: list[str]) -> list[float]:
+        """What `reward_of` returns, in float32, if it is a number for each response. Raises `UserError`."""
         values = self.reward_of(queries, responses)
         if hasattr(values, "tolist"):               # a tensor or an array: one copy, wherever it lies
             values = values.tolist()
@@ -137,7 +147,7 @@ class Task:
             if not is_finite_number(value):
                 text = (queries[i] + responses[i])[:80]
                 raise UserError("reward", value, f"sample {i} ({text!r}) needs a finite number")
-        return torch.tensor([float(value) for value in values], dtype=torch.float32, device=self.device)
+        return torch.tensor([float(value) for value in values], dtype=torch.float32).tolist()
 
     def cut(self, response: str) -> str:
         """A response for another agent's prompt: its first max_response_length tokens. It was sampled with no

@@ -1,0 +1,179 @@
+"""Several processes compute what one computes; and what becomes of all when one fails."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import train_gsm8k
+import train_imdb
+from cory import evaluate
+from cory.errors import UserError
+from cory.loading import model_config
+from cory.plan import Plan
+from cory.ppo.world import together
+
+PROCESSES = Path(__file__).with_name("processes.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+
+
+def torchrun(folder: Path, *commands: list[str], agents: int = 1) -> subprocess.CompletedProcess:
+    """Commands in two processes, of one torchrun or of two, which meet at a port of this machine."""
+    (folder / "commands.json").write_text(json.dumps(commands))
+    place = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint",
+             f"localhost:{29400 + os.getpid() % 1000}", "--rdzv_id", folder.name]
+    lines = [[*TORCHRUN, *(["--standalone"] if agents == 1 else place), str(PROCESSES),
+              str(folder / "commands.json")]] * agents
+    running = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
+               for line in lines]
+    done = [(process, *process.communicate(timeout=200)) for process in running]
+    process = max((process for process, *_ in done), key=lambda process: process.returncode)
+    return subprocess.CompletedProcess(process.args, process.returncode, "".join(out for _, out, _ in done),
+                                       "".join(err for *_, err in done))
+
+
+def rows(folder: Path) -> list[dict]:
+    """The numbers of metrics.jsonl, without the times."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in ("roles", "seconds")} for line in lines]
+
+
+def assert_alike(found: Path, expected: Path) -> None:
+    """The same iterations to 1e-5, and the same responses."""
+    for row, other in zip(rows(found), rows(expected), strict=True):
+        assert row == pytest.approx(other, rel=1e-5, abs=1e-5)
+    samples = [[json.loads(line) for line in (run / "samples.jsonl").open()] for run in (found, expected)]
+    assert len(samples[0]) > 4
+    for row, other in zip(*samples, strict=True):
+        assert all(row[name] == other[name] for name in ("pioneer", "observer", "base"))
+
+
+def assert_tensors_alike(found: Path, expected: Path) -> None:
+    found, expected = load_file(found), load_file(expected)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (found[name].double() - x.double()).norm() <= 1e-5 * x.double().norm() + 1e-9, name
+
+
+# One optimizer step for each iteration: Adam's first moment is then a tenth of the first gradient. Each
+# later one moves weights of tiny gradients by their signs, and so multiplies rounding.
+ONE_STEP = "--method cory --num_ppo_epochs 1 --learning_rate 1e-5 --iterations 2 --eval_every 2".split()
+
+
+@pytest.fixture(scope="module")
+def runs(small_flags, problem_flags, tmp_path_factory) -> Path:
+    """The same runs by one process (one, lora) and by two: of parts of each batch (two), of sharded models
+    (shard, lora_shard), going on where one process stopped (one_two); evaluated by one and by two.
+    """
+    folder = tmp_path_factory.mktemp("distributed")
+    imdb = [*small_flags, *ONE_STEP]
+    lora = [*problem_flags, *ONE_STEP, "--lora", "true", "--lora_rank", "2"]
+
+    def to(name: str) -> list[str]:
+        return ["--run_dir", str(folder / name)]
+
+    train_imdb.main([*imdb, *to("one")])
+    train_gsm8k.main([*lora, *to("lora")])
+    train_imdb.main([*imdb, *to("one_two"), "--iterations", "1"])
+    for name in ("one", "two"):
+        shutil.copytree(folder / "one", folder / f"evaluated_{name}")
+    pass_at_k = [str(folder / "evaluated_two"), "--samples", "2", "--k", "1", "2", "--rows", "3"]
+    done = torchrun(
+        folder,
+        ["train_imdb:main", *imdb, *to("two")],
+        ["train_imdb:main", *imdb, *to("shard"), "--shard", "true"],
+        ["train_imdb:main", *imdb, *to("shard_one"), "--shard", "true", "--iterations", "1"],
+        ["train_imdb:main", "--resume", *to("one_two"), "--iterations", "2", "--shard", "true"],
+        ["train_gsm8k:main", *lora, *to("lora_shard"), "--shard", "true"],
+        ["cory.evaluate:main", *pass_at_k],
+        ["processes:weigh", *imdb, *to("weighed"), "--shard", "true"],
+    )
+    assert done.returncode == 0, done.stderr[:3000]
+    evaluate.main([str(folder / "evaluated_one"), *pass_at_k[1:]])
+    return folder
+
+
+@pytest.mark.parametrize("name, of", [("two", "one"), ("shard", "one"), ("lora_shard", "lora")])
+def test_two_processes_compute_what_one_computes(runs, name, of):
+    assert_alike(runs / name, runs / of)
+    first = Path("checkpoints", "iteration_000001")
+    for agent in ("llm1", "llm2"):
+        assert_tensors_alike(*(runs / run / first / f"{agent}.moments.safetensors" for run in (name, of)))
+
+
+def test_what_two_have_saved_one_goes_on_from_and_the_other_way_round(runs):
+    flags = ["--iterations", "2", "--shard", "false"]
+    train_imdb.main(["--resume", "--run_dir", str(runs / "shard_one"), *flags])
+    for name in ("shard_one", "one_two"):
+        assert rows(runs / name)[2].keys() == rows(runs / "one")[2].keys()
+        assert rows(runs / name)[2] == pytest.approx(rows(runs / "one")[2], rel=1e-5, abs=1e-5)
+
+
+def test_final_models_of_shards_are_whole(runs):
+    for name in ("two", "shard", "one_two"):
+        model = AutoModelForCausalLM.from_pretrained(runs / name / "final" / "llm1")
+        expected = AutoModelForCausalLM.from_pretrained(runs / "one" / "final" / "llm1")
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+def test_two_processes_answer_what_one_answers(runs):
+    one, two = (runs / f"evaluated_{name}" / "evaluation" for name in ("one", "two"))
+    for name in ("base.jsonl", "llm1.jsonl", "llm2.jsonl", "results.json"):
+        assert (one / name).read_text() == (two / name).read_text()
+
+
+def test_two_processes_hold_what_the_plan_counts(runs, small):
+    config = model_config(str(small / "lm"))
+    plan = Plan(config, 2, 8, 4, 20, 10, "float32", "cpu", gpus=2, shard=True)
+    for rank in (0, 1):
+        held = json.loads((runs / "weighed" / f"weighed_{rank}.json").read_text())
+        assert held == {name: plan.parts()[name] for name in held}
+    assert held["moments"] < 0.7 * 2 * 2 * 4 * plan.weights             # a third of this model are embeddings
+
+
+def test_a_process_that_is_killed_ends_all_and_the_run_goes_on(small_flags, tmp_path, monkeypatch):
+    flags = ["--iterations", "3", "--run_dir", str(tmp_path / "r")]
+    begun = time.time()
+    command = ["train_imdb:main", *small_flags, "--task", "processes:Faulty", *flags]
+    done = torchrun(tmp_path, command, agents=2)
+    assert done.returncode == 1 and time.time() - begun < 100
+    assert "Signal 9 (SIGKILL)" in done.stderr and done.stderr.count("error: ") <= 1
+    assert [row["iteration"] for row in rows(tmp_path / "r")] == [0, 1]
+    monkeypatch.setenv("RANK", "0")
+    train_imdb.main(["--resume", *flags])
+    assert [row["iteration"] for row in rows(tmp_path / "r")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--seed", "{rank}"], "error: seed is 0: is 1 in process 1; give all the same flags"),
+    (["--cliprange", "0"], "error: cliprange is 0.0: must be above 0")])
+def test_a_fault_is_said_once(small_flags, tmp_path, flags, says):
+    done = torchrun(tmp_path, ["train_imdb:main", *small_flags, *flags, "--run_dir", str(tmp_path / "r")])
+    assert done.returncode == 1 and not (tmp_path / "r").exists()
+    assert [line for line in done.stderr.splitlines() if "error: " in line] == [says]
+
+
+def test_shards_need_torchrun(small_flags, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train_imdb.main([*small_flags, "--shard", "true", "--run_dir", str(tmp_path / "r")])
+    assert capsys.readouterr().err.startswith("error: shard is True: divides the models among processes")
+    with pytest.raises(UserError), together({"shard": True}):
+        pass
+
+
+def test_one_process_imports_nothing_of_it(small_flags, tmp_path):
+    code = ("import sys, train_imdb; train_imdb.main(sys.argv[1:]); "
+            "print([name for name in sys.modules if name.startswith('cory.distributed')])")
+    argv = [*small_flags, "--iterations", "1", "--run_dir", str(tmp_path / "r")]
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True,
+                          cwd=PROCESSES.parents[1])
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]"
