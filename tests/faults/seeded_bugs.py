@@ -238,7 +238,7 @@ FAULTS = [
     ),
     *of("cory/experiment/checkpoint.py",
         ("checkpoint", "put_back(newest, agent)", "put_back(newest, agents[0])", "loop"),
-        ("checkpoint", "{agent.name: agent.generator.get_state() for", "{agent.name: torch.get_rng_state() for",
+        ("checkpoint", "{agent.name: agent.generator.get_state()", "{agent.name: torch.get_rng_state()",
          "loop"),
         ("checkpoint", "{agent.name: agent.kl_coef for agent in agents}",
          "{agent.name: agent.cfg.init_kl_coef for agent in agents}", "loop"),
