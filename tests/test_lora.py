@@ -169,6 +169,8 @@ def test_exchange_and_resume_with_adapters_are_bit_for_bit(problem_flags, tmp_pa
         whole[3]["pioneer/kl"] == whole[3]["llm2/kl"]
         and whole[5]["pioneer/kl"] == whole[5]["llm1/kl"] != whole[5]["llm2/kl"]
     )
+    for agent in ("llm1", "llm2"):                  # held out against the base, which is the same module
+        assert whole[5][f"eval/{agent}/kl"] > 0.1 * whole[5][f"{agent}/kl"] > 0
     run(problem_flags, tmp_path / "parts", "--iterations", "3")
     resumed = run(problem_flags, tmp_path / "parts", "--resume", "--iterations", "5")
     assert resumed == whole
