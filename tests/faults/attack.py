@@ -113,7 +113,7 @@ def signals(attack: Attack) -> None:
         folder = attack.folder / f"signal{number}"
         process = attack.start(*attack.flags, "--iterations", "7", "--run_dir", folder)
         time.sleep(random.uniform(0.5, 10.0))
-        ended = (folder / "eval.json").exists()         # nothing is left to save, and Python may be at its end
+        ended = (folder / "eval.json").exists()         # nothing is left to save, and Python may be ending
         process.send_signal(sent)
         _, err = process.communicate()
         early = process.returncode == -sent             # before Python had read this package
