@@ -190,6 +190,8 @@ class Config:
                             ("lr_schedule", LR_SCHEDULES)):
             value = getattr(self, name)
             self.require(name, value in known or ":" in value, unknown(value, known))
+        self.require("shard", not (self.shard and self.load_in_4bit),
+                     "4 bits cannot be divided among processes; add --load_in_4bit false")
         self.require("seed", 0 <= self.seed < 2**31, "must lie between 0 and 2147483647")
         rows = self.rows_per_optimizer_step
         self.require("batch_size", self.batch_size % rows == 0,

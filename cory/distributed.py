@@ -30,7 +30,9 @@ from cory.errors import UserError
 from cory.ppo import world
 from cory.ppo.rollout import Rollout
 
-RUNS = count()          # of these processes: each has keys of its own
+RUNS = count()                  # of these processes: each has keys of its own
+WAIT = timedelta(minutes=30)    # for a silent process
+
 
 class Processes(world.World):
     """This one and its peers."""
@@ -45,10 +47,10 @@ class Processes(world.World):
         return slice(self.rank * n // self.size, (self.rank + 1) * n // self.size)
 
     def whole(self, rollout: Rollout, pad_id: int) -> Rollout:
-        parts = self.gathered([{name: x.cpu() if isinstance(x, Tensor) else x
-                                for name, x in vars(rollout).items()}])
+        own = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in vars(rollout).items()}
+        parts = self.gathered([own])
 
-        def together(name: str):
+        def joined(name: str):
             values = [part[name] for part in parts]
             if not isinstance(values[0], Tensor):           # texts; else the same in every part
                 return sum(values, []) if isinstance(values[0], list) else values[0]
@@ -56,7 +58,7 @@ class Processes(world.World):
             filler = pad_id if name in ("prompt_BP", "response_BT") else 0
             return pad_sequence(rows, True, filler, padding_side=side).to(self.device)
 
-        return replace(rollout, **{name: together(name) for name in parts[0]})
+        return replace(rollout, **{name: joined(name) for name in parts[0]})
 
     def gathered(self, items: list) -> list:
         found = [None] * self.size
@@ -69,9 +71,9 @@ class Processes(world.World):
         try:
             found = compute()
         except UserError as error:
-            fault = [error.parts]
-        for parts in self.gathered(fault)[:1]:
-            raise UserError(*parts)
+            fault = [str(error)]
+        for line in self.gathered(fault)[:1]:
+            raise UserError.of(line)
         return self.gathered(found)
 
     def shared(self, n: int, compute: Callable[[slice], list]) -> list:
@@ -86,36 +88,33 @@ class Processes(world.World):
         with ExitStack() as stack:
             yield self.leader(lambda: stack.enter_context(claim(*arguments)))
 
-    def concatenated(self, x: Tensor) -> Tensor:
-        return torch.cat([part.to(x.device) for part in self.gathered([x.cpu()])])
+    def merged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = self.gathered([{name: x.cpu() for name, x in tensors.items()}])
+        return {name: torch.cat([part[name] for part in parts if name in part]).to(self.device)
+                for name in dict.fromkeys(name for part in parts for name in part)}
 
     def sum(self, x: Tensor) -> Tensor:
         dist.all_reduce(x := x.clone())
         return x
 
-    def mean(self, x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        return self.sum((x_BT * mask_BT).sum()) / self.sum(mask_BT.sum())
-
     def most(self, n: int) -> int:
         return max(self.gathered([n]))
 
     def sum_gradients(self, parameters: Collection[nn.Parameter]) -> None:
-        grads = [p.grad for p in parameters if not isinstance(p, DTensor)]       # FSDP has summed the others
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat)
-        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
-
-    def command(self, script: str) -> str:
-        return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {script}"
+        own = [p for p in parameters if not isinstance(p, DTensor)]     # FSDP has summed the others
+        there = self.sum(torch.tensor([p.grad is not None for p in own], device=self.device).float())
+        own = [p for p, n in zip(own, there.tolist(), strict=True) if n]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in own])
+        for p, part in zip(own, self.sum(flat).split([p.numel() for p in own]), strict=True):
+            p.grad = part.view_as(p)
 
     def shard(self, lm: nn.Module, cfg: Config) -> None:
-        """FSDP2, a group for each layer. The rest (embeddings, head, adapters) stays whole everywhere."""
+        """FSDP2, a group of matrices for each layer; all else stays whole, as autocast takes it."""
         base, self.sharded = lm.base_model, True
         lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
         cfg.require("shard", lists, "finds no list of transformer layers in this model; leave it out")
-        layers = max(lists, key=len)
-        divided = {p for name, p in layers.named_parameters() if ".lora_" not in name}
+        layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+        divided = {p for name, p in layers.named_parameters() if p.dim() > 1 and ".lora_" not in name}
         low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
         policy = MixedPrecisionPolicy(low, reduce_dtype=torch.float32, cast_forward_inputs=False)
         mesh, whole = init_device_mesh(self.device, (self.size,)), {*base.parameters()} - divided
@@ -160,31 +159,33 @@ class Processes(world.World):
         return x.full_tensor() if isinstance(x, DTensor) else x
 
     def put(self, x: Tensor, like: nn.Parameter) -> Tensor:
-        if not isinstance(like, DTensor) or x.shape != like.shape:
-            return x
-        return distribute_tensor(x.to(like.device), like.device_mesh, like.placements)
+        if isinstance(like, DTensor) and x.shape == like.shape:
+            x = distribute_tensor(x.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+        return x
 
 
 @contextmanager
 def joined(settings: dict) -> Iterator[None]:
-    """Several processes as one until the block ends. The first that fails says why, and torchrun stops the
-    others. Raises `UserError` where their settings differ.
+    """Several processes as one until the block ends. The first that fails says why, and torchrun stops all.
+    Raises `UserError` where their settings differ.
     """
     on_gpu = torch.cuda.is_available() and settings["device"] != "cpu"
     if on_gpu:
+        if (gpus := torch.cuda.device_count()) < int(os.environ["LOCAL_WORLD_SIZE"]):
+            raise UserError("nproc_per_node", os.environ["LOCAL_WORLD_SIZE"], f"there are {gpus} GPUs here")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"run {next(RUNS)}", store)            # torchrun's
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size,
-                            timeout=timedelta(minutes=10))       # of silence, before all end
-    world.current = Processes("cuda" if on_gpu else "cpu")
+    backend, device = ("nccl", "cuda") if on_gpu else ("gloo", "cpu")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=WAIT)
+    world.current = Processes(device)
     if rank:
         sys.stdout = open(os.devnull, "w")
     try:
         for other, theirs in enumerate(world.current.gathered([settings])):
-            for name in [name for name in settings if settings[name] != theirs.get(name)]:
-                raise UserError(name, settings[name], f"is {theirs.get(name)!r} in process {other}; give all "
-                                "the same flags")
+            for name in (name for name in settings if settings[name] != theirs.get(name)):
+                way_out = f"is {theirs.get(name)!r} in process {other}; give all the same flags"
+                raise UserError(name, settings[name], way_out)
         yield
         dist.destroy_process_group()
     except Exception as error:
@@ -194,7 +195,6 @@ def joined(settings: dict) -> Iterator[None]:
         lost = isinstance(error, dist.DistError) or type(error) is RuntimeError and "onnection" in str(error)
         if errors.speaks and not lost:
             raise
-        raise UserError("processes", size, "one has ended, as torchrun reports; go on from the last "
-                        "checkpoint with --resume") from error
+        raise UserError("processes", size, f"one is lost ({str(error)[:99]}), see torchrun below") from error
     finally:
         world.current = world.World()

@@ -3,7 +3,7 @@ import os
 import sys
 import time
 
-speaks = os.environ.get("LOCAL_RANK", "0") == "0"       # of processes with the same fault one says it
+speaks = os.environ.get("RANK", "0") == "0"             # of processes with the same fault one says it
 
 
 class UserError(Exception):
@@ -14,7 +14,13 @@ class UserError(Exception):
 
     def __init__(self, field: str, value, way_out: str):
         super().__init__(f"{field} is {value!r}: {way_out}")
-        self.parts = (field, value, way_out)
+
+    @classmethod
+    def of(cls, line: str) -> "UserError":
+        """With the line of another process's error."""
+        error = cls("", "", "")
+        error.args = (line,)
+        return error
 
 
 def exit_on_user_error(main):
@@ -23,10 +29,8 @@ def exit_on_user_error(main):
         try:
             return main(*args, **kwargs)
         except UserError as error:
-            if speaks:
-                print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
-            else:
-                time.sleep(5)                   # torchrun ends all when one ends: first the one that says why
+            time.sleep(0 if speaks else 5)      # one with the same fault says it; torchrun then ends all
+            print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             print("stopped by SIGINT", file=sys.stderr)

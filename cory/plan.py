@@ -12,7 +12,7 @@ import copy
 import sys
 from dataclasses import dataclass
 from itertools import product
-from math import ceil
+from math import ceil, inf
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class Plan:
 
     `training` is of every weight (full), or of adapters of rank `rank` on every linear layer of a frozen base
     (lora), which 4bit keeps in 4 bits. Of `gpus`, each has its part of a batch and, with `shard`, of the
-    layers; embeddings, head and last norm it has whole.
+    layers' matrices; embeddings, head and norms it has whole.
     """
     config: PretrainedConfig
     agents: int
@@ -67,10 +67,11 @@ class Plan:
 
     def __post_init__(self):
         small = [with_layers(self.config, n) for n in (1, 2)]
-        one, two = (weights(config) for config in small)
+        (one, matrices), (two, more) = (weights(config) for config in small)
         layers = self.config.num_hidden_layers
-        self.layer = two - one                                  # weights of one
-        self.weights, self.layers = one + (layers - 1) * self.layer, layers * self.layer
+        self.weights = one + (layers - 1) * (two - one)
+        self.layer = more - matrices                            # of one, what `shard` divides
+        self.layers = layers * self.layer
         one, two = (saved_per_token(config, self.dtype) for config in small)
         self.saved_per_token = one + (layers - 1) * (two - one)
         self.trained = self.weights if self.training == "full" else layers * adapter(small[0], self.rank)
@@ -118,6 +119,7 @@ class Plan:
         length = self.prompt + self.response
         frozen = {"full": FLOAT, "lora": self.element, "4bit": HALF}[self.training]
         base = self.held(frozen) - (int((HALF - NF4) * self.layers) if self.training == "4bit" else 0)
+        base += 0 if frozen == FLOAT else (FLOAT - frozen) * self.head          # which is in float32
         policy = self.held(FLOAT) if full else FLOAT * self.trained
         return {"reference": base, "policies": self.agents * policy, "moments": self.agents * 2 * policy,
                 "gradient": policy, "activations": self.tokens * self.saved_per_token,
@@ -130,7 +132,8 @@ class Plan:
             state    the reference; of each agent its weights and Adam's two moments
             sample   keys and values of all rows, with room to grow; logits, softmax, float64 sums
             score    five tensors of (tokens, V): two distributions, and three that the exact KL takes
-            update   a gradient, saved activations, three tensors of (tokens, V), the head's gradient anew
+            update   a gradient, saved activations, three tensors of (tokens, V), the head's gradient anew; of
+                     shards two layers, and the gradient of one; or a gradient twice, as GPUs sum it
         """
         parts, full = self.parts(), self.training == "full"
         state = parts["reference"] + parts["policies"] + parts["moments"]
@@ -138,17 +141,19 @@ class Plan:
         drawn = self.rows * self.config.vocab_size * (2 * FLOAT + DOUBLE)
         update = parts["gradient"] + parts["activations"] + 3 * self.logprobs + FLOAT * self.head * full
         whole = state + self.casts + self.gathered(2 if full else 1)
-        two_layers = 2 * self.element * self.layer * self.shard
+        layers = (3 * self.element + FLOAT) * self.layer * self.shard
+        update = max(state + self.casts + layers + update, state + 2 * parts["gradient"] * (self.gpus > 1))
         return {"load": load, "state": state, "sample": whole + parts["keys, values"] + drawn,
-                "score": whole + 5 * self.logprobs, "update": state + self.casts + two_layers + update}
+                "score": whole + 5 * self.logprobs, "update": update}
 
-    def sent(self, steps: int) -> int:
-        """Bytes that each GPU sends in an iteration of so many optimizer steps for each agent, in rings: to
-        sum gradients each byte twice, to gather or to divide weights once.
+    def sent(self, rows: int, epochs: int) -> int:
+        """Bytes that each GPU sends in an iteration, for optimizer steps of so many rows, in rings: to sum
+        gradients each byte twice, to gather or to divide weights once.
         """
         ring, layers = (self.gpus - 1) / self.gpus, self.layers if self.shard else 0
         whole = self.trained - (layers if self.training == "full" else 0)
-        passes = ceil(self.rows * (self.prompt + self.response) / self.tokens)
+        steps = epochs * ceil(self.batch / rows)
+        passes = ceil(ceil(rows / self.gpus) * (self.prompt + self.response) / self.tokens)
         reduced = FLOAT if self.training == "full" else 0           # a gradient of the layers, too
         step = 2 * FLOAT * whole + passes * (2 * self.element + reduced) * layers
         rollout = self.element * layers * (2 if self.training == "full" else 1)
@@ -166,9 +171,11 @@ def with_layers(config: PretrainedConfig, n: int) -> PretrainedConfig:
     return config
 
 
-def weights(config: PretrainedConfig) -> int:
+def weights(config: PretrainedConfig) -> tuple[int, int]:
+    """Numbers of all, and of the matrices among them."""
     with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        parameters = [*AutoModelForCausalLM.from_config(config).parameters()]
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.dim() > 1)
 
 
 def adapter(config: PretrainedConfig, rank: int) -> int:
@@ -221,15 +228,18 @@ def main(argv: list[str] | None = None) -> None:
     add("--gpus", type=int, default=0, help="count what one of so many holds and sends")
     add("--shard", action="store_true", help="as with --shard true")
     add("--gpu_memory", type=float, default=0, help="GB; says what fits instead of the smallest card")
-    add("--steps", type=int, default=4, help="optimizer steps per iteration and agent")
+    add("--step_rows", type=int, default=0, help="rows of an optimizer step; 0 = the batch")
+    add("--epochs", type=int, default=4, help="passes over a batch")
     add("--bandwidth", type=float, default=50, help="GB/s that each GPU sends")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    for name in ("batch", "minibatch", "prompt", "response", "rank", "steps"):
+    for name in ("batch", "minibatch", "prompt", "response", "rank", "epochs"):
         if getattr(args, name) < 1:
             raise UserError(name, getattr(args, name), "must be 1 or more")
-    for name in ("gpus", "gpu_memory", "bandwidth"):
-        if getattr(args, name) < 0:
+    for name in ("gpus", "gpu_memory", "step_rows"):
+        if not 0 <= getattr(args, name) < inf:
             raise UserError(name, getattr(args, name), "must be 0 or more")
+    if not 0 < args.bandwidth < inf:
+        raise UserError("bandwidth", args.bandwidth, "must be above 0")
     if args.shard and "4bit" in args.training:
         raise UserError("training", "4bit", "cannot be divided among GPUs; leave it out, or --shard")
     print_plans(args)
@@ -255,7 +265,7 @@ def print_plans(args: argparse.Namespace) -> None:
         cells += [f"{plan.phases()[phase] / GIB:.1f}" for phase in phases]
         fits = 1.1 * max(plan.phases().values()) <= args.gpu_memory * GB
         cells += [("fits" if fits else "too small") if args.gpu_memory else plan.card()]
-        sent = plan.sent(args.steps) / GB
+        sent = plan.sent(args.step_rows or args.batch, args.epochs) / GB
         cells += [f"{sent:.1f}", f"{sent / args.bandwidth:.1f}"] if many else []
         print(f"| {' | '.join(cells)} |")
 

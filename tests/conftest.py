@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import signal
 from pathlib import Path
 
 # Both are read when the libraries are imported.
@@ -22,6 +23,10 @@ from transformers import (
 
 from cory.config import ImdbConfig
 from cory.experiment.machine import prepare_device, settled
+
+for number in (signal.SIGINT, signal.SIGHUP):  # a script or nohup ignores them, and a run keeps to that
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 SIZES = (
     "--batch_size 8 --mini_batch_size 4 --gradient_accumulation_steps 2 --eval_queries 8 --eval_every 3 "

@@ -20,6 +20,7 @@ from cory.errors import UserError
 from cory.experiment import checkpoint, files, folder, weights_and_biases
 from cory.experiment.checkpoint import checkpoints_of
 from cory.experiment.log import RunLog
+from cory.experiment.signals import Signals
 
 ROOT = Path(__file__).parents[1]
 
@@ -179,6 +180,18 @@ def test_other_data_or_model_is_refused_and_another_place_is_not(small, small_fl
     assert "the model of this run was another" in resume(capsys, run_dir)
 
 
+def test_a_signal_that_was_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        handled = Signals().install()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == handled.handle
+        handled.remove()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_other_versions_are_said(copy, capsys):
     newest, _ = checkpoints_of(copy)
     edit_state(versions={"torch": "1.0"})(newest)
@@ -287,7 +300,11 @@ def test_links_in_a_run_folder_are_not_followed(copy, tmp_path, capsys):
     (copy / "curves.png").unlink()
     (copy / "curves.png").symlink_to(outside / "file")
     (copy / "checkpoints" / "writing").symlink_to(outside)
+    oldest = copy / "checkpoints" / "iteration_000001"
+    oldest.rename(tmp_path / "oldest")
+    oldest.symlink_to(tmp_path / "oldest")
     train_imdb.main(["--resume", "--run_dir", str(copy), "--iterations", "3"])
+    assert not oldest.is_symlink() and (tmp_path / "oldest" / "state.json").exists()
     assert (outside / "file").read_text() == "precious" and [*outside.iterdir()] == [outside / "file"]
     assert not (copy / "curves.png").is_symlink()
     for name in ("metrics.jsonl", "samples.jsonl", ".lock", "config.json"):

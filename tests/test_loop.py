@@ -261,6 +261,16 @@ def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_pa
     assert saved() == ["iteration_000002", "iteration_000003"]
 
 
+def test_the_logged_combined_reward_is_charged_by_the_first_kl_coefficient(small_flags, tmp_path):
+    """The controller moves the coefficient; the metric stays comparable over a run."""
+    adaptive = ["--adap_kl_ctrl", "true", "--kl_target", "0.001", "--kl_horizon", "10", "--iterations", "3"]
+    folder = run(small_flags, tmp_path / "r", "--learning_rate", "1e-2", *adaptive)
+    row = metrics(folder)[3]
+    charged = row["pioneer/task_reward"] - 0.15 * row["pioneer/kl"]
+    assert abs(row["pioneer/kl_coef"] - 0.15) > 0.003 and row["pioneer/kl"] > 0.1
+    assert row["pioneer/combined_reward"] == pytest.approx(charged, rel=1e-5)
+
+
 @pytest.mark.parametrize("name, says", [("llm1.moments.safetensors", "is damaged (SafetensorError"),
                                         ("random.pt", "is damaged (UnpicklingError")])
 def test_nothing_in_a_checkpoint_is_unpickled(name, says, small_flags, tmp_path, capsys):

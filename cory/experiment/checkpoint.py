@@ -57,15 +57,17 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
             trained = agent.policy.trained()
             write_tensors(temporary / f"{agent.name}.safetensors", trained)
             write_tensors(temporary / f"{agent.name}.moments.safetensors", moments_of(agent, trained))
-        if not world().leads:
-            return
-        write_state(temporary, iteration, agents, roles, wandb_id)
-        names = sorted(path.name for path in temporary.iterdir())
-        lines = [f"{digest}  {name}\n" for name, digest in zip(names, digests(temporary, names), strict=True)]
-        (temporary / CHECKSUMS).write_text("".join(lines))
-        put_in_place(temporary, final)
-    for old in checkpoints_of(run_dir)[KEPT:]:
-        shutil.rmtree(old)
+
+        def complete() -> None:
+            write_state(temporary, iteration, agents, roles, wandb_id)
+            names = sorted(path.name for path in temporary.iterdir())
+            sums = zip(digests(temporary, names), names, strict=True)
+            (temporary / CHECKSUMS).write_text("".join(f"{digest}  {name}\n" for digest, name in sums))
+            put_in_place(temporary, final)
+            for old in checkpoints_of(run_dir)[KEPT:]:
+                remove(old)
+
+        world().leader(complete)
 
 
 def moments_of(agent: Agent, trained: dict) -> dict:
@@ -95,8 +97,8 @@ def write_tensors(path: Path, tensors: dict) -> None:
 
 def write_state(folder: Path, iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> None:
     generators = {agent.name: agent.generator.get_state() for agent in agents}
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    torch.save({"cpu": torch.get_rng_state(), "cuda": on_gpus, "agents": generators}, folder / "random.pt")
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0)
+    torch.save({"cpu": torch.get_rng_state(), "cuda": on_gpu, "agents": generators}, folder / "random.pt")
     kind, keys, *rest = np.random.get_state()
     state = {"iteration": iteration, "roles": [agent.name for agent in roles],
              "kl_coef": {agent.name: agent.kl_coef for agent in agents}, "wandb_id": wandb_id,
@@ -137,8 +139,11 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     if not there:
         return None
     newest, *older = there
+    if any(newest.glob("*.training.pt")):
+        way_out = "was written by an older version, in its format; go on with that, or start a new run"
+        raise UserError("checkpoint", str(newest), way_out)
     try:
-        require_unharmed(newest)
+        world().leader(lambda: require_unharmed(newest))
     except UserError as error:
         whole = next((folder for folder in older if is_unharmed(folder)), None)
         offer = f"; {whole.name} is whole: delete {newest} to go on from it" if whole else ""
@@ -153,8 +158,8 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
         random.setstate((version, tuple(inner), gauss))
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(generators["cpu"])
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(generators["cuda"])
+        if torch.cuda.is_available() and len(generators["cuda"]):
+            torch.cuda.set_rng_state(generators["cuda"])
         for agent in agents:
             agent.generator.set_state(generators["agents"][agent.name])
             agent.kl_coef = state["kl_coef"][agent.name]
@@ -177,8 +182,8 @@ def put_back(folder: Path, agent: Agent) -> None:
     with readable(path), safe_open(path, "pt") as file:
         for key in file.keys():
             name, _, what = key.rpartition("/")
-            x = world().put(file.get_tensor(key).to(trained[name].device), trained[name])
-            agent.optimizer.state[trained[name]][what] = x
+            parameter, x = trained[name], file.get_tensor(key).clone()          # not a view of the file
+            agent.optimizer.state[parameter][what] = world().put(x.to(parameter.device), parameter)
 
 
 def require_unharmed(folder: Path) -> None:
@@ -254,10 +259,11 @@ def require_shapes(folder: Path, agent: Agent) -> None:
         name = key.rpartition("/")[0]
         if name not in trained or shape not in ((), trained[name].shape):
             raise UserError("file", str(path), f"{key} is {shape}, of no parameter of this agent")
-    moments = {key.rpartition("/")[2] for key in shapes}            # none before an agent's first update
-    for key in (f"{name}/{moment}" for name in trained for moment in moments):
-        if key not in shapes:
-            raise UserError("file", str(path), f"lacks {key}: it is of another agent or model")
+    moments = {key.rpartition("/")[2] for key in shapes}
+    for name in {key.rpartition("/")[0] for key in shapes}:         # without a gradient so far it has none
+        for key in (f"{name}/{moment}" for moment in moments):
+            if key not in shapes:
+                raise UserError("file", str(path), f"lacks {key}: it is of another agent or model")
 
 
 def require_finite(agents: list[Agent]) -> None:
@@ -300,7 +306,8 @@ def save_model(policy: PolicyWithValue, folder: Path) -> None:
         write_tensors(folder / "model.safetensors", dict(lm.named_parameters()))        # those tied once
     if world().leads and in_parts:
         lm.config.save_pretrained(folder)
-        lm.generation_config.save_pretrained(folder)
+        if lm.generation_config:
+            lm.generation_config.save_pretrained(folder)
     elif world().leads:
         lm.save_pretrained(folder)
 

@@ -113,7 +113,7 @@ class Run:
         self.task = task_class(cfg, data, self.reference)
         self.agents = [Agent(name, self.reference, cfg, i) for i, name in enumerate(self.agent_names)]
         self.roles = self.agents * len(self.loop.agents) if cfg.share_weights else self.agents
-        require_disk(cfg, self.run_dir, self.agents)
+        world().leader(lambda: require_disk(cfg, self.run_dir, self.agents))
         fingerprints = {"data": of_data(data), "model": of_model(self.reference, self.task)}
         if cfg.shard:
             world().shard(self.reference.lm, cfg)       # the agents have had their copies

@@ -12,8 +12,9 @@ NAMES = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, nam
 class Signals:
     """From `install` to `remove`: a signal outside `waiting` ends the program at once, with one line; while
     `waiting` it is noted in `received`, and the run ends itself after the iteration. A second one ends the
-    program there and then. Not so several processes: torchrun passes on to them what the terminal has sent
-    them already, and stops those that take long. Exit status: 128 + the signal's number, as a shell has it.
+    program there and then. Not so several processes: torchrun may pass on what has reached them already, and
+    stops those that take long. Exit status: 128 + the signal's number, as a shell has it. What was ignored
+    before stays ignored.
     """
 
     def __init__(self):
@@ -23,8 +24,10 @@ class Signals:
 
     def install(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():       # Python allows it nowhere else
-            self.before = {number: signal.signal(number, self.handle)
-                           for number in (getattr(signal, name) for name in NAMES)}
+            for number in (getattr(signal, name) for name in NAMES):
+                # nohup has SIGHUP ignored, a script SIGINT by what it runs in the background
+                if signal.getsignal(number) != signal.SIG_IGN or world().size > 1:
+                    self.before[number] = signal.signal(number, self.handle)
         return self
 
     def remove(self) -> None:
@@ -42,7 +45,7 @@ class Signals:
             say(f"stopped by {self.received.name}")
             raise SystemExit(self.status)
         if first:
-            after = "a second signal ends the run at once" if alone else "torchrun waits 30 s for that"
+            after = "a second signal ends the run at once" if alone else "torchrun waits some time for that"
             say(f"{self.received.name}: this iteration is finished and saved first; {after}")
 
     @property

@@ -58,7 +58,7 @@ def own_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_
     """`collect_rollout` of this process's prompts."""
     policy = agent.policy
     encoded = encode_prompts(policy, prompts, max_new_tokens)
-    sampled = sample(policy, encoded, max_new_tokens, agent.generator, together=True)
+    sampled = sample(policy, encoded, max_new_tokens, agent.generator, as_part=True)
     mask_BT = sampled.mask_BT
 
     logp_BT, ref_logp_BT, kl_BT = (torch.zeros_like(mask_BT) for _ in range(3))
@@ -77,7 +77,8 @@ def own_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_
         for x_BT, x_N in scored:
             x_BT[rows] = x_BT[rows].masked_scatter(mask_BT[rows].bool(), x_N)
 
-    gap = world().mean((sampled.logp_BT - logp_BT).abs(), mask_BT).item()
+    gaps = world().sum(((sampled.logp_BT - logp_BT).abs() * mask_BT).sum())
+    gap = (gaps / world().sum(mask_BT.sum())).item()
     text = decode(policy, sampled.response_BT, mask_BT)
     return Rollout(encoded.ids_BP, encoded.mask_BP, sampled.response_BT, mask_BT, logp_BT, ref_logp_BT,
                    kl_BT, value_BT, text, gap)

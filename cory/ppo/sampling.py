@@ -71,27 +71,27 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator | None,
-           together: bool = False) -> Sample:
+           as_part: bool = False) -> Sample:
     """Samples `a ~ pi(. | prompt)` until EOS or `max_new_tokens`; greedily without a generator.
 
     The distribution is that of `model.logprobs`, the very one that scoring and the update use: no top-k,
     no top-p, no repetition penalty (DIFFERS: the released code samples with one and scores without), no
     suppressed EOS. `generator` is a CPU generator; each token draws B numbers from it, whichever rows
-    still run. `together`: the prompts are this process's part of a batch, and B counts the whole of that.
+    still run. `as_part`: the prompts are this process's part of a batch, and B counts the whole of that.
     R rows are computed: once a quarter of them have ended, those are dropped, and with them the columns that
     hold no token of any other row. Raises `UserError` where log-probabilities are NaN.
     """
-    uniform_TB, B = None, len(prompts.ids_BP) * (world().size if together else 1)
+    uniform_TB, B = None, len(prompts.ids_BP) * (world().size if as_part else 1)
     if generator is not None:
         start = generator.get_state()
         uniform_TB = torch.rand(max_new_tokens, B, generator=generator, dtype=torch.float64)
-        uniform_TB = uniform_TB[:, world().part(B) if together else slice(B)].to(model.device)
+        uniform_TB = uniform_TB[:, world().part(B) if as_part else slice(B)].to(model.device)
     with model.autocast():                      # once for all steps, so that each weight is cast once
         sampled = sample_by(uniform_TB, model, prompts, max_new_tokens)
     if generator is not None:                   # as if the numbers of these steps alone had been drawn
         generator.set_state(start)
         steps = sampled.mask_BT.shape[1]
-        steps = world().most(steps) if together else steps
+        steps = world().most(steps) if as_part else steps
         torch.rand(steps, B, generator=generator, dtype=torch.float64)
     return sampled
 

@@ -132,8 +132,9 @@ def require_per_token(name: str, x_N: Tensor, like: Tensor) -> None:
 
 def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     """Clips if asked to, steps, clears. Returns the gradient's norm before clipping."""
-    parameters = [p for p in agent.policy.trained().values() if p.grad is not None]
-    world().sum_gradients(parameters)
+    trained = list(agent.policy.trained().values())
+    world().sum_gradients(trained)
+    parameters = [p for p in trained if p.grad is not None]
     norm = world().gradient_norm(parameters)
     if not norm.isfinite():
         way_out = (f"the gradient of {agent.name} is not finite; it was not applied. Start a new run "
@@ -166,8 +167,8 @@ def set_learning_rate(agent: Agent, iteration: int, cfg: Config) -> float:
 def token_means(seen: dict[str, list[Tensor]], experience: Experience) -> dict[str, float]:
     """Token means of the metrics; of the critic's errors the mean square and the explained variance."""
     means = {}
-    for name, parts in seen.items():
-        x_N = world().concatenated(torch.cat(parts).double())
+    own = {name: torch.cat(parts).double() for name, parts in seen.items()}
+    for name, x_N in world().merged(own).items():
         if name == "critic_error":
             returns_N = experience.return_BT[experience.mask_BT.bool()]
             means["value_error"] = (x_N**2).mean().item()

@@ -9,7 +9,6 @@ from typing import Callable, Collection, ContextManager, Iterator
 from torch import Tensor, nn
 
 from cory.errors import UserError
-from cory.ppo import formulas
 
 
 class World:
@@ -36,23 +35,19 @@ class World:
         """
         return compute(slice(0, n))
 
-    def concatenated(self, x: Tensor) -> Tensor:
-        """Along the first dimension, in the order of the processes."""
-        return x
+    def merged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Each along its first dimension, in the order of the processes."""
+        return tensors
 
     def sum(self, x: Tensor) -> Tensor:
         return x
-
-    def mean(self, x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """Over the real tokens of all processes."""
-        return formulas.masked_mean(x_BT, mask_BT)
 
     def most(self, n: int) -> int:
         """The largest n of any process."""
         return n
 
     def sum_gradients(self, parameters: Collection[nn.Parameter]) -> None:
-        """Each gradient becomes the sum over the processes."""
+        """Each gradient becomes the sum over the processes; one that a process lacks is 0 there."""
 
     # --- what one process does for all ---
     def leader(self, compute: Callable):
@@ -65,7 +60,9 @@ class World:
 
     def command(self, script: str) -> str:
         """How this program was started, for a line that says how to go on."""
-        return f"python {script}"
+        if self.size == 1:
+            return f"python {script}"
+        return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {script}"
 
     # --- a model of which each process has a part (--shard) ---
     def shard(self, lm: nn.Module, cfg) -> None:

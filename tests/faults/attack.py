@@ -475,6 +475,8 @@ def main() -> None:
     parser.add_argument("--times", type=float, default=1.0)
     args = parser.parse_args()
     random.seed(0)
+    for number in (signal.SIGINT, signal.SIGHUP):       # ignored under nohup, say, and by a run then, too
+        signal.signal(number, signal.SIG_DFL)
     with tempfile.TemporaryDirectory() as place:
         assets = Path(place) / "assets"
         save_small(assets)
