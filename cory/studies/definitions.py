@@ -85,10 +85,10 @@ STUDIES = {
         pairs={"rloo, 4 responses": "ppo, rloo, 4 responses"}),
     "critic": Study(
         "Does CORY do better than PPO of the same compute, if the pioneer's partner term is by the critic?",
-        {"ppo, twice the iterations": f"{PPO} {multiples(iterations='2')}", "ppo": PPO,
-         "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}",
-         "cory": CORY, "partner by the critic": f"{CORY} --partner_term critic"},
-        "ppo, twice the iterations", quick=("ppo, twice the iterations", "partner by the critic"),
+        {"partner by the critic": f"{CORY} --partner_term critic", "cory": CORY, "ppo": PPO,
+         "ppo, twice the iterations": f"{PPO} {multiples(iterations='2')}",
+         "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}"},
+        "partner by the critic", quick=("partner by the critic", "ppo, twice the iterations"),
         compute={"ppo, twice the batch": 2.0}),
     "reward": Study(
         "Camera-ready figure: cooperating agents (partner weight 1) do better than competing ones (below 0).",
