@@ -378,7 +378,7 @@ def bad_data(attack: Attack) -> None:
         flags = [*attack.flags[:at], str(place), *attack.flags[at + 1:]]
         return [*flags, "--iterations", "1", "--run_dir", place / "r"]
 
-    generated(attack, train_imdb.main, examples(files, len(attack.count(120))), argv)
+    generated(attack, train_imdb.main, examples(files, len(attack.count(200))), argv)
 
 
 def edited(value, path: str, change):
