@@ -145,8 +145,11 @@ def test_an_evaluation_goes_on_where_it_was_stopped_and_takes_more_samples(finis
 
 
 def test_runs_of_imdb_are_evaluated_too(small_flags, tmp_path, capsys):
-    train_imdb.main([*small_flags, "--iterations", "1", "--run_dir", str(tmp_path / "r")])
+    flags = ["--iterations", "1", "--learning_rate", "0.1", "--run_dir", str(tmp_path / "r")]
+    train_imdb.main([*small_flags, *flags])
     evaluate.main([str(tmp_path / "r"), "--k", "1", "2", "--samples", "2", "--queries", "6"])
+    base, llm1 = ((tmp_path / "r" / "evaluation" / f"{name}.jsonl").read_text() for name in ("base", "llm1"))
+    assert base != llm1                                     # the trained model answers, not its base
     results = json.loads((tmp_path / "r" / "evaluation" / "results.json").read_text())
     assert results["llm2"].keys() == {"greedy_task_reward", "greedy_solved", "pass@1", "pass@2"}
     assert (tmp_path / "r" / "evaluation" / "pass_at_k.png").exists()

@@ -60,6 +60,13 @@ def test_the_interval_covers_the_mean_as_often_as_it_says(n, least, most):
     assert least <= inside <= most
 
 
+def test_an_interval_by_hand():
+    """Of five, Student's 97.5% point times sqrt(5/4) is 3.104, so that 0.1% of the 5^5 means lie beyond each
+    end: the second least (a 1 for one 0) and the second largest (a 3 for one 10).
+    """
+    assert st.interval(np.array([0.0, 1.0, 2.0, 3.0, 10.0])) == pytest.approx((1 / 5, 43 / 5))
+
+
 def test_reward_at_equal_kl_by_hand():
     assert st.at([(0, 0.0), (4, 1.0), (8, 2.0)], 6) == 1.5
     assert st.at([(0, 0.0), (5, 1.0), (3, 3.0), (9, 5.0)], 4) == 0.8        # where it is first reached
@@ -286,6 +293,19 @@ def result(variant, *agents) -> results.Result:
     points = {f"llm{i + 1}": [results.Point(n, r, kl, r - kl, 1.0) for n, r, kl in agent]
               for i, agent in enumerate(agents)}
     return results.Result(runs.StudyRun("imdb", variant, 0, (), Path(variant)), points, {}, 0.0, {})
+
+
+def test_the_end_of_a_run_is_its_last_evaluation():
+    assert result("ppo", [(0, 0.0, 0.0), (10, 3.0, 1.0), (20, 1.0, 2.0)]).last.reward == 1.0
+
+
+def test_figures_of_a_role_are_of_the_last_quarter(small_flags, tmp_path):
+    run = runs.StudyRun("imdb", "ppo", 0, (), tmp_path / "r")
+    train_imdb.main([*small_flags, "--method", "ppo", "--iterations", "8", "--run_dir", str(run.folder)])
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").open()]
+    role = next(iter(rows[1]["roles"]))
+    expected = (rows[7][f"{role}/task_reward"] + rows[8][f"{role}/task_reward"]) / 2
+    assert results.read(run).roles[role]["task_reward"] == pytest.approx(expected)
 
 
 def test_differences_at_equal_iterations_kl_and_compute_by_hand(monkeypatch):
