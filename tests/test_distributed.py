@@ -171,6 +171,22 @@ def test_a_process_that_is_killed_ends_all_and_the_run_goes_on(small_flags, tmp_
     assert [row["iteration"] for row in rows(tmp_path / "r")] == [0, 1, 2, 3]
 
 
+def test_a_signal_to_torchrun_ends_all_after_the_iteration(small_flags, tmp_path):
+    log = tmp_path / "r" / "metrics.jsonl"
+    script = PROCESSES.parents[1] / "train_imdb.py"
+    command = [*TORCHRUN, "--standalone", str(script), *small_flags, "--iterations", "500"]
+    process = subprocess.Popen([*command, "--run_dir", str(tmp_path / "r")], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 2):
+        time.sleep(0.05)
+    process.terminate()
+    out, err = process.communicate(timeout=60)
+    done = rows(tmp_path / "r")[-1]["iteration"]
+    assert f"stopped by SIGTERM after iteration {done}; go on with: torchrun --nproc_per_node 2 " in out
+    assert err.count("this iteration is finished and saved first") == 1
+    assert (tmp_path / "r" / "checkpoints" / f"iteration_{done:06d}").is_dir()
+
+
 @pytest.mark.parametrize("flags, says", [
     (["--seed", "{rank}"], "error: seed is 0: is 1 in process 1; give all the same flags"),
     (["--cliprange", "0"], "error: cliprange is 0.0: must be above 0")])
