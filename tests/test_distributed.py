@@ -74,8 +74,8 @@ ONE_STEP = "--method cory --num_ppo_epochs 1 --learning_rate 1e-5 --iterations 2
 
 @pytest.fixture(scope="module")
 def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
-    """The same runs by one process (one, lora) and by two: of parts of each batch (two), of sharded models
-    (shard, lora_shard, mixed_shard), going on where one process stopped (one_two); evaluated by one and by two.
+    """The same runs by one process (one, lora, mixed) and by two: of parts of each batch (two), of sharded
+    models (shard, lora_shard, mixed_shard), going on where one process stopped (one_two); evaluated by both.
     """
     folder = tmp_path_factory.mktemp("distributed")
     imdb = [*small_flags, *ONE_STEP]
@@ -85,8 +85,9 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     settings = json.loads((ending / "generation_config.json").read_text())
     settings["eos_token_id"] = [*range(60), 256]
     (ending / "generation_config.json").write_text(json.dumps(settings))
-    mixed = [*imdb, "--model", str(ending), "--max_grad_norm", "0.1", "--advantage", "rloo", "--responses_per_query", "2",
-             "--share_weights", "true", "--adap_kl_ctrl", "true", "--lr_schedule", "cosine"]
+    mixed = [*imdb, "--model", str(ending), "--max_grad_norm", "0.1", "--share_weights", "true",
+             "--advantage", "rloo", "--responses_per_query", "2", "--adap_kl_ctrl", "true",
+             "--lr_schedule", "cosine"]
 
     def to(name: str) -> list[str]:
         return ["--run_dir", str(folder / name)]
