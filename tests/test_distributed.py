@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 import train_gsm8k
 import train_imdb
 from cory import evaluate
+from cory.config import ImdbConfig
 from cory.errors import UserError
+from cory.experiment.run import Run
 from cory.loading import model_config
 from cory.plan import Plan
 from cory.ppo.world import together
@@ -214,6 +216,13 @@ def test_shards_need_torchrun(small_flags, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: shard is True: divides the models among processes")
     with pytest.raises(UserError), together({"shard": True}):
         pass
+
+
+def test_a_run_that_did_not_join_its_peers_is_refused(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="processes is '2': have not been joined"):
+        Run(ImdbConfig())
 
 
 def test_one_process_imports_nothing_of_it(small_flags, tmp_path):

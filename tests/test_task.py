@@ -160,6 +160,13 @@ def test_rewards_that_are_no_numbers_are_refused(values, says, small):
         task.reward(["a", "c"], ["b", "d"])
 
 
+def test_responses_that_are_not_one_to_a_query_are_refused_before_they_are_scored(small):
+    task = imdb(small, reward=lambda texts: [0.0] * len(texts))
+    for score in (task.reward, task.checked):           # of all processes, of one
+        with pytest.raises(UserError, match="2 responses.*for 3 queries"):
+            score(["a", "b", "c"], ["d", "e"])
+
+
 def test_a_nan_reward_in_a_run_changes_no_parameter(small_flags, tmp_path, monkeypatch):
     from cory.experiment.run import Run
     from cory.train import train_cory

@@ -1,5 +1,6 @@
 """Everything around the loops: from a configuration to a finished run folder."""
 import json
+import os
 import signal
 import statistics
 import sys
@@ -74,6 +75,9 @@ class Run:
     def __init__(self, cfg: Config):
         if names.being_imported:                        # the importing `find` says the way out
             raise UserError("module", names.being_imported[-1], "starts a run while it is imported")
+        processes = os.environ["WORLD_SIZE"] if "TORCHELASTIC_RUN_ID" in os.environ else "1"
+        if processes != str(world().size):
+            raise UserError("processes", processes, "have not been joined; start the run by cory.train.train")
         self.cfg = cfg = settled(cfg)
         self.signals, self.held, self.log = Signals().install(), ExitStack(), None
         self.held.callback(self.signals.remove)

@@ -127,14 +127,13 @@ class Task:
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError`."""
-        if len(queries) != len(responses):
-            way_out = f"for {len(queries)} queries; the task's prompts must be as many as the queries"
-            raise UserError("prompts", f"{len(responses)} responses", way_out)
+        require_one_each(queries, responses)
         values = world().shared(len(responses), lambda part: self.checked(queries[part], responses[part]))
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def checked(self, queries: list[str], responses: list[str]) -> list[float]:
         """What `reward_of` returns, in float32, if it is a number for each response. Raises `UserError`."""
+        require_one_each(queries, responses)
         values = self.reward_of(queries, responses)
         if hasattr(values, "tolist"):               # a tensor or an array: one copy, wherever it lies
             values = values.tolist()
@@ -158,6 +157,12 @@ class Task:
         if len(ids) <= limit:
             return response
         return self.tokenizer.decode(ids[:max(0, limit - 2)], clean_up_tokenization_spaces=False)
+
+
+def require_one_each(queries: list[str], responses: list[str]) -> None:
+    if len(queries) != len(responses):
+        way_out = f"for {len(queries)} queries; the task's prompts must be as many as the queries"
+        raise UserError("prompts", f"{len(responses)} responses", way_out)
 
 
 def is_finite_number(value) -> bool:
