@@ -92,7 +92,7 @@ def write_tensors(path: Path, tensors: dict) -> None:
         for x in tensors.values():
             whole = world().full(x.detach())
             if file:
-                file.write(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                file.write(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def write_state(folder: Path, iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> None:
