@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from toys import mend_checksums
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_imdb
 from cory.command_line import parse
 from cory.config import IMDB_PRESETS, ImdbConfig, load_config
-from cory.experiment.checkpoint import checkpoints_of
+from cory.experiment.checkpoint import checkpoints_of, saved_tensors, write_tensors
 from cory.experiment.run import Run
 from cory.ppo.agent import Agent
 from cory.train import train_cory
@@ -374,8 +375,6 @@ def test_a_folder_that_holds_another_run_is_not_touched(whole, small_flags, caps
 
 
 def test_final_models_load_in_plain_transformers(whole):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     for agent in ("llm1", "llm2"):
         model = AutoModelForCausalLM.from_pretrained(whole["cory"] / "final" / agent)
         tokenizer = AutoTokenizer.from_pretrained(whole["cory"] / "final" / agent)
@@ -393,6 +392,17 @@ def test_final_models_load_in_plain_transformers(whole):
             1,
             32,
         )
+
+
+def test_what_is_saved_of_a_divided_model_is_what_transformers_saves(small, tmp_path):
+    lm = AutoModelForCausalLM.from_pretrained(small / "lm")                 # with tied weights
+    lm.transformer.register_buffer("kept", torch.ones(3))
+    lm.transformer.register_buffer("made_anew", torch.ones(3), persistent=False)
+    lm.save_pretrained(tmp_path)
+    write_tensors(tmp_path / "ours.safetensors", saved_tensors(lm))
+    theirs, ours = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "ours.safetensors")
+    assert "transformer.kept" in ours and theirs.keys() == ours.keys()
+    assert all(theirs[name].equal(ours[name]) for name in ours)
 
 
 def test_local_files_are_all_there_and_agree(whole):

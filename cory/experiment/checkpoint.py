@@ -26,6 +26,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from cory.config import Config
 from cory.errors import UserError
@@ -303,13 +304,19 @@ def save_model(policy: PolicyWithValue, folder: Path) -> None:
     """What `from_pretrained` loads; of a model that is divided among processes, one tensor after another."""
     lm, in_parts = policy.lm, world().is_sharded(policy.lm) and not policy.adapter
     if in_parts:
-        write_tensors(folder / "model.safetensors", dict(lm.named_parameters()))        # those tied once
+        write_tensors(folder / "model.safetensors", saved_tensors(lm))
     if world().leads and in_parts:
         lm.config.save_pretrained(folder)
         if lm.generation_config:
             lm.generation_config.save_pretrained(folder)
     elif world().leads:
         lm.save_pretrained(folder)
+
+
+def saved_tensors(lm: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters, those that are tied once, and the buffers that belong to its weights."""
+    belong = lm.state_dict().keys()
+    return dict(lm.named_parameters()) | {name: x for name, x in lm.named_buffers() if name in belong}
 
 
 def require_disk(cfg: Config, run_dir: Path, agents: list[Agent]) -> None:
