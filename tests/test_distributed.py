@@ -21,7 +21,7 @@ from cory.errors import UserError
 from cory.experiment.run import Run
 from cory.loading import model_config
 from cory.plan import Plan
-from cory.ppo.world import together
+from cory.ppo.world import World, together
 
 PROCESSES = Path(__file__).with_name("processes.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -223,6 +223,17 @@ def test_a_run_that_did_not_join_its_peers_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="processes is '2': have not been joined"):
         Run(ImdbConfig())
+
+
+@pytest.mark.parametrize("nodes, how", [
+    ("1", "torchrun --nproc_per_node 8 train_imdb.py"),
+    ("2", "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:PORT "
+          "--nproc_per_node 8 train_imdb.py")])
+def test_the_line_to_go_on_starts_as_many_processes(nodes, how, monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(World, "size", 16)
+    assert World().command("train_imdb.py") == how
 
 
 def test_one_process_imports_nothing_of_it(small_flags, tmp_path):

@@ -62,7 +62,9 @@ class World:
         """How this program was started, for a line that says how to go on."""
         if self.size == 1:
             return f"python {script}"
-        return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {script}"
+        nodes = int(os.environ["GROUP_WORLD_SIZE"])
+        several = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:PORT " if nodes > 1 else ""
+        return f"torchrun {several}--nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {script}"
 
     # --- a model of which each process has a part (--shard) ---
     def shard(self, lm: nn.Module, cfg) -> None:
