@@ -89,6 +89,22 @@ def test_the_loop_is_quoted_from_its_file():
     assert block.count("\n") > 25
 
 
+INTERVAL = re.compile(r"([+-]?\d+\.\d+)\*{0,2} \[([+-]?\d+\.\d+), ([+-]?\d+\.\d+)\]")
+
+
+def test_every_interval_of_the_results_is_one_of_a_studys_page():
+    """Rounded, perhaps, and of either sign: a difference may be read from the other side."""
+    pages = [page.read_text() for page in (ROOT / "docs" / "studies").glob("*/results.md")]
+    measured = [[*map(float, found)] for page in pages for found in INTERVAL.findall(page)]
+    measured += [[-mean, -high, -low] for mean, low, high in measured]
+    said = INTERVAL.findall((ROOT / "docs" / "results.md").read_text())
+    assert len(said) > 20
+    for words in said:
+        half = 0.5 * 10.0 ** -len(words[0].partition(".")[2]) + 1e-9
+        figures = [*map(float, words)]
+        assert any(all(abs(a - b) <= half for a, b in zip(figures, m, strict=True)) for m in measured), words
+
+
 def test_every_seeded_bug_still_has_its_place():
     """tests/faults/seeded_bugs.py edits what stands in the code once."""
     found = runpy.run_path(str(ROOT / "tests" / "faults" / "seeded_bugs.py"))["FAULTS"]
