@@ -84,8 +84,11 @@ STUDIES = {
         "cory", seeds=10, quick=("cory", "ppo", "partner by the critic"),
         pairs={"rloo, 4 responses": "ppo, rloo, 4 responses"}),
     "critic": Study(
-        "Does CORY do better than PPO of the same compute, if the pioneer's partner term is by the critic?",
-        {"partner by the critic": f"{CORY} --partner_term critic", "cory": CORY, "ppo": PPO,
+        "Does CORY do better than PPO of the same compute, if the pioneer's partner term is by the critic? "
+        "Is that better than no partner's term?",
+        {"partner by the critic": f"{CORY} --partner_term critic", "cory": CORY,
+         "cory, twice eta": f"{CORY} {multiples(init_kl_coef='2')}",
+         "no partner's reward": f"{CORY} --partner_reward 0", "ppo": PPO,
          "ppo, twice the iterations": f"{PPO} {multiples(iterations='2')}",
          "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}"},
         "partner by the critic", quick=("partner by the critic", "ppo, twice the iterations"),
@@ -93,8 +96,9 @@ STUDIES = {
     "reward": Study(
         "Camera-ready figure: cooperating agents (partner weight 1) do better than competing ones (below 0).",
         {"weight 1": CORY, "weight 0.5": f"{CORY} --partner_reward 0.5",
-         "weight 0": f"{CORY} --partner_reward 0", "weight -0.5": f"{CORY} --partner_reward -0.5"},
-        "weight 1", quick=("weight 1", "weight 0")),
+         "weight 0": f"{CORY} --partner_reward 0", "weight -0.5": f"{CORY} --partner_reward -0.5",
+         "ppo": PPO},
+        "weight 1", quick=("weight 1", "weight 0"), pairs={"ppo": "weight 0"}),
     "ablations": Study(
         "Figure 6: without knowledge transfer reward is unstable and KL higher; without role exchange KL is "
         "much higher and the observer clearly below the pioneer; a PPO of twice the parameters collapses.",
