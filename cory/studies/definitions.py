@@ -118,7 +118,8 @@ STUDIES = {
          "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}",
          "cory, twice eta": f"{CORY} {multiples(init_kl_coef='2')}",
          "ppo, a partner's noise": f"{OURS}train_noisy_ppo"},
-        "cory", quick=("cory", "ppo", "cory, twice eta"), compute={"ppo, twice the batch": 2.0}),
+        "cory", quick=("cory", "ppo", "cory, twice eta"), compute={"ppo, twice the batch": 2.0},
+        pairs={"ppo, a partner's noise": "ppo"}),
     "frontier": Study(
         "Figure 2c: CORY's frontier of reward against KL, over eta, lies above PPO's.",
         of_both(ALONG_ETA), "ppo, eta x 1",
