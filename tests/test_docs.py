@@ -89,20 +89,24 @@ def test_the_loop_is_quoted_from_its_file():
     assert block.count("\n") > 25
 
 
-INTERVAL = re.compile(r"([+-]?\d+\.\d+)\*{0,2} \[([+-]?\d+\.\d+), ([+-]?\d+\.\d+)\]")
+NUMBER = r"([+-]?\d+(?:\.\d+)?)"
+INTERVAL = re.compile(rf"{NUMBER}\*{{0,2}}( points?| nats| times)?\s\[{NUMBER},\s{NUMBER}\]")
 
 
 def test_every_interval_of_the_results_is_one_of_a_studys_page():
-    """Rounded, perhaps, and of either sign: a difference may be read from the other side."""
+    """Rounded, perhaps, in points of 0.01, of either sign: a difference may be read from either side."""
     pages = [page.read_text() for page in (ROOT / "docs" / "studies").glob("*/results.md")]
-    measured = [[*map(float, found)] for page in pages for found in INTERVAL.findall(page)]
+    found = [found for page in pages for found in INTERVAL.findall(page)]
+    measured = [[float(mean), float(low), float(high)] for mean, _, low, high in found]
     measured += [[-mean, -high, -low] for mean, low, high in measured]
     said = INTERVAL.findall((ROOT / "docs" / "results.md").read_text())
-    assert len(said) > 20
-    for words in said:
-        half = 0.5 * 10.0 ** -len(words[0].partition(".")[2]) + 1e-9
-        figures = [*map(float, words)]
-        assert any(all(abs(a - b) <= half for a, b in zip(figures, m, strict=True)) for m in measured), words
+    assert len([unit for _, unit, *_ in said if "point" in unit]) > 10 and len(said) > 80
+    for mean, unit, *ends in said:
+        size = 0.01 if "point" in unit else 1.0
+        half = size * 0.5 * 10.0 ** -len(mean.partition(".")[2]) + 1e-9
+        figures = [size * float(x) for x in (mean, *ends)]
+        assert any(all(abs(a - b) <= half for a, b in zip(figures, m, strict=True)) for m in measured), (
+            mean, unit, ends)
 
 
 def test_every_seeded_bug_still_has_its_place():
