@@ -19,10 +19,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    "task, method, iterations, learning_rate, gain",
-    [("imdb", "cory", 8, "3e-4", 0.2), ("gsm8k", "ppo", 4, "1e-4", 0.05)],
+    "task, method, iterations, learning_rate, eval_queries, gain",
+    [("imdb", "cory", 8, "3e-4", 64, 0.2), ("gsm8k", "ppo", 3, "1e-4", 128, 0.05)],
 )
-def test_the_commands_of_the_readme_learn(task, method, iterations, learning_rate, gain, tmp_path):
+def test_the_commands_of_the_readme_learn(
+    task, method, iterations, learning_rate, eval_queries, gain, tmp_path
+):
     """A short version of each, with larger steps: the held-out reward of every agent rises above the
     base's.
     """
@@ -38,7 +40,7 @@ def test_the_commands_of_the_readme_learn(task, method, iterations, learning_rat
             "--learning_rate",
             learning_rate,
             "--eval_queries",
-            "128",
+            str(eval_queries),
             "--eval_every",
             "0",
             "--wandb",
