@@ -73,13 +73,14 @@ def tasks_of(study: Study, args: argparse.Namespace) -> list[str]:
 
 
 def folder_of(args: argparse.Namespace, flags: list[str]) -> Path:
-    """Where the study's page goes: one of other tasks, variants or flags does not overwrite it."""
+    """Where the study's page goes: one of other tasks, variants, seeds or flags does not overwrite it."""
     from cory.studies.runs import slug
 
     if args.quick and flags[:2] == ["--iterations", QUICK]:
         flags = flags[2:]                       # what `quick` says already
     words = [*(["quick"] if args.quick else []), *([args.preset] if args.preset != "tiny" else []),
-             *(args.tasks or ()), *(args.variants or ()), *flags]
+             *(args.tasks or ()), *(args.variants or ()), *([f"{args.seeds}-seeds"] if args.seeds else []),
+             *flags]
     return args.out / (f"{args.name}-{slug(words)}" if words else args.name)
 
 
@@ -97,16 +98,15 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
     seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
     planned = runs.plan(study, tasks, seeds, variants, args.preset, flags, args.out)
     if args.dry_run:
-        for run in {run.folder: run for run in planned}.values():
-            words = [["python", *line[1:]] if line[0] != "rm" else line for line in run.commands()]
-            if words:
-                print(" && ".join(map(shlex.join, words)))
+        for run in runs.to_make(planned):
+            print(runs.line_of(run))
         return
     n, minutes = runs.expected_minutes(planned, args.jobs)
     expected = "time unknown until one is finished" if minutes is None else f"about {minutes:.0f} minutes"
     print(f"{args.name}: {len(planned)} runs, {n} to make, {args.jobs} at a time; {expected}", flush=True)
     failed = runs.make(planned, args.jobs)
     found = [results.read(run) for run in planned if run.finished or run.diverged]
+    results.require_alike([result for result in found if not result.diverged])
     out = folder_of(args, flags)
     out.mkdir(parents=True, exist_ok=True)
     drawn = [path.name for path in pictures.draw(study, [r for r in found if not r.diverged], out)]
@@ -114,15 +114,18 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
     print(f"written to {out}: results.md, runs.jsonl, {', '.join(drawn)}")
     for run, why in failed:
         print(f"error: {run.task} {run.variant} seed {run.seed} failed, {why}", file=sys.stderr)
-    if failed:
+    if any(not run.diverged for run, _ in failed):
         raise SystemExit(1)
 
 
 def hold_claims(args: argparse.Namespace, flags: list[str], command: str) -> None:
-    """Of whatever runs are finished; makes none."""
+    """Of whatever runs are finished; makes none. Raises `UserError` for what a study alone can do."""
     from cory.experiment.files import replace_text
     from cory.studies import claims, results, runs
 
+    for name in ("variants", "dry_run"):
+        if getattr(args, name):
+            raise UserError(name, getattr(args, name), "claims is a table of finished runs; leave it out")
     found = {}
     for name in dict.fromkeys([*(claim.study for claim in claims.CLAIMS), "frontier"]):
         study = STUDIES[name]

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,12 @@ import cory.train
 import train_imdb
 from cory import study
 from cory.command_line import parse
-from cory.config import IMDB_PRESETS, METHODS, ImdbConfig, saved_config
+from cory.config import IMDB_PRESETS, Gsm8kConfig, ImdbConfig, saved_config
 from cory.errors import UserError
 from cory.loading import load_language_model
-from cory.names import find
 from cory.ppo.model import PolicyWithValue
 from cory.ppo.sampling import encode_prompts
-from cory.studies import claims, loops, results, runs, tables, team
+from cory.studies import claims, loops, pictures, results, runs, tables, team
 from cory.studies import statistics as st
 from cory.studies.definitions import STUDIES
 from cory.studies.loops import penalised_sample
@@ -74,10 +74,21 @@ def test_reward_at_equal_kl_by_hand():
 
 
 def test_height_of_a_frontier_by_hand():
-    """Over KL 2 to 4, which both span: 2 against the line from 1 to 2, in any order of the points."""
-    flat, rising = [(9.0, 2.0), (1.0, 2.0)], [(2.0, 1.0), (4.0, 2.0)]
-    assert st.gap(flat, rising) == pytest.approx(0.5) and st.gap(rising, flat) == pytest.approx(-0.5)
-    assert math.isnan(st.gap(flat, [(10.0, 1.0), (12.0, 1.0)]))
+    """Two runs have min(k, 2) at most within a KL of k, though one goes to 2 and falls: against k itself, up
+    to the 4 that both reach, that is (k - 2) lower from 2 on, 0.5 in the mean.
+    """
+    two, one = [[(0.0, 0.0), (4.0, 2.0)], [(0.0, 0.0), (2.0, 2.0), (6.0, 1.0)]], [[(0.0, 0.0), (4.0, 4.0)]]
+    assert st.frontier_height(two, one) == pytest.approx(-0.5, abs=1e-3)
+    assert st.frontier_height(one, two) == pytest.approx(0.5, abs=1e-3)
+    late = [[(0.0, 0.0), (1.0, 1.0)]]                               # ends of 1 and 4: they share 0 to 1
+    assert st.frontier_height(late, one) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_share_of_few_has_an_interval():
+    """Wilson's of 5 of 5: from 1 / (1 + z^2 / 5), z = 1.96, to 1."""
+    assert st.share_interval(np.ones(5)) == pytest.approx((1 / (1 + 1.959964**2 / 5), 1.0))
+    low, high = st.share_interval(np.array([1.0, 1.0, 1.0, 1.0, 0.0]))
+    assert low < 0.5 < high and math.isnan(st.share_interval(np.ones(4))[0])
 
 
 # --- the partner's term ---
@@ -134,10 +145,10 @@ def test_without_a_critic_there_is_no_value_to_take():
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_is_made_of_flags_that_there_are(name, tmp_path):
     study = STUDIES[name]
-    assert {*study.quick, *study.compute, *study.pairs, *study.only} <= set(study.variants)
+    assert {*study.quick, *study.pairs, *study.only} <= set(study.variants)
     assert {*study.pairs.values(), study.baseline} <= set(study.variants) and study.baseline in study.quick
     assert {name for sweep in study.sweeps.values() for name in sweep} <= set(study.variants)
-    assert set(study.measured) <= set(study.tasks) and set(study.measured.values()) <= runs.MEASURES.keys()
+    assert set(study.measure) <= set(study.tasks) and set(study.measure.values()) <= runs.MEASURES.keys()
     variants = study.variants_of("tiny", quick=False)
     planned = runs.plan(study, list(study.tasks), [0, 1], variants, "tiny", [], tmp_path)
     alike = {"sampled KL": "cory"}                                          # the preset's own, said again
@@ -146,10 +157,7 @@ def test_every_study_is_made_of_flags_that_there_are(name, tmp_path):
     for run in planned:
         config_class, presets = runs.SCRIPTS[run.task]
         cfg = parse(config_class, presets, run.commands()[0][2:])
-        loop = find("method", cfg.method, METHODS)
         assert cfg.seed == run.seed and cfg.preset == "tiny"
-        if run.variant not in study.compute:
-            assert study.responses(run.variant) == len(loop.agents)
 
 
 def test_multiples_are_of_what_a_run_would_have_otherwise():
@@ -231,17 +239,50 @@ def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch):
     assert commands[1][1:4] == ["train_imdb.py", *forgets] and not run.folder.exists()
 
 
+def test_a_run_in_use_does_not_stop_the_others(tmp_path, monkeypatch):
+    """One that can only be made anew is not deleted under another process: it is reported."""
+    forgets = ("--method", "cory.studies.loops:train_normalised_cory")
+    used, free = (runs.StudyRun("imdb", "cory", seed, forgets, tmp_path / f"run{seed}") for seed in (0, 1))
+    used.folder.mkdir()
+    (used.folder / "config.json").write_text("{}")
+    made = []
+    monkeypatch.setattr(runs.subprocess, "run",
+                        lambda command, **_: made.append(command) or SimpleNamespace(returncode=0))
+
+    @contextmanager
+    def locked(folder):
+        raise UserError("run_dir", str(folder), "is in use by another process")
+        yield
+
+    monkeypatch.setattr(runs, "locked", locked)
+    ((failed, why),) = runs.make([used, free], 1)
+    assert failed == used and "is in use by another process" in why and used.folder.exists()
+    assert [command[-1] for command in made] == [str(free.folder)]
+
+
 def test_what_is_measured_follows_training_and_is_done_once(tmp_path, monkeypatch):
     run = runs.StudyRun("gsm8k", "ppo", 0, ("--method", "ppo"), tmp_path / "run", "team")
     assert [command[1:3] for command in run.commands()] == [
         ["train_gsm8k.py", "--method"], ["-m", "cory.studies.team"]]
     run.folder.mkdir()
     (run.folder / "eval.json").write_text("{}")
+    saved = saved_config(Gsm8kConfig(eval_queries=64, temperature=0.7), ["llm1"], {})
+    (run.folder / "config.json").write_text(json.dumps(saved))
     assert not run.finished and [command[2] for command in run.commands()] == ["cory.studies.team"]
-    (run.folder / "team.json").write_text('{"base": {"first": 1.0}}')
-    assert not run.finished                                         # of fewer figures than are asked for
-    (run.folder / "team.json").write_text(json.dumps({"base": dict.fromkeys(tables.TEAM, 1.0)}))
-    assert run.finished and run.commands() == []
+
+    def measured(measure, name, found):
+        (run.folder / name).parent.mkdir(exist_ok=True)
+        (run.folder / name).write_text(json.dumps(found))
+        return replace(run, measure=measure).finished
+
+    figures = {"base": dict.fromkeys(tables.TEAM, 1.0)}
+    assert not measured("team", "team.json", {"rounds": 4, "base": {"first": 1.0}})     # fewer figures
+    assert not measured("team", "team.json", {"rounds": 1, **figures})
+    assert measured("team", "team.json", {"rounds": 4, **figures}) and run.commands() == []
+    of_k = {"samples": 16, "queries": 64, "temperature": 0.7, "base": {f"pass@{2**i}": 1.0 for i in range(6)}}
+    assert measured("pass@k", "evaluation/results.json", of_k)
+    for other in ({"samples": 64}, {"queries": 32}, {"temperature": 1.0}):              # by hand, before
+        assert not measured("pass@k", "evaluation/results.json", of_k | other)
 
 
 @pytest.mark.parametrize("loop", ["noisy_ppo", "normalised_cory", "dropout_cory", "penalised_cory",
@@ -272,6 +313,26 @@ def test_a_repetition_penalty_by_hand():
     assert drawn.logp_BT.item() != pytest.approx(torch.tensor([2.0, -1.0, 1.0]).log_softmax(0)[0].item())
 
 
+def test_runs_of_other_data_or_arithmetic_are_not_mixed(tmp_path):
+    def made(seed, *flags, prints=None, **settings):
+        run = runs.StudyRun("imdb", "ppo", seed, flags, tmp_path / str(seed))
+        run.folder.mkdir()
+        saved = saved_config(ImdbConfig(dtype="float32", head_precision="float32"), ["llm1"], prints or {})
+        (run.folder / "config.json").write_text(json.dumps(saved | settings))
+        return results.Result(run, {}, {}, 0.0, {})
+
+    one = made(0, prints={"data": "aa", "model": "bb"})
+    old = made(1)                                                   # of before fingerprints were kept
+    asked = made(2, "--dtype", "bfloat16", prints={"data": "aa", "model": "bb"}, dtype="bfloat16")
+    larger = made(3, "--model", "gpt2-xl", prints={"data": "aa", "model": "cc"})
+    results.require_alike([one, old, asked, larger])
+    for other, what in ((made(4, dtype="bfloat16"), "dtype bfloat16, 0 with float32"),
+                        (made(5, prints={"data": "cc"}), "data cc, 0 with aa"),
+                        (made(6, prints={"model": "cc"}), "weights cc, 0 with bb")):
+        with pytest.raises(UserError, match=f"was made with {what}; delete one of the two"):
+            results.require_alike([one, other])
+
+
 def test_a_run_made_with_other_settings_is_refused(small_flags, tmp_path):
     (planned,) = runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
     train_imdb.main([*small_flags, "--method", "ppo", "--iterations", "1", "--run_dir", str(planned.folder)])
@@ -290,9 +351,10 @@ def test_what_a_loop_remembers_is_not_lost_by_a_resume(small_flags, tmp_path, ca
 # --- from runs to figures ---
 def result(variant, *agents) -> results.Result:
     """One seed; each agent as (iteration, reward, kl) points, whose combined reward is reward - kl."""
-    points = {f"llm{i + 1}": [results.Point(n, r, kl, r - kl, 1.0) for n, r, kl in agent]
+    points = {f"llm{i + 1}": [results.Point(n, r, kl, r - kl, 1.0, 0.0) for n, r, kl in agent]
               for i, agent in enumerate(agents)}
-    return results.Result(runs.StudyRun("imdb", variant, 0, (), Path(variant)), points, {}, 0.0, {})
+    return results.Result(runs.StudyRun("imdb", variant, 0, (), Path(variant)), points, {}, 0.0, {},
+                          responses=32 * len(agents))
 
 
 def test_the_end_of_a_run_is_its_last_evaluation():
@@ -319,14 +381,22 @@ def test_differences_at_equal_iterations_kl_and_compute_by_hand(monkeypatch):
     # 10 batches: PPO's iteration 10, CORY's iteration 5: (1.5 + 0.5) / 2 against 2
     assert d["reward at equal compute"].mean == pytest.approx(-1.0)
     monkeypatch.setattr(results, "eta", lambda of_seed: of_seed[0].run.variant)
-    d = results.differences({"ppo": {0: ppo}, "cory": {0: pair}}, STUDIES["curves"], "cory")
-    assert d["combined"] is None                                    # of another eta
+    groups = {"ppo": {0: ppo}, "cory": {0: pair}}
+    assert results.differences(groups, STUDIES["curves"], "cory")["combined"] is None       # of another eta
+    monkeypatch.setattr(results, "eta", lambda of_seed: 0.3 if of_seed[0].run.variant == "cory" else 0.15)
+    rows = tables.final_table(groups, groups, STUDIES["curves"], "imdb")
+    assert rows[3].endswith("| -4.00 (eta 0.3) | 0 of 1 |") and "eta" not in rows[2]
+    twice = {0: replace(ppo, responses=2 * ppo.responses)}        # of twice the batch: its iteration 5
+    assert results.differences({"ppo": groups["ppo"], "cory": twice}, STUDIES["curves"], "cory")[
+        "reward at equal compute"].mean == pytest.approx(-1.0)
 
 
-@pytest.mark.parametrize("reward, distinct, collapsed", [
-    (0.5, 1.0, False), (0.16, 1.0, False), (0.14, 1.0, True), (0.5, 0.34, False), (0.5, 0.33, True)])
-def test_collapse_by_the_rule_that_is_stated(reward, distinct, collapsed):
-    points = [results.Point(0, 0.2, 0.0, 0.2, 1.0), results.Point(9, reward, 1.0, 0.0, distinct)]
+@pytest.mark.parametrize("reward, distinct, repeated, collapsed", [
+    (0.5, 1.0, 0.1, False), (0.16, 1.0, 0.1, False), (0.14, 1.0, 0.1, True), (0.5, 0.34, 0.1, False),
+    (0.5, 0.33, 0.1, True), (0.5, 1.0, 0.29, False), (0.5, 1.0, 0.31, True)])
+def test_collapse_by_the_rule_that_is_stated(reward, distinct, repeated, collapsed):
+    base, end = (0, 0.2, 0.0, 0.2, 1.0, 0.1), (9, reward, 1.0, 0.0, distinct, repeated)
+    points = [results.Point(*base), results.Point(*end)]
     assert results.Result(None, {"llm1": points}, {}, 0.0, {}).collapsed == collapsed
 
 
@@ -429,7 +499,7 @@ def claim_of(text):
 def test_a_claim_holds_only_where_its_whole_interval_does(kls, verdict):
     n = len(kls)
     groups = {"ppo": seeds_of("ppo", [1.0] * n, kls), "cory": seeds_of("cory", [1.0] * n, [1.0] * n)}
-    measured, found = claim_of("more than twice").measured(groups)
+    measured, found = claim_of("more than twice").outcome(groups)
     mean = np.exp(np.mean(np.log(kls)))                             # geometric: of a ratio
     assert found == verdict and measured.startswith(f"{mean:.2f}") and measured.endswith(f"{n} seeds")
 
@@ -437,58 +507,64 @@ def test_a_claim_holds_only_where_its_whole_interval_does(kls, verdict):
 def test_claims_by_hand():
     ppo, pair = seeds_of("ppo", [2.0] * 5, [4.0] * 5), seeds_of("cory", [1.9] * 5, [1.0] * 5)
     groups = {"ppo": ppo, "cory": pair}
-    assert claim_of("end alike").measured(groups)[0].startswith("-0.05")            # -0.1 of a gain of 2
-    assert claim_of("combined reward falls").measured(groups)[0].startswith("-2.00")    # 2 - 4
-    assert claim_of("combined reward rises").measured(groups) == ("0.90 [0.90, 0.90], 5 seeds", "holds")
-    assert claim_of("declines in the second half").measured(groups)[1] == "does not hold"
-    assert claim_of("keeps growing").measured(groups)[0].startswith("2.00")
-    assert claim_of("twice the parameters").measured(groups) == ("not run", "not run")
+    assert claim_of("end alike").outcome(groups)[0].startswith("-0.05")            # -0.1 of a gain of 2
+    assert claim_of("combined reward falls").outcome(groups)[0].startswith("-2.00")    # 2 - 4
+    assert claim_of("combined reward rises").outcome(groups) == ("0.90 [0.90, 0.90], 5 seeds", "holds")
+    assert claim_of("declines in the second half").outcome(groups)[1] == "does not hold"
+    assert claim_of("keeps growing").outcome(groups)[0].startswith("2.00")
+    assert claim_of("twice the parameters").outcome(groups) == ("not run", "not run")
     two = {seed: replace(run, agents={"llm1": run.agents["llm1"], "llm2": ppo[seed].agents["llm1"]})
            for seed, run in pair.items()}
-    assert claim_of("close together").measured({"cory": two})[0].startswith("0.05")     # 0.1 of 1.95
-    assert claim_of("observer is below").measured({"no exchange": two})[0].startswith("-0.10")
+    assert claim_of("close together").outcome({"cory": two})[0].startswith("0.05")     # 0.1 of 1.95
+    assert claim_of("observer is below").outcome({"no exchange": two})[0].startswith("-0.10")
     of_k = {"llm1": {f"pass@{k}": 0.5 for k in (1, 4, 16)}, "base": {f"pass@{k}": 0.2 for k in (1, 16)}}
     solved = {name: seeds_of(name, [1.0] * 5, [1.0] * 5, measured=of_k) for name in ("ppo", "cory")}
-    assert claim_of("pass@4 is above PPO").measured(solved) == ("0.00 [0.00, 0.00], 5 seeds", "does not hold")
-    assert claim_of("pass@16 is above the base").measured(solved) == ("0.30 [0.30, 0.30], 5 seeds", "holds")
+    assert claim_of("pass@4 is above PPO").outcome(solved) == ("0.00 [0.00, 0.00], 5 seeds", "does not hold")
+    assert claim_of("pass@16 is above the base").outcome(solved) == ("0.30 [0.30, 0.30], 5 seeds", "holds")
 
 
 def test_frontiers_are_compared_seed_by_seed():
-    groups = {f"{method}, eta x {eta}": seeds_of(f"{method}{eta}", [height + kl] * 5, [kl] * 5)
-              for method, height in (("ppo", 0.0), ("cory", 0.5))
+    """PPO's is k, CORY's 2 k: k higher in the mean over 0 to 4; of the etas that both have alone, 0 to 3."""
+    groups = {f"{method}, eta x {eta}": seeds_of(f"{method}{eta}", [slope * kl] * 5, [kl] * 5)
+              for method, slope in (("ppo", 1.0), ("cory", 2.0))
               for eta, kl in (("0.1", 4.0), ("0.3", 3.0), ("1", 2.0), ("3", 1.0))}
     found = results.frontier_gap(groups, STUDIES["frontier"])
-    assert found.mean == pytest.approx(0.5) and found.verdict == "higher" and found.seeds == 5
-    del groups["ppo, eta x 3"]                                      # the etas that both have are compared
-    assert results.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(0.5)
+    assert found.mean == pytest.approx(2.0) and found.verdict == "higher" and found.seeds == 5
+    del groups["ppo, eta x 0.1"]
+    assert results.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(1.5)
     assert results.frontier_gap({"ppo, eta x 1": groups["ppo, eta x 1"]}, STUDIES["frontier"]).seeds == 0
-    assert "| imdb | mean height at equal KL | not run | not run |" in claims.page({}, "command")
+    assert "| imdb | mean height, over the KL of both | not run | not run |" in claims.page({}, "command")
 
 
 def test_shares_of_a_gain_leave_out_seeds_that_lost():
     lost = seeds_of("cory", [1.0, -1.0, 1.0, 1.0, 1.0, 1.0], [1.0] * 6)
     two = {seed: replace(run, agents={**run.agents, "llm2": run.agents["llm1"]})
            for seed, run in lost.items()}
-    assert claim_of("close together").measured({"cory": two})[0] == "0.00 [0.00, 0.00], 5 seeds, 1 left out"
+    assert claim_of("close together").outcome({"cory": two})[0] == "0.00 [0.00, 0.00], 5 seeds, 1 left out"
 
 
-def test_a_run_that_diverged_counts_as_collapsed(tmp_path):
+def test_a_run_that_diverged_counts_as_collapsed(tmp_path, monkeypatch):
     """What it said last may stand before the bar's line; it has no figures, and is in no mean."""
-    said = "error: grad_norm is nan: the gradient of llm1 is not finite\nppo:   0%|   | 0/6 [00:00<?]\n"
-    assert runs.last_words(said) == "error: grad_norm is nan: the gradient of llm1 is not finite"
+    error = "error: grad_norm is nan: the gradient of llm1 is not finite; it was not applied. Start anew"
+    said = f"{error}\nppo:   0%|   | 0/6 [00:00<?]\n"
+    assert runs.last_words(said) == error
     planned = runs.StudyRun("imdb", "ppo, rate x 10, eta x 0.1", 3, ("--method", "ppo"), tmp_path / "run")
-    assert not planned.diverged
+    planned.log.write_text("error: model is 'x': its logits are not finite numbers; load other weights")
+    assert not planned.diverged and runs.to_make([planned, planned]) == [planned]       # it was none before
     planned.log.write_text(said)
-    assert planned.diverged
+    assert planned.diverged and runs.make([planned], 1) == [(planned, error)]           # and not made again
     gone = results.read(planned)
     whole = list(seeds_of("ppo, rate x 10, eta x 0.1", [1.0], [1.0]).values())
     groups, every = (results.by_variant([*whole, gone], "imdb", diverged) for diverged in (False, True))
-    assert tables.final_table(groups, every, "imdb")[2].endswith("| 1 of 2 |")
-    (row,) = tables.final_table({}, results.by_variant([gone], "imdb", True), "imdb")[2:3]
+    monkeypatch.setattr(results, "eta", lambda of_seed: 0.1)
+    stability = STUDIES["stability"]
+    assert tables.final_table(groups, every, stability, "imdb")[2].endswith("| 1 of 2 |")
+    (row,) = tables.final_table({}, results.by_variant([gone], "imdb", True), stability, "imdb")[2:3]
     assert row.split(" | ")[1] == "0" and row.endswith("| 1 of 1 |")
     five = [replace(gone, run=replace(planned, seed=seed)) for seed in range(5)]
     ppo, _ = (line for line in claims.page({"stability": five}, "").splitlines() if "As app. E" in line)
-    assert ppo.endswith("| 1.00 [1.00, 1.00], 5 seeds | holds |")
+    assert ppo.endswith("| 1.00 [0.57, 1.00], 5 seeds | holds |")
+    assert tables.measured_table({}, STUDIES["curves"], "gsm8k") == []
 
 
 def test_a_pair_is_held_against_two_answers_to_the_bare_query():
@@ -503,18 +579,22 @@ def test_a_pair_is_held_against_two_answers_to_the_bare_query():
 def test_commands_for_a_cluster_are_whole_lines(tmp_path, capsys):
     study.main(["team", "--tasks", "imdb", "--seeds", "1", "--dry_run", "--out", str(tmp_path)])
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("python train_imdb.py") and " && python -m cory.studies.team " in first
+    assert " && python train_imdb.py" in first and ".log && python -m cory.studies.team " in first
     folder = tmp_path / "runs" / "imdb-preset_tiny_method_train_normalised_cory-seed0"
     study.main(["released", "--seeds", "1", "--variants", "scores normalised", "--out", str(tmp_path),
                 "--dry_run"])
     fresh = capsys.readouterr().out
     assert str(folder) in fresh and "rm -r" not in fresh
-    cfg = parse(ImdbConfig, IMDB_PRESETS, [word for word in shlex.split(fresh)[2:]])
+    made, run = fresh.split(" && ")
+    command, log = run.strip().split(" 2> ")                        # where a study looks for its last words
+    assert made == f"mkdir -p {folder.parent}" and log == f"{folder}.log"
+    cfg = parse(ImdbConfig, IMDB_PRESETS, shlex.split(command)[2:])
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(saved_config(cfg, ["llm1", "llm2"], {})))
     study.main(["released", "--seeds", "1", "--variants", "scores normalised", "--out", str(tmp_path),
                 "--dry_run"])
-    assert capsys.readouterr().out.startswith(f"rm -r {folder} && python train_imdb.py --preset tiny")
+    assert capsys.readouterr().out.startswith(
+        f"rm -r {folder} && mkdir -p {folder.parent} && python train_imdb.py --preset tiny")
 
 
 @pytest.mark.parametrize("argv, says", [
@@ -522,7 +602,9 @@ def test_commands_for_a_cluster_are_whole_lines(tmp_path, capsys):
     (["ablations", "--variants", "ppo, gpt2-xl"], "variants is 'ppo, gpt2-xl'"),
     (["ablations", "--", "--no_knowledge_transfer"], "is set by the variant"),
     (["released", "--preset", "llama2-7b"], "preset is 'llama2-7b': choose from tiny, gpt2"),
-    (["released", "--tasks", "gsm8k"], "is not of this study")])
+    (["released", "--tasks", "gsm8k"], "is not of this study"),
+    (["claims", "--variants", "ppo"], "variants is ['ppo']: claims is a table of finished runs"),
+    (["claims"], "dry_run is True: claims is a table")])
 def test_what_a_study_cannot_do_is_one_line(argv, says, capsys, tmp_path):
     with pytest.raises(SystemExit) as stop:
         study.main([argv[0], "--out", str(tmp_path), "--dry_run", *argv[1:]])
@@ -533,6 +615,35 @@ def test_claims_hold_under_a_paper_preset(tmp_path, capsys):
     study.main(["claims", "--preset", "gpt2-large", "--out", str(tmp_path)])
     assert "twice the parameters" in capsys.readouterr().out
     assert (tmp_path / "claims-gpt2-large" / "results.md").exists()
+
+
+def test_pages_of_other_seeds_lie_apart_and_pictures_of_ones_own_stay(tmp_path):
+    def folder(*argv):
+        return study.folder_of(study.parser().parse_args(["curves", "--out", str(tmp_path), *argv]), []).name
+
+    assert [folder(), folder("--seeds", "2"), folder("--tasks", "imdb", "--seeds", "2")] == [
+        "curves", "curves-2-seeds", "curves-imdb_2-seeds"]
+    for name in ("slide.png", "curves_imdb.png", "curves_gsm8k.pdf"):
+        (tmp_path / name).write_text("")
+    assert pictures.draw(STUDIES["curves"], [], tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["slide.png"]
+
+
+def test_answers_are_of_a_seed_that_all_have(tmp_path):
+    def run(variant, seed, text):
+        found = result(variant, [(0, 0.0, 0.0), (10, 1.0, 1.0)])
+        folder = tmp_path / f"{variant}{seed}"
+        folder.mkdir()
+        row = {"iteration": 10, "query": "q", "base": "b", "base_reward": 0.0, "pioneer": text,
+               "pioneer_reward": 1.0}
+        (folder / "samples.jsonl").write_text(json.dumps(row) + "\n")
+        return replace(found, run=replace(found.run, seed=seed, folder=folder))
+
+    groups = {"ppo": {seed: run("ppo", seed, f"p{seed}") for seed in (0, 1)},
+              "cory": {1: run("cory", 1, "c1")}}
+    lines = tables.answers(groups)
+    assert lines[0] == "Answers of the last iteration, seed 1:" and "| ppo | p1 | 1.00 |" in lines
+    assert tables.answers({**groups, "none": {}}) == []
 
 
 def test_text_of_a_model_is_plain_in_a_table():

@@ -5,8 +5,9 @@
 A claim says where a figure, one for each seed, should lie. It **holds** if the 95% interval of the figure's
 mean lies there wholly, does **not** hold if it lies wholly elsewhere, and is **not decided** otherwise, or
 below five seeds. "Alike" and "close" are ours to read: within a tenth, or a fifth, of what training gained; a
-seed that gained nothing is left out there. All runs have the same settings, where the paper's PPO and CORY
-differ in some (GSM8K: the learning rate). "As fig. 6" is the paper's claim on the task that it did not test.
+seed that gained nothing is left out there. A share of runs has Wilson's interval. All runs have the same
+settings, where the paper's PPO and CORY differ in some (GSM8K: the learning rate). "As fig. 6" is the paper's
+claim on the task that it did not test.
 """
 import math
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 
 from cory.studies.definitions import STUDIES
 from cory.studies.results import Groups, Result, by_variant, frontier_gap, log_ratio, of_last
-from cory.studies.statistics import LEAST_SEEDS, interval
+from cory.studies.statistics import LEAST_SEEDS, interval, share_interval
 from cory.studies.tables import markdown
 
 PerSeed = dict[int, float]
@@ -33,9 +34,9 @@ class Claim:
     low: float = -math.inf                  # where it should lie
     high: float = math.inf
     shown: Callable[[float], float] = float     # math.exp of a figure that is a logarithm
-    all_runs: bool = False                  # also those that diverged, which have no end
+    is_share: bool = False                  # of runs, also of those that diverged, which have no end
 
-    def measured(self, groups: Groups) -> tuple[str, str]:
+    def outcome(self, groups: Groups) -> tuple[str, str]:
         """The mean of the figure with its interval and seeds; the verdict."""
         sides = [groups.get(variant, {}) for variant in self.variants]
         shared = set.intersection(*map(set, sides))
@@ -43,7 +44,7 @@ class Claim:
         values = np.array([x for x in found.values() if math.isfinite(x)])
         if not len(values):
             return "not run", "not run"
-        low, high = interval(values)
+        low, high = (share_interval if self.is_share else interval)(values)
         bounds = "" if math.isnan(low) else f" [{self.shown(low):.2f}, {self.shown(high):.2f}]"
         left_out = f", {len(found) - len(values)} left out" if len(found) > len(values) else ""
         text = f"{self.shown(values.mean()):.2f}{bounds}, {len(values)} seeds{left_out}"
@@ -70,16 +71,20 @@ def of(name: str) -> Callable[[Result], float]:
     return lambda run: getattr(run.last, name)
 
 
+def since_the_start(name: str) -> Callable[[Result], float]:
+    return lambda run: getattr(run.last, name) - getattr(run.mean_of_agents[0], name)
+
+
 def gained(run: Result) -> float:
     """NaN where training has lost: no share of that says anything."""
-    gain = run.last.reward - run.pair[0].reward
+    gain = since_the_start("reward")(run)
     return gain if gain > 0 else math.nan
 
 
 def since_the_middle(name: str) -> Callable[[Result], float]:
     """The last figure less that of the evaluation half-way; NaN where there is none between base and end."""
     def found(run: Result) -> float:
-        points = run.pair
+        points = run.mean_of_agents
         middle = points[len(points) // 2] if len(points) > 2 else None
         return getattr(run.last, name) - getattr(middle, name) if middle else math.nan
     return found
@@ -125,9 +130,9 @@ CLAIMS = [
     Claim("Fig. 3: PPO's KL ends at more than twice CORY's", "curves", "imdb", ("ppo", "cory"), over,
           "PPO's KL over CORY's", math.log(2), shown=math.exp),
     Claim("Fig. 3: PPO's combined reward falls", "curves", "imdb", ("ppo",),
-          each(lambda run: run.last.combined - run.pair[0].combined), "end less start", high=0.0),
+          each(since_the_start("combined")), "end less start", high=0.0),
     Claim("Fig. 3: CORY's combined reward rises", "curves", "imdb", ("cory",),
-          each(lambda run: run.last.combined - run.pair[0].combined), "end less start", 0.0),
+          each(since_the_start("combined")), "end less start", 0.0),
     Claim("Fig. 3: LLM1 and LLM2 end close together", "curves", "imdb", ("cory",), each(apart),
           "their difference over their gain", high=0.2),
     Claim("Fig. 4: PPO's reward declines in the second half", "curves", "gsm8k", ("ppo",),
@@ -150,11 +155,10 @@ CLAIMS = [
         Claim(f"{fig}: without exchange the observer is below the pioneer", "ablations", task,
               ("no exchange",), each(first_above_second), "reward of LLM1 less LLM2's", 0.0))),
     Claim("Fig. 6: twice the parameters do not save PPO", "ablations", "imdb", ("ppo, gpt2-xl",),
-          each(lambda run: run.last.combined - run.pair[0].combined), "combined reward, end less start",
-          high=0.0),
+          each(since_the_start("combined")), "combined reward, end less start", high=0.0),
     *(Claim(f"{app}: at ten times the rate and a tenth of eta {method.upper()} {does}", "stability", task,
-            (f"{method}, rate x 10, eta x 0.1",), each(lambda run: float(run.collapsed)),
-            "share of runs collapsed", all_runs=True, **region)
+            (f"{method}, rate x 10, eta x 0.1",), each(lambda run: float(run.collapsed)), "share collapsed",
+            is_share=True, **region)
       for task, app in (("gsm8k", "App. E"), ("imdb", "As app. E"))
       for method, does, region in (("ppo", "collapses", {"low": 0.5}),
                                    ("cory", "does not collapse", {"high": 0.5}))),
@@ -172,7 +176,7 @@ def page(results: dict[str, list[Result]], command: str) -> str:
 
     rows = []
     for claim in CLAIMS:
-        measured, verdict = claim.measured(groups(claim.study, claim.task, claim.all_runs))
+        measured, verdict = claim.outcome(groups(claim.study, claim.task, claim.is_share))
         rows.append([claim.text, claim.task, claim.means, measured, verdict])
     for task in BOTH:
         height = frontier_gap(groups("frontier", task), STUDIES["frontier"])
@@ -180,7 +184,7 @@ def page(results: dict[str, list[Result]], command: str) -> str:
         if height.seeds:
             measured = f"{height}, {height.seeds} seeds"
             verdict = {"higher": "holds", "lower": "does not hold"}.get(height.verdict, height.verdict)
-        rows.append([FRONTIER[task], task, "mean height at equal KL", measured, verdict])
+        rows.append([FRONTIER[task], task, "mean height, over the KL of both", measured, verdict])
     rule = " ".join(__doc__.split("\n\n")[2].split())
     lines = ["# The paper's claims, measured", "", f"    {command}", "", rule, ""]
     head = ["the paper claims", "task", "figure", "measured, 95% interval", "verdict"]

@@ -6,9 +6,6 @@ would have anyway is left out, so that such a variant shares its runs with other
 """
 from dataclasses import dataclass, field
 
-from cory.config import METHODS
-from cory.names import find
-
 
 @dataclass(frozen=True)
 class Study:
@@ -18,17 +15,10 @@ class Study:
     seeds: int = 5
     tasks: tuple[str, ...] = ("imdb", "gsm8k")
     quick: tuple[str, ...] = ()             # variants of the quick run, with 2 seeds and few iterations
-    compute: dict[str, float] = field(default_factory=dict)     # variant: its batches, where not one per role
     pairs: dict[str, str] = field(default_factory=dict)         # variant: a baseline of its own
     sweeps: dict[str, tuple[str, ...]] = field(default_factory=dict)    # method: its variants along eta
     only: dict[str, str] = field(default_factory=dict)          # variant: the one preset that it is for
-    measured: dict[str, str] = field(default_factory=dict)      # task: what is measured of finished runs
-
-    def responses(self, variant: str) -> float:
-        """Batches of responses sampled and trained on per iteration: one for each role of the loop."""
-        words = self.variants[variant].split()
-        loop = find("method", words[words.index("--method") + 1], METHODS)
-        return self.compute.get(variant, float(len(loop.agents)))
+    measure: dict[str, str] = field(default_factory=dict)       # task: what is measured of finished runs
 
     def baseline_of(self, variant: str) -> str:
         return self.pairs.get(variant, self.baseline)
@@ -66,11 +56,11 @@ STUDIES = {
     "curves": Study(
         "Figures 3 to 5: on IMDB CORY's task reward equals PPO's, at less than half of its KL, and its "
         "combined reward rises where PPO's falls; on GSM8K its pass@k lies above PPO's for every k.",
-        {"ppo": PPO, "cory": CORY}, "ppo", seeds=10, quick=("ppo", "cory"), measured={"gsm8k": "pass@k"}),
+        {"ppo": PPO, "cory": CORY}, "ppo", seeds=10, quick=("ppo", "cory"), measure={"gsm8k": "pass@k"}),
     "team": Study(
         "Do two answer better as a team: pioneer and observer, against two answers of PPO's agent?",
         {"ppo": PPO, "cory": CORY}, "ppo", seeds=10, quick=("ppo", "cory"),
-        measured={"imdb": "team", "gsm8k": "team"}),
+        measure={"imdb": "team", "gsm8k": "team"}),
     "variance": Study(
         "Is it the noise of the partner's sampled reward that costs CORY its reward?",
         {"cory": CORY, "ppo": PPO, "observer on its own reward": f"{CORY} --partner_term sampled_to_pioneer",
@@ -91,8 +81,7 @@ STUDIES = {
          "no partner's reward": f"{CORY} --partner_reward 0", "ppo": PPO,
          "ppo, twice the iterations": f"{PPO} {multiples(iterations='2')}",
          "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}"},
-        "partner by the critic", quick=("partner by the critic", "ppo, twice the iterations"),
-        compute={"ppo, twice the batch": 2.0}),
+        "partner by the critic", quick=("partner by the critic", "ppo, twice the iterations")),
     "reward": Study(
         "Camera-ready figure: cooperating agents (partner weight 1) do better than competing ones (below 0).",
         {"weight 1": CORY, "weight 0.5": f"{CORY} --partner_reward 0.5",
@@ -118,7 +107,7 @@ STUDIES = {
          "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}",
          "cory, twice eta": f"{CORY} {multiples(init_kl_coef='2')}",
          "ppo, a partner's noise": f"{OURS}train_noisy_ppo"},
-        "cory", quick=("cory", "ppo", "cory, twice eta"), compute={"ppo, twice the batch": 2.0},
+        "cory", quick=("cory", "ppo", "cory, twice eta"),
         pairs={"ppo, a partner's noise": "ppo"}),
     "frontier": Study(
         "Figure 2c: CORY's frontier of reward against KL, over eta, lies above PPO's.",

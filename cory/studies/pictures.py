@@ -3,25 +3,28 @@ from pathlib import Path
 
 import numpy as np
 
-from cory.experiment.plots import BASE, COLORS, MARKERS, grid, legend, look, save
+from cory.experiment.plots import BASE, COLORS, LINES, MARKERS, grid, legend, look, save
 from cory.studies.definitions import Study
-from cory.studies.results import NAMES, Groups, Result, by_variant, differences, same_runs
+from cory.studies.results import NAMES, Groups, Result, by_variant, differences, eta, of_other_eta, same_runs
+from cory.studies.runs import MEASURES
 from cory.studies.statistics import interval
+
+PICTURES = ("curves", "frontier", "differences", "pass_at_k")
 
 
 def draw(study: Study, results: list[Result], out: Path) -> list[Path]:
     """Every picture that the finished runs allow, for each task. Returns the PNG files."""
     written = []
-    for old in [*out.glob("*.png"), *out.glob("*.pdf")]:
+    for old in (path for name in PICTURES for path in out.glob(f"{name}_*.p[nd][gf]")):
         old.unlink()                            # of tasks or variants that are not here now
     for task in dict.fromkeys(result.run.task for result in results):
-        if study.measured.get(task) == "team":
+        if study.measure.get(task) == "team":
             continue                            # `curves` has its runs' pictures
         groups = by_variant(results, task)
         pictures = {"curves": curves, "frontier": over_eta if study.sweeps else frontier}
         if compared(groups, study):
             pictures["differences"] = forest
-        if study.measured.get(task) == "pass@k":
+        if study.measure.get(task) == "pass@k":
             pictures["pass_at_k"] = pass_at_k
         for name, picture in pictures.items():
             path = out / f"{name}_{task}.png"
@@ -36,21 +39,34 @@ def label_of(variant: str, of_seed: dict[int, Result]) -> str:
     return f"{variant} (n = {len(of_seed)})"
 
 
+def line(i: int) -> dict:
+    """`look`, with other dashes and markers for neighbours: of lines that lie on one another all show."""
+    dashes, marker = LINES[i % len(LINES)]
+    return look(i) | {"linestyle": dashes, "marker": marker}
+
+
 def curves(groups: Groups, study: Study, task: str):
-    """Held-out reward, KL and combined reward against iterations: mean of seeds, band of its 95% interval."""
-    figure, axes = grid(3, 3, 4.2, 3.2, below=0.3 + 0.12 * len(groups))
-    for i, of_seed in enumerate(groups.values()):
-        pairs = [run.pair for run in of_seed.values()]
-        shared = sorted(set.intersection(*({p.iteration for p in pair} for pair in pairs)))
+    """Held-out reward, KL and combined reward against iterations: mean of seeds, band of its 95% interval.
+    The combined rewards are those with one eta.
+    """
+    figure, axes = grid(3, 3, 3.2, 2.9, below=0.3 + 0.12 * len(groups))
+    others = of_other_eta(groups, study)
+    for i, (variant, of_seed) in enumerate(groups.items()):
+        runs = [run.mean_of_agents for run in of_seed.values()]
+        shared = sorted(set.intersection(*({p.iteration for p in points} for points in runs)))
         for axis, name in zip(axes, ("reward", "kl", "combined"), strict=True):
-            table = np.array([[getattr(p, name) for p in pair if p.iteration in shared] for pair in pairs])
-            axis.plot(shared, table.mean(0), **look(i), **MARKERS[""])
+            if name == "combined" and variant in others:
+                continue
+            table = np.array([[getattr(p, name) for p in points if p.iteration in shared] for points in runs])
+            axis.plot(shared, table.mean(0), **line(i), **MARKERS[""], zorder=2 + 1 / (1 + shared[-1]))
             low, high = zip(*(interval(column) for column in table.T), strict=True)
-            axis.fill_between(shared, low, high, color=look(i)["color"], alpha=0.15, linewidth=0)
-    for axis, title in zip(axes, (NAMES[task], "KL per response (nats)", "combined reward"), strict=True):
+            axis.fill_between(shared, low, high, color=line(i)["color"], alpha=0.15, linewidth=0)
+    with_eta = next(eta(of_seed) for variant, of_seed in groups.items() if variant not in others)
+    titles = (NAMES[task], "KL per response (nats)", f"combined reward, eta {with_eta:g}")
+    for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="iteration")
     figure.suptitle(f"{task}, held out, mean of a run's agents: mean of n seeds and its 95% interval")
-    legend(figure, {label_of(*group): look(i) for i, group in enumerate(groups.items())})
+    legend(figure, {label_of(*group): line(i) for i, group in enumerate(groups.items())})
     return figure
 
 
@@ -60,10 +76,11 @@ def frontier(groups: Groups, study: Study, task: str):
     looks = {}
     for i, (variant, of_seed) in enumerate(groups.items()):
         for run in of_seed.values():
-            axis.plot([p.kl for p in run.pair], [p.reward for p in run.pair], color=look(i)["color"],
-                      alpha=0.2, linewidth=0.8)
-        last = [run.pair[-1] for run in of_seed.values()]
-        looks[label_of(variant, of_seed)] = {**look(i), "linestyle": "", "markersize": 9, **MARKERS[""]}
+            points = run.mean_of_agents
+            axis.plot([p.kl for p in points], [p.reward for p in points], color=line(i)["color"], alpha=0.2,
+                      linewidth=0.8)
+        last = [run.last for run in of_seed.values()]
+        looks[label_of(variant, of_seed)] = {**line(i), "linestyle": "", "markersize": 9, **MARKERS[""]}
         axis.plot(np.mean([p.kl for p in last]), np.mean([p.reward for p in last]),
                   **looks[label_of(variant, of_seed)], zorder=3)
     axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
@@ -73,24 +90,26 @@ def frontier(groups: Groups, study: Study, task: str):
 
 
 def over_eta(groups: Groups, study: Study, task: str):
-    """Held-out reward against KL at the end of training, a line over eta for each method; pale: each seed."""
-    figure, (axis,) = grid(1, 1, 7, 4.6, below=0.5)
+    """Held-out reward against KL, a marker for each eta: means over seeds along training (pale), and at its
+    end; small: the end of each seed.
+    """
+    figure, (axis,) = grid(1, 1, 7, 4.6, below=0.6)
     looks = {}
     for i, (method, variants) in enumerate(study.sweeps.items()):
-        ends = {v: [(run.last.kl, run.last.reward) for run in groups[v].values()]
-                for v in variants if v in groups}
-        means = np.array([np.mean(points, 0) for points in ends.values()]).reshape(-1, 2)
-        label = f"{method} (n = {min(map(len, ends.values()), default=0)})"
-        looks[label] = {**look(i), "markersize": 9, **MARKERS[""]}
-        for points in ends.values():
-            axis.plot(*zip(*points, strict=True), linestyle="", marker=look(i)["marker"], markersize=4,
-                      color=look(i)["color"], alpha=0.35)
-        axis.plot(*means.T, **looks[label], zorder=3)
-        for variant, place in zip(ends, means, strict=True):
-            axis.annotate(variant.removeprefix(f"{method}, "), place, xytext=(0, 12 - 26 * i),
-                          textcoords="offset points", ha="center", fontsize=8, color=look(i)["color"])
+        color = COLORS[i]
+        there = {variant: groups[variant] for variant in variants if variant in groups}
+        fewest = min(map(len, there.values()), default=0)
+        looks[f"{method} (n = {fewest})"] = {"color": color, "linewidth": 1.6}
+        for marker, (variant, of_seed) in zip("os^DvPX*", there.items(), strict=False):
+            runs = [[(p.kl, p.reward) for p in run.mean_of_agents] for run in of_seed.values()]
+            axis.plot(*np.mean(runs, 0).T, color=color, alpha=0.5, linewidth=1)
+            axis.plot(*np.array([points[-1] for points in runs]).T, linestyle="", marker=marker, markersize=4,
+                      color=color, alpha=0.35)
+            axis.plot(*np.mean(runs, 0)[-1], linestyle="", marker=marker, markersize=9, color=color,
+                      **MARKERS[""], zorder=3)
+            looks[variant.removeprefix(f"{method}, ")] = {"color": "gray", "marker": marker, "linestyle": ""}
     axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
-             title=f"{task}, held out, at the end of training: means over seeds, and each seed")
+             title=f"{task}, held out: along training, and where each eta ends (small: each seed)")
     legend(figure, looks)
     return figure
 
@@ -99,7 +118,7 @@ def pass_at_k(groups: Groups, study: Study, task: str):
     """Share of held-out queries solved by one of k answers: mean over seeds of agents' mean, 95% interval."""
     figure, (axis,) = grid(1, 1, 7, 4.6, below=0.5)
     base = next(iter(next(iter(groups.values())).values())).measured["base"]
-    ks = sorted(int(key.removeprefix("pass@")) for key in base if key.startswith("pass@"))
+    ks = [int(name.removeprefix("pass@")) for name in MEASURES["pass@k"][2]]
     axis.plot(ks, [base[f"pass@{k}"] for k in ks], **BASE)
     for i, of_seed in enumerate(groups.values()):
         table = np.array([[np.mean([run.measured[name][f"pass@{k}"] for name in run.agents]) for k in ks]
@@ -124,13 +143,18 @@ def compared(groups: Groups, study: Study) -> list[str]:
 
 def forest(groups: Groups, study: Study, task: str):
     """Each variant less its baseline, paired by seed, with 95% intervals."""
+    from matplotlib.ticker import MaxNLocator
     names = compared(groups, study)
     found = [differences(groups, study, variant) for variant in names]
-    names = [f"{name}\n(less {study.pairs[name]})" if name in study.pairs and set(names) - set(study.pairs)
-             else name for name in names]
+    bases = [study.baseline_of(name) for name in names]
+    of_method = names and all(f"cory, {base.removeprefix('ppo, ')}" == name
+                              for name, base in zip(names, bases, strict=True))
+    labels = names if of_method or len({*bases}) == 1 else [
+        name if base == study.baseline else f"{name}\n(less {base})"
+        for name, base in zip(names, bases, strict=True)]
     titles = {"reward": NAMES[task], "reward at equal KL": f"{NAMES[task]} at equal KL",
               "kl": "KL per response (nats)"}
-    figure, axes = grid(3, 3, 4.2, 1.2 + 0.35 * len(names), below=0.3)
+    figure, axes = grid(3, 3, 3.2, 1.2 + 0.35 * len(names), below=0.3)
     for axis, (key, title) in zip(axes, titles.items(), strict=True):
         for y, difference in enumerate(d[key] for d in found):
             decided = difference.verdict in ("higher", "lower")
@@ -139,8 +163,8 @@ def forest(groups: Groups, study: Study, task: str):
                       markerfacecolor=COLORS[0] if decided else "white")
         axis.axvline(0, color="gray", linewidth=1)
         axis.set(title=title, ylim=(len(names) - 0.5, -0.5))
-        axis.set_yticks(range(len(names)), names if axis is axes[0] else [""] * len(names))
-    of_method = set(study.pairs) >= set(names)
-    base = "PPO's of the same setting" if of_method else study.baseline
+        axis.set_yticks(range(len(names)), labels if axis is axes[0] else [""] * len(names))
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+    base = "PPO's of the same setting" if of_method else bases[0] if len({*bases}) == 1 else study.baseline
     figure.suptitle(f"{task}: less {base}, paired by seed, 95% intervals (hollow: not decided)")
     return figure

@@ -1,14 +1,16 @@
 """From the finished runs of a study to figures: what each run reached, and how variants differ."""
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean
 
-from cory.config import read_config
+from cory.config import METHODS, read_config
+from cory.errors import UserError
 from cory.experiment.checkpoint import checkpoints_of
 from cory.experiment.files import read_json, read_log
+from cory.names import find
 from cory.studies.definitions import Study
 from cory.studies.runs import MEASURES, StudyRun
-from cory.studies.statistics import Difference, at, difference, gap
+from cory.studies.statistics import Curve, Difference, at, difference, frontier_height
 
 REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # of held-out bare queries
 NAMES = {"imdb": "task reward", "gsm8k": "greedy accuracy"}
@@ -21,7 +23,11 @@ class Point:
     reward: float
     kl: float                   # nats per response, on the bare query
     combined: float             # task reward - eta KL, with the run's own eta; on GSM8K of sampled answers
-    distinct_2: float
+    distinct_2: float           # different pairs of neighbouring tokens over all pairs
+    repeated_tokens: float      # share of tokens that stood earlier in the same response
+
+
+FIGURES = tuple(field.name for field in fields(Point))[1:]
 
 
 @dataclass(frozen=True)
@@ -31,28 +37,31 @@ class Result:
     roles: dict[str, dict[str, float]]      # role: means of its training metrics, last quarter of iterations
     unsteady: float                         # sample std of a role's training reward over the last half
     measured: dict                          # what was measured of the finished run, {} if nothing was
+    responses: int = 0                      # sampled and trained on in an iteration, by all roles
     diverged: bool = False                  # it has no end, and nothing of the above
 
     @property
-    def pair(self) -> list[Point]:
-        """The mean of the agents, point by point: PPO's one agent is itself."""
-        columns = zip(*self.agents.values(), strict=True)
-        return [Point(of_agents[0].iteration, *(fmean(getattr(p, name) for p in of_agents)
-                                                for name in ("reward", "kl", "combined", "distinct_2")))
-                for of_agents in columns]
+    def mean_of_agents(self) -> list[Point]:
+        """Point by point; PPO's one agent is itself."""
+        return [Point(points[0].iteration, *(fmean(getattr(p, name) for p in points) for name in FIGURES))
+                for points in zip(*self.agents.values(), strict=True)]
 
     @property
     def last(self) -> Point:
-        return self.pair[-1]
+        return self.mean_of_agents[-1]
 
     @property
     def collapsed(self) -> bool:
         """By our rule: it diverged; or at its end an agent's reward is a tenth of the base's, or 0.05, below
-        the base's, or its pairs of neighbouring tokens are less than a third as varied as the base's.
+        the base's; or its answers say the same: pairs of neighbouring tokens are less than a third as varied
+        as the base's, or of 100 tokens 20 more than of the base's stood earlier in the same answer.
         """
-        return self.diverged or any(
-            points[-1].reward < points[0].reward - max(0.05, abs(points[0].reward) / 10)
-            or points[-1].distinct_2 < points[0].distinct_2 / 3 for points in self.agents.values())
+        def gone(base: Point, end: Point) -> bool:
+            return (end.reward < base.reward - max(0.05, abs(base.reward) / 10)
+                    or end.distinct_2 < base.distinct_2 / 3
+                    or end.repeated_tokens > base.repeated_tokens + 0.2)
+
+        return self.diverged or any(gone(points[0], points[-1]) for points in self.agents.values())
 
 
 Groups = dict[str, dict[int, Result]]       # {variant: {seed: result}} of one task, in the study's order
@@ -62,14 +71,13 @@ def read(run: StudyRun) -> Result:
     """The figures of a finished run, or of one that diverged."""
     if not run.trained:
         return Result(run, {}, {}, float("nan"), {}, diverged=True)
-    rows = read_log(run.folder / "metrics.jsonl")
-    names = read_config(run.folder)["agents"]
+    rows, cfg = read_log(run.folder / "metrics.jsonl"), read_config(run.folder)
 
     def points(agent: str) -> list[Point]:
         found = []
         for row in rows:
             prefix = "eval/base/" if row["iteration"] == 0 else f"eval/{agent}/"
-            keys = (REWARD[run.task], "kl", "combined_reward", "distinct_2")
+            keys = (REWARD[run.task], "kl", "combined_reward", "distinct_2", "repeated_tokens")
             if prefix + "kl" in row:
                 found.append(Point(row["iteration"], *(row[prefix + key] for key in keys)))
         return found
@@ -81,7 +89,29 @@ def read(run: StudyRun) -> Result:
     halves = [[row[f"{role}/task_reward"] for row in trained[len(trained) // 2:]] for role in roles]
     unsteady = fmean(std(half) for half in halves)
     measured = read_json(run.folder / MEASURES[run.measure][1]) if run.measure else {}
-    return Result(run, {name: points(name) for name in names}, roles, unsteady, measured)
+    responses = cfg["batch_size"] * len(find("method", cfg["method"], METHODS).agents)
+    return Result(run, {name: points(name) for name in cfg["agents"]}, roles, unsteady, measured, responses)
+
+
+def require_alike(results: list[Result]) -> None:
+    """The runs of a task were made of the same data and weights, in the same arithmetic, wherever the study
+    leaves these open. Raises `UserError`.
+    """
+    first = {}
+    for result in results:
+        run, cfg = result.run, read_config(result.run.folder)
+        prints = cfg.get("fingerprints", {})
+        found = {"data": prints.get("data")}
+        if "--model" not in run.flags:
+            found["weights"] = prints.get("model")
+        found |= {name: cfg[name] for name in ("dtype", "head_precision") if f"--{name}" not in run.flags}
+        for name, value in found.items():
+            if value is None:                                   # a run of before they were kept
+                continue
+            other, folder = first.setdefault((run.task, name), (value, run.folder))
+            if value != other:
+                raise UserError("out", str(run.folder), f"was made with {name} {value}, {folder.name} with "
+                                f"{other}; delete one of the two, or take another --out")
 
 
 def std(values: list[float]) -> float:
@@ -100,9 +130,10 @@ def by_variant(results: list[Result], task: str, diverged: bool = False) -> Grou
 
 
 def made_by(run: StudyRun) -> dict[str, str]:
-    """Commit and versions of packages by which a run was finished, out of its last checkpoint."""
+    """Commit and versions of packages by which a run was finished, out of its last checkpoint; its dtype."""
     saved = checkpoints_of(run.folder)
-    return read_json(saved[0] / "state.json")["versions"] if saved else {"commit": "unknown"}
+    versions = read_json(saved[0] / "state.json")["versions"] if saved else {"commit": "unknown"}
+    return {**versions, "dtype": read_config(run.folder)["dtype"]}
 
 
 def of_last(of_seed: dict[int, Result], name: str) -> dict[int, float]:
@@ -129,8 +160,9 @@ def differences(groups: Groups, study: Study, variant: str) -> dict[str, Differe
                 found[seed] = fmean(at(curve, x) for curve in side)
         return difference(*ys)
 
-    def responses(name: str):
-        return lambda p: p.iteration * study.responses(name)
+    def responses(of_seed: dict[int, Result]):
+        per_iteration = next(iter(of_seed.values())).responses
+        return lambda p: p.iteration * per_iteration
 
     found = {name: difference(of_last(runs, name), of_last(base_runs, name)) for name in ("reward", "kl")}
     same_eta = eta(runs) == eta(base_runs)
@@ -141,7 +173,7 @@ def differences(groups: Groups, study: Study, variant: str) -> dict[str, Differe
     times = {seed: log_ratio(kl[seed], base_kl[seed]) for seed in kl.keys() & base_kl.keys()}
     found["KL, times"] = difference(times, dict.fromkeys(times, 0.0))
     found["reward at equal KL"] = at_equal(lambda p: p.kl, lambda p: p.kl)
-    found["reward at equal compute"] = at_equal(responses(variant), responses(base))
+    found["reward at equal compute"] = at_equal(responses(runs), responses(base_runs))
     return found
 
 
@@ -160,11 +192,18 @@ def eta(of_seed: dict[int, Result]) -> float:
     return read_config(next(iter(of_seed.values())).run.folder)["init_kl_coef"]
 
 
+def of_other_eta(groups: Groups, study: Study) -> dict[str, float]:
+    """{variant: eta} of those whose combined reward is another quantity than the baseline's (the first's)."""
+    of = {variant: eta(of_seed) for variant, of_seed in groups.items()}
+    usual = of.get(study.baseline, next(iter(of.values()), None))
+    return {variant: own for variant, own in of.items() if own != usual}
+
+
 def frontier_gap(groups: Groups, study: Study) -> Difference:
-    """Height of CORY's frontier over eta above PPO's, at equal KL, paired by seed: `gap` of the ends."""
-    def ends(method: str, seed: int) -> list[tuple[float, float]]:
+    """Height of CORY's frontier above PPO's, paired by seed: `frontier_height` of the runs over eta."""
+    def curves(method: str, seed: int) -> list[Curve]:
         runs = [groups[f"{method}, {eta}"][seed] for eta in shared]
-        return [(run.last.kl, run.last.reward) for run in runs]
+        return [[(p.kl, p.reward) for p in run.mean_of_agents] for run in runs]
 
     def etas(method: str) -> set[str]:
         return {variant.removeprefix(f"{method}, ") for variant in study.sweeps[method] if variant in groups}
@@ -173,5 +212,5 @@ def frontier_gap(groups: Groups, study: Study) -> Difference:
     if not shared:
         return difference({}, {})
     seeds = set.intersection(*(set(groups[f"{method}, {eta}"]) for method in study.sweeps for eta in shared))
-    gaps = {seed: gap(ends("cory", seed), ends("ppo", seed)) for seed in sorted(seeds)}
-    return difference(gaps, dict.fromkeys(gaps, 0.0))
+    heights = {seed: frontier_height(curves("cory", seed), curves("ppo", seed)) for seed in sorted(seeds)}
+    return difference(heights, dict.fromkeys(heights, 0.0))

@@ -24,12 +24,15 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
 # More evaluations than a single run makes, for curves of reward against KL.
 ALWAYS = "--eval_every 10 --sample_rows 2 --save_every 20 --wandb disabled"
-# What is measured of a finished run: module and flags, the file that it writes, figures that this must hold.
+# What is measured of a finished run: module and flags, the file that it writes, figures that this must hold,
+# and how they must have been made.
 MEASURES = {"pass@k": ("cory.evaluate --samples 16 --k 1 2 4 8 16", "evaluation/results.json",
-                       {f"pass@{k}" for k in (1, 2, 4, 8, 16)}),
-            "team": ("cory.studies.team", "team.json", {"first", "second", "team", "alone"})}
-# What a run that has diverged says last.
-DIVERGED = re.compile("not finite|no numbers any more|has diverged")
+                       [f"pass@{k}" for k in (1, 2, 4, 8, 16)], {"samples": 16}),
+            "team": ("cory.studies.team --rounds 4", "team.json", ["first", "second", "team", "alone"],
+                     {"rounds": 4})}
+# What a run that has diverged says last; a model that was none from the start says something else.
+DIVERGED = re.compile("it was not applied|has diverged|no numbers any more")
+MACHINE_SETTINGS = ("device", "dtype", "head_precision", "cpu_matmul")      # whose `auto` the machine settles
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class StudyRun:
 
     @property
     def log(self) -> Path:
-        """What a run that failed has said."""
+        """What the last try said, if it failed."""
         return self.folder.with_name(self.folder.name + ".log")
 
     @property
@@ -83,9 +86,14 @@ class StudyRun:
     def measured(self) -> bool:
         if not self.measure:
             return True
-        _, name, figures = MEASURES[self.measure]
+        _, name, figures, how = MEASURES[self.measure]
         path = self.folder / name
-        return path.exists() and figures <= read_json(path).get("base", {}).keys()
+        if not path.exists():
+            return False
+        found, cfg = read_json(path), read_config(self.folder)
+        how = how | {key: cfg[of] for key, of in (("queries", "eval_queries"), ("temperature", "temperature"))
+                     if key in found}
+        return {*figures} <= found.get("base", {}).keys() and how.items() <= found.items()
 
     @property
     def finished(self) -> bool:
@@ -102,7 +110,7 @@ def plan(study: Study, tasks: list[str], seeds: list[int], variants: list[str], 
                 common = ["--preset", preset, *ALWAYS.split(), *flags]
                 words = common + resolved(study.variants[variant], task, common)
                 folder = out / "runs" / f"{task}-{slug(words)}-seed{seed}"
-                measure = study.measured.get(task, "")
+                measure = study.measure.get(task, "")
                 run = StudyRun(task, variant, seed, tuple(words), folder.absolute(), measure)
                 require_as_defined(run)
                 found.append(run)
@@ -115,8 +123,8 @@ def require_as_defined(run: StudyRun) -> None:
     if not (run.folder / "config.json").exists():
         return
     made = read_config(run.folder)
-    differ = [name for name, value in asked.items() if value not in ("auto", made.get(name))
-              and name not in ("run_dir", "resume")]
+    differ = [name for name, value in asked.items() if value != made.get(name)
+              and not (name in MACHINE_SETTINGS and value == "auto") and name not in ("run_dir", "resume")]
     if differ:
         way_out = f"was made with another {', '.join(differ)}; delete it, or take another --out"
         raise UserError("out", str(run.folder), way_out)
@@ -160,19 +168,27 @@ def slug(words: list[str]) -> str:
 
 
 def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
-    """Makes what is not finished, `jobs` at a time with the cores divided. Returns what failed, and how."""
-    todo = list({run.folder: run for run in runs if not run.finished}.values())
+    """Makes what is not finished, `jobs` at a time with the cores divided. Returns what failed, and how.
+
+    A run that diverged would do so again, and is not made again: delete its log to have it tried.
+    """
+    todo = to_make(runs)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // jobs)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    failed = []
+    failed = [(run, last_words(run.log.read_text())) for run in runs if run.diverged]
 
     def work(run: StudyRun) -> None:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
+        run.log.unlink(missing_ok=True)
         for command in run.commands():
             if command[0] == "rm":
-                with locked(run.folder):                        # no other process is at it
-                    shutil.rmtree(run.folder)
+                try:
+                    with locked(run.folder):                    # no other process is at it
+                        shutil.rmtree(run.folder)
+                except UserError as error:
+                    failed.append((run, str(error)))
+                    break
                 continue
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             if done.returncode:
@@ -190,6 +206,22 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
     return failed
 
 
+def to_make(runs: list[StudyRun]) -> list[StudyRun]:
+    """Those that are neither finished nor diverged, each folder once."""
+    return list({run.folder: run for run in runs if not run.finished and not run.diverged}.values())
+
+
+def line_of(run: StudyRun) -> str:
+    """The commands of a run for a shell, whose errors stand in its log then, as they do when made here."""
+    words = [line if line[0] == "rm" else ["python", *line[1:]] for line in run.commands()]
+    lines = [shlex.join(line) for line in words]
+    if not run.trained:
+        at = [line[0] for line in words].index("python")
+        lines[at] += f" 2> {shlex.quote(str(run.log))}"
+        lines.insert(at, shlex.join(["mkdir", "-p", str(run.folder.parent)]))
+    return " && ".join(lines)
+
+
 def last_words(said: str) -> str:
     """The error in what a process wrote, or else its last line."""
     errors = re.findall(r"(?:error|\w+Error): .*", said)
@@ -198,13 +230,12 @@ def last_words(said: str) -> str:
 
 def expected_minutes(runs: list[StudyRun], jobs: int) -> tuple[int, float | None]:
     """(runs to make, minutes), by the finished ones of the same task; None where there is none yet."""
-    todo = {run.folder: run for run in runs if not run.finished}
-    seconds = {}
+    todo, seconds = to_make(runs), {}
     for run in runs:
         if run.trained:
             rows = read_log(run.folder / "metrics.jsonl")
             seconds.setdefault(run.task, []).append(sum(row.get("seconds", 0.0) for row in rows) * 1.2)
-    if not {run.task for run in todo.values()} <= seconds.keys():
+    if not {run.task for run in todo} <= seconds.keys():
         return len(todo), None
-    total = sum(sum(seconds[run.task]) / len(seconds[run.task]) for run in todo.values() if not run.trained)
+    total = sum(sum(seconds[run.task]) / len(seconds[run.task]) for run in todo if not run.trained)
     return len(todo), total / jobs / 60

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import bootstrap, norm, t
+from scipy.stats import binomtest, bootstrap, norm, t
 
 LEVEL, RESAMPLES = 0.95, 9999
 # Below, one sign in all differences is no rarity, and neither interval nor verdict is given.
@@ -55,6 +55,19 @@ def interval(x: np.ndarray) -> tuple[float, float]:
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
+def share_interval(happened: np.ndarray) -> tuple[float, float]:
+    """95% interval of how often something happens, of 0s and 1s, by Wilson's score; (NaN, NaN) below five.
+
+    5 of 5 are [0.57, 1]: a bootstrap would give [1, 1]. Source: Brown, Cai and DasGupta, Statistical Science
+    16 (2001), which recommends it for few values.
+    """
+    n = len(happened)
+    if n < LEAST_SEEDS:
+        return float("nan"), float("nan")
+    found = binomtest(int(happened.sum()), n).proportion_ci(LEVEL, method="wilson")
+    return float(found.low), float(found.high)
+
+
 def difference(variant: dict[int, float], baseline: dict[int, float]) -> Difference:
     """{seed: figure} of two variants; a figure that is NaN leaves its seed out."""
     both = [seed for seed in variant if seed in baseline and np.isfinite(variant[seed] - baseline[seed])]
@@ -65,20 +78,26 @@ def difference(variant: dict[int, float], baseline: dict[int, float]) -> Differe
     return Difference(float(x.mean()), *interval(x), improved, len(x))
 
 
-def gap(frontier: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
-    """Mean height of a frontier above another, each points (KL, reward), linear between them, over the KL
-    that both span; NaN where they share none.
+Curve = list[tuple[float, float]]       # (KL, reward) along training, the base first
+
+
+def frontier_height(curves: list[Curve], others: list[Curve]) -> float:
+    """Mean height of the frontier of some runs above that of others, over the KL that both reach.
+
+    The frontier at k is the highest reward that any of the runs has with a KL of k or less, linear between
+    evaluations. Both start at the base, so that they always share a range, also where their ends do not.
     """
-    sides = [np.array(sorted(points)).T for points in (frontier, other)]
-    low, high = max(x[0] for x, _ in sides), min(x[-1] for x, _ in sides)
-    if not low < high:
-        return float("nan")
-    grid = np.linspace(low, high, 101)
-    (x, y), (other_x, other_y) = sides
-    return float(np.mean(np.interp(grid, x, y) - np.interp(grid, other_x, other_y)))
+    largest = min(max(kl for curve in side for kl, _ in curve) for side in (curves, others))
+    grid = (np.arange(400) + 0.5) / 400 * largest
+
+    def frontier(side: list[Curve]) -> np.ndarray:
+        reached = np.array([[at(curve, k) for k in grid] for curve in side])
+        return np.maximum.accumulate(np.nanmax(reached, 0))
+
+    return float(np.mean(frontier(curves) - frontier(others)))
 
 
-def at(curve: list[tuple[float, float]], x: float) -> float:
+def at(curve: Curve, x: float) -> float:
     """The curve's y where it first reaches x, between its points linear; NaN where it never does."""
     for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):
         if min(x0, x1) <= x <= max(x0, x1):

@@ -18,9 +18,10 @@ from cory.studies.results import (
     frontier_gap,
     made_by,
     of_last,
+    of_other_eta,
     same_runs,
 )
-from cory.studies.runs import StudyRun
+from cory.studies.runs import MEASURES, StudyRun
 from cory.studies.statistics import Difference, difference, interval
 
 NOTES = {"gsm8k": ("Reward is the accuracy of greedy answers; KL and combined reward are of sampled ones.",
@@ -41,8 +42,9 @@ def mean_with_interval(values: Iterable[float]) -> str:
     return f"{values.mean():.2f}" + ("" if np.isnan(low) else f" [{low:.2f}, {high:.2f}]")
 
 
-def final_table(groups: Groups, all_runs: Groups, task: str) -> list[str]:
+def final_table(groups: Groups, all_runs: Groups, study: Study, task: str) -> list[str]:
     """`all_runs` are those of `groups`, and those that diverged."""
+    etas = of_other_eta(groups, study)
     head = ["variant", "seeds", f"{NAMES[task]}, mean of agents", "LLM1", "LLM2", "KL", "combined reward",
             "collapsed"]
     rows = []
@@ -53,6 +55,8 @@ def final_table(groups: Groups, all_runs: Groups, task: str) -> list[str]:
             ends = [run.agents[name][-1].reward for run in of_seed.values() if name in run.agents]
             of_agents.append(f"{fmean(ends):.2f}" if ends else "")
         means = [mean_with_interval(of_last(of_seed, name).values()) for name in ("reward", "kl", "combined")]
+        if variant in etas:
+            means[-1] += f" (eta {etas[variant]:g})"
         collapsed = sum(run.collapsed for run in every.values())
         rows.append([variant, str(len(of_seed)), means[0], *of_agents, *means[1:],
                      f"{collapsed} of {len(every)}"])
@@ -129,52 +133,57 @@ TEAM = {"first": "first answer", "second": "second, having seen the first", "tea
 
 def measured_table(groups: Groups, study: Study, task: str) -> list[str]:
     """What was measured of finished runs, mean of the agents: pass@k, or two answers together."""
-    kind = study.measured.get(task)
-    if not kind:
+    kind = study.measure.get(task)
+    if not kind or not groups:
         return []
     some = next(iter(next(iter(groups.values())).values()))
+    names = MEASURES[kind][2]
     if kind == "team":
         what = "reward" if task == "imdb" else "share solved; the better of two is pass@2"
         title = f"Two answers together, held out, sampled ({what}):"
-        columns, found = TEAM, {variant: {seed: run.measured["agents"] for seed, run in of_seed.items()}
-                                for variant, of_seed in groups.items()}
+        head = [TEAM[name] for name in names]
+        found = {variant: {seed: run.measured["agents"] for seed, run in of_seed.items()}
+                 for variant, of_seed in groups.items()}
     else:
         title = "pass@k of held-out bare queries, mean of agents:"
-        columns = {name: name for name in some.measured["base"] if name.startswith("pass@")}
-        found = {variant: {seed: mean_of_agents(run, columns) for seed, run in of_seed.items()}
+        head = names
+        found = {variant: {seed: measured_mean(run, names) for seed, run in of_seed.items()}
                  for variant, of_seed in groups.items()}
-    rows = [["base", *(f"{some.measured['base'][name]:.2f}" for name in columns)]]
+    rows = [["base", *(f"{some.measured['base'][name]:.2f}" for name in names)]]
     for variant, of_seed in found.items():
-        means = [mean_with_interval(row[name] for row in of_seed.values()) for name in columns]
+        means = [mean_with_interval(row[name] for row in of_seed.values()) for name in names]
         rows.append([variant, *means])
         base = study.baseline_of(variant)
         if base != variant and base in found:
             less = [difference(*({seed: row[name] for seed, row in found[side].items()}
-                                 for side in (variant, base))) for name in columns]
+                                 for side in (variant, base))) for name in names]
             rows.append([f"{variant} less {base}", *map(str, less)])
             if kind == "team":
                 pair, two = ({seed: row[name] for seed, row in found[side].items()}
                              for side, name in ((variant, "team"), (base, "alone")))
                 rows.append([f"{variant}'s pair less {base}'s two to the bare query", "", "",
                              str(difference(pair, two)), ""])
-    return [title, "", *markdown(["", *columns.values()], rows)]
+    return [title, "", *markdown(["", *head], rows)]
 
 
-def mean_of_agents(run: Result, names: Iterable[str]) -> dict[str, float]:
+def measured_mean(run: Result, names: Iterable[str]) -> dict[str, float]:
     return {name: fmean(run.measured[agent][name] for agent in run.agents) for name in names}
 
 
 def answers(groups: Groups) -> list[str]:
-    """What the first seed's variants answered last, as pioneers, to the queries that they share."""
+    """What the variants of the first seed that all have answered last, as pioneers, to queries they share."""
+    seeds = set.intersection(*map(set, groups.values())) if groups else set()
+    if not seeds:
+        return []
     kept = {}
     for variant, of_seed in groups.items():
-        run = of_seed[min(of_seed)]
+        run = of_seed[min(seeds)]
         rows = read_jsonl(run.run.folder / "samples.jsonl")
         kept[variant] = {row["query"]: row for row in rows if row["iteration"] == run.last.iteration}
     queries = Counter(query for rows in kept.values() for query in rows)
     if not queries:
         return []
-    lines = [f"Answers of the last iteration, seed {min(next(iter(groups.values())))}:", ""]
+    lines = [f"Answers of the last iteration, seed {min(seeds)}:", ""]
     for query in [query for query, n in queries.items() if n == max(queries.values())][:2]:
         asked = {variant: rows[query] for variant, rows in kept.items() if query in rows}
         first = next(iter(asked.values()))
@@ -209,11 +218,12 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
     for task in dict.fromkeys(result.run.task for result in results):
         groups = by_variant(results, task)
         all_runs = by_variant(results, task, diverged=True)
-        lines += [f"## {task}", "", *NOTES.get(task, ()), *final_table(groups, all_runs, task),
+        lines += [f"## {task}", "", *NOTES.get(task, ()), *final_table(groups, all_runs, study, task),
                   *difference_table(groups, study)]
         if study.sweeps:
             height = frontier_gap(groups, study)
-            lines += [f"CORY's frontier over eta less PPO's, at equal KL: {height} ({height.verdict}).", ""]
+            lines += ["Height of CORY's frontier above PPO's, the best reward of any eta within a KL, mean "
+                      f"over the KL that both reach: {height} ({height.verdict}).", ""]
         lines += [*measured_table(groups, study, task), *agents_table(groups), *pictures(drawn, task),
                   *answers(groups)]
     if failed:
@@ -223,7 +233,8 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
     replace_text(out / "results.md", text)
     rows = [{"study": name, "task": r.run.task, "variant": r.run.variant, "seed": r.run.seed,
              "folder": r.run.folder.name, "flags": list(r.run.flags), "made_by": made_by(r.run),
-             "agents": {agent: vars(points[-1]) for agent, points in r.agents.items()}, "roles": r.roles,
-             "measured": r.measured, "collapsed": r.collapsed} for r in ended]
+             "agents": {agent: [vars(point) for point in points] for agent, points in r.agents.items()},
+             "roles": r.roles, "responses": r.responses, "measured": r.measured, "collapsed": r.collapsed}
+            for r in ended]
     replace_text(out / "runs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return text
