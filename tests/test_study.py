@@ -629,6 +629,15 @@ def test_pages_of_other_seeds_lie_apart_and_pictures_of_ones_own_stay(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["slide.png"]
 
 
+def test_looks_tell_variants_apart():
+    several = pictures.looks_of(["cory", "ppo", "ppo, twice the batch"])
+    assert len({(look["linestyle"], look["marker"]) for look in several.values()}) == 3
+    grid = pictures.looks_of(STUDIES["stability"].variants)
+    assert len({(look["color"], look["marker"]) for look in grid.values()}) == 12
+    assert len({look["color"] for look in grid.values()}) == 2
+    assert grid["ppo, rate x 4, eta x 1"]["marker"] == grid["cory, rate x 4, eta x 1"]["marker"]
+
+
 def test_answers_are_of_a_seed_that_all_have(tmp_path):
     def run(variant, seed, text):
         found = result(variant, [(0, 0.0, 0.0), (10, 1.0, 1.0)])

@@ -1,5 +1,6 @@
 """Pictures of a study, as PNG and PDF: curves with intervals, the frontier, differences to the baseline."""
 from pathlib import Path
+from typing import Iterable
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from cory.studies.results import NAMES, Groups, Result, by_variant, differences,
 from cory.studies.runs import MEASURES
 from cory.studies.statistics import interval
 
+SHAPES = (*LINES, (":", "D"), ("-", "v"), ("--", "P"))
 PICTURES = ("curves", "frontier", "differences", "pass_at_k")
 
 
@@ -39,10 +41,23 @@ def label_of(variant: str, of_seed: dict[int, Result]) -> str:
     return f"{variant} (n = {len(of_seed)})"
 
 
-def line(i: int) -> dict:
-    """`look`, with other dashes and markers for neighbours: of lines that lie on one another all show."""
-    dashes, marker = LINES[i % len(LINES)]
-    return look(i) | {"linestyle": dashes, "marker": marker}
+def looks_of(names: Iterable[str]) -> dict[str, dict]:
+    """{variant: colour, dashes, marker}: neighbours differ in each, so that of lines which lie on one another
+    all show. Of `METHOD, SETTING` throughout, a colour for each method and a marker for each setting.
+    """
+    names = list(names)
+    if all(name.startswith(("ppo, ", "cory, ")) for name in names):
+        methods = list(dict.fromkeys(name.partition(", ")[0] for name in names))
+        settings = list(dict.fromkeys(name.partition(", ")[2] for name in names))
+        places = [(methods.index(method), settings.index(setting))
+                  for method, _, setting in (name.partition(", ") for name in names)]
+    else:
+        places = [(i, i % len(LINES)) for i in range(len(names))]
+    found = {}
+    for name, (color, shape) in zip(names, places, strict=True):
+        dashes, marker = SHAPES[shape % len(SHAPES)]
+        found[name] = look(color) | {"linestyle": dashes, "marker": marker}
+    return found
 
 
 def curves(groups: Groups, study: Study, task: str):
@@ -50,42 +65,41 @@ def curves(groups: Groups, study: Study, task: str):
     The combined rewards are those with one eta.
     """
     figure, axes = grid(3, 3, 3.2, 2.9, below=0.3 + 0.12 * len(groups))
-    others = of_other_eta(groups, study)
-    for i, (variant, of_seed) in enumerate(groups.items()):
+    others, looks = of_other_eta(groups, study), looks_of(groups)
+    for variant, of_seed in groups.items():
         runs = [run.mean_of_agents for run in of_seed.values()]
         shared = sorted(set.intersection(*({p.iteration for p in points} for points in runs)))
         for axis, name in zip(axes, ("reward", "kl", "combined"), strict=True):
             if name == "combined" and variant in others:
                 continue
             table = np.array([[getattr(p, name) for p in points if p.iteration in shared] for points in runs])
-            axis.plot(shared, table.mean(0), **line(i), **MARKERS[""], zorder=2 + 1 / (1 + shared[-1]))
+            axis.plot(shared, table.mean(0), **looks[variant], **MARKERS[""], zorder=2 + 1 / (1 + shared[-1]))
             low, high = zip(*(interval(column) for column in table.T), strict=True)
-            axis.fill_between(shared, low, high, color=line(i)["color"], alpha=0.15, linewidth=0)
+            axis.fill_between(shared, low, high, color=looks[variant]["color"], alpha=0.15, linewidth=0)
     with_eta = next(eta(of_seed) for variant, of_seed in groups.items() if variant not in others)
     titles = (NAMES[task], "KL per response (nats)", f"combined reward, eta {with_eta:g}")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="iteration")
     figure.suptitle(f"{task}, held out, mean of a run's agents: mean of n seeds and its 95% interval")
-    legend(figure, {label_of(*group): line(i) for i, group in enumerate(groups.items())})
+    legend(figure, {label_of(*group): looks[group[0]] for group in groups.items()})
     return figure
 
 
 def frontier(groups: Groups, study: Study, task: str):
     """Held-out reward against KL: pale lines along training, one marked point at each variant's end."""
     figure, (axis,) = grid(1, 1, 7, 4.6, below=0.3 + 0.15 * len(groups))
-    looks = {}
-    for i, (variant, of_seed) in enumerate(groups.items()):
+    ends = {variant: style | {"linestyle": "", "markersize": 9, **MARKERS[""]}
+            for variant, style in looks_of(groups).items()}
+    for variant, of_seed in groups.items():
         for run in of_seed.values():
             points = run.mean_of_agents
-            axis.plot([p.kl for p in points], [p.reward for p in points], color=line(i)["color"], alpha=0.2,
-                      linewidth=0.8)
+            axis.plot([p.kl for p in points], [p.reward for p in points], color=ends[variant]["color"],
+                      alpha=0.2, linewidth=0.8)
         last = [run.last for run in of_seed.values()]
-        looks[label_of(variant, of_seed)] = {**line(i), "linestyle": "", "markersize": 9, **MARKERS[""]}
-        axis.plot(np.mean([p.kl for p in last]), np.mean([p.reward for p in last]),
-                  **looks[label_of(variant, of_seed)], zorder=3)
+        axis.plot(np.mean([p.kl for p in last]), np.mean([p.reward for p in last]), **ends[variant], zorder=3)
     axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
              title=f"{task}, held out: along training, and where each variant ends")
-    legend(figure, looks)
+    legend(figure, {label_of(*group): ends[group[0]] for group in groups.items()})
     return figure
 
 
@@ -94,20 +108,18 @@ def over_eta(groups: Groups, study: Study, task: str):
     end; small: the end of each seed.
     """
     figure, (axis,) = grid(1, 1, 7, 4.6, below=0.6)
-    looks = {}
-    for i, (method, variants) in enumerate(study.sweeps.items()):
-        color = COLORS[i]
+    styles, looks = looks_of(name for names in study.sweeps.values() for name in names), {}
+    for method, variants in study.sweeps.items():
         there = {variant: groups[variant] for variant in variants if variant in groups}
         fewest = min(map(len, there.values()), default=0)
-        looks[f"{method} (n = {fewest})"] = {"color": color, "linewidth": 1.6}
-        for marker, (variant, of_seed) in zip("os^DvPX*", there.items(), strict=False):
+        looks[f"{method} (n = {fewest})"] = {"color": styles[variants[0]]["color"], "linewidth": 1.6}
+        for variant, of_seed in there.items():
             runs = [[(p.kl, p.reward) for p in run.mean_of_agents] for run in of_seed.values()]
-            axis.plot(*np.mean(runs, 0).T, color=color, alpha=0.5, linewidth=1)
-            axis.plot(*np.array([points[-1] for points in runs]).T, linestyle="", marker=marker, markersize=4,
-                      color=color, alpha=0.35)
-            axis.plot(*np.mean(runs, 0)[-1], linestyle="", marker=marker, markersize=9, color=color,
-                      **MARKERS[""], zorder=3)
-            looks[variant.removeprefix(f"{method}, ")] = {"color": "gray", "marker": marker, "linestyle": ""}
+            end = styles[variant] | {"linestyle": ""}
+            axis.plot(*np.mean(runs, 0).T, color=end["color"], alpha=0.5, linewidth=1)
+            axis.plot(*np.array([points[-1] for points in runs]).T, **end | {"markersize": 4}, alpha=0.35)
+            axis.plot(*np.mean(runs, 0)[-1], **end | {"markersize": 9}, **MARKERS[""], zorder=3)
+            looks[variant.removeprefix(f"{method}, ")] = end | {"color": "gray"}
     axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
              title=f"{task}, held out: along training, and where each eta ends (small: each seed)")
     legend(figure, looks)
