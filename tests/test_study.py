@@ -525,12 +525,18 @@ def test_claims_by_hand():
 
 def test_frontiers_are_compared_seed_by_seed():
     """PPO's is k, CORY's 2 k: k higher in the mean over 0 to 4; of the etas that both have alone, 0 to 3."""
-    groups = {f"{method}, eta x {eta}": seeds_of(f"{method}{eta}", [slope * kl] * 5, [kl] * 5)
+    groups = {name: seeds_of(name, [slope * kl] * 5, [kl] * 5)
               for method, slope in (("ppo", 1.0), ("cory", 2.0))
-              for eta, kl in (("0.1", 4.0), ("0.3", 3.0), ("1", 2.0), ("3", 1.0))}
+              for eta, kl in (("0.1", 4.0), ("0.3", 3.0), ("1", 2.0), ("3", 1.0))
+              for name in [f"{method}, eta x {eta}"]}
     found = results.frontier_gap(groups, STUDIES["frontier"])
     assert found.mean == pytest.approx(2.0) and found.verdict == "higher" and found.seeds == 5
+    row = "| imdb | mean height, over the KL of both | +2.00 [+2.00, +2.00], 5 seeds | holds |"
+    every = [run for of_seed in groups.values() for run in of_seed.values()]
+    assert row in claims.page({"frontier": every}, "")
     del groups["ppo, eta x 0.1"]
+    some = [run for of_seed in groups.values() for run in of_seed.values()]
+    assert "| imdb | mean height, over the KL of both | not run" in claims.page({"frontier": some}, "")
     assert results.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(1.5)
     assert results.frontier_gap({"ppo, eta x 1": groups["ppo, eta x 1"]}, STUDIES["frontier"]).seeds == 0
     assert "| imdb | mean height, over the KL of both | not run | not run |" in claims.page({}, "command")
