@@ -205,13 +205,24 @@ def pictures(names: list[str], task: str) -> list[str]:
     return [line for name in names if name.endswith(f"_{task}.png") for line in (f"![{name}]({name})", "")]
 
 
+def made_with(results: list[Result]) -> str:
+    """`2 runs by python 3.11.7, torch 2.13.0, dtype float32; commit 0123456789: 2`."""
+    commits = {}
+    for result in results:
+        versions = made_by(result.run)
+        commit = versions.pop("commit")
+        what = ", ".join(f"{name} {version}" for name, version in versions.items())
+        commits.setdefault(what, Counter())[commit] += 1
+    return ". ".join(
+        f"{of.total()} runs by {what}; commit {', '.join(f'{commit}: {n}' for commit, n in of.items())}"
+        for what, of in commits.items())
+
+
 def write(name: str, study: Study, results: list[Result], failed: list[tuple[StudyRun, str]], command: str,
           drawn: list[str], out: Path) -> str:
     """Writes `results.md`, with the pictures `drawn`, and `runs.jsonl`; returns the text of the first."""
     ended = [r for r in results if not r.diverged]
-    made = Counter(", ".join(f"{k} {v}" for k, v in made_by(r.run).items()) for r in ended)
-    of_runs = "; ".join(f"{n} runs by {text}" for text, n in made.items())
-    how = (f"{of_runs}. 95% intervals of the mean over seeds by the bootstrap; differences are "
+    how = (f"{made_with(ended)}. 95% intervals of the mean over seeds by the bootstrap; differences are "
            "paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, reward "
            "interpolated between evaluations; equal compute counts responses sampled and trained on.")
     lines = [f"# {name}", "", study.claim, "", f"    {command}", "", how, ""]
