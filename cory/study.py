@@ -103,17 +103,18 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
         return
     n, minutes = runs.expected_minutes(planned, args.jobs)
     expected = "time unknown until one is finished" if minutes is None else f"about {minutes:.0f} minutes"
+    results.require_alike(planned)
     print(f"{args.name}: {len(planned)} runs, {n} to make, {args.jobs} at a time; {expected}", flush=True)
     failed = runs.make(planned, args.jobs)
+    for run, why in failed:
+        print(f"error: {run.task} {run.variant} seed {run.seed} failed, {why}", file=sys.stderr)
+    results.require_alike(planned)
     found = [results.read(run) for run in planned if run.finished or run.diverged]
-    results.require_alike([result for result in found if not result.diverged])
     out = folder_of(args, flags)
     out.mkdir(parents=True, exist_ok=True)
     drawn = [path.name for path in pictures.draw(study, [r for r in found if not r.diverged], out)]
     print(tables.write(args.name, study, found, failed, command, drawn, out))
     print(f"written to {out}: results.md, runs.jsonl, {', '.join(drawn)}")
-    for run, why in failed:
-        print(f"error: {run.task} {run.variant} seed {run.seed} failed, {why}", file=sys.stderr)
     if any(not run.diverged for run, _ in failed):
         raise SystemExit(1)
 
@@ -126,17 +127,20 @@ def hold_claims(args: argparse.Namespace, flags: list[str], command: str) -> Non
     for name in ("variants", "dry_run"):
         if getattr(args, name):
             raise UserError(name, getattr(args, name), "claims is a table of finished runs; leave it out")
-    found = {}
+    found, every = {}, []
     for name in dict.fromkeys([*(claim.study for claim in claims.CLAIMS), "frontier"]):
         study = STUDIES[name]
         seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
         variants = study.variants_of(args.preset, quick=False)
         planned = runs.plan(study, tasks_of(study, args), seeds, variants, args.preset, flags, args.out)
         found[name] = [results.read(run) for run in planned if run.finished or run.diverged]
+        every += planned
+    results.require_alike(every)
     text, out = claims.page(found, command), folder_of(args, flags)
     out.mkdir(parents=True, exist_ok=True)
     replace_text(out / "results.md", text)
     print(text)
+    print(f"written to {out}: results.md")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,14 +75,16 @@ def test_reward_at_equal_kl_by_hand():
 
 
 def test_height_of_a_frontier_by_hand():
-    """Two runs have min(k, 2) at most within a KL of k, though one goes to 2 and falls: against k itself, up
-    to the 4 that both reach, that is (k - 2) lower from 2 on, 0.5 in the mean.
+    """Two runs have min(k, 2) at most within a KL of k, though one goes to 2 and falls: against k itself that
+    is k - 2 lower, and 1 in the mean from 2, where one is evaluated first, to 4, which both reach.
     """
     two, one = [[(0.0, 0.0), (4.0, 2.0)], [(0.0, 0.0), (2.0, 2.0), (6.0, 1.0)]], [[(0.0, 0.0), (4.0, 4.0)]]
-    assert st.frontier_height(two, one) == pytest.approx(-0.5, abs=1e-3)
-    assert st.frontier_height(one, two) == pytest.approx(0.5, abs=1e-3)
-    late = [[(0.0, 0.0), (1.0, 1.0)]]                               # ends of 1 and 4: they share 0 to 1
-    assert st.frontier_height(late, one) == pytest.approx(0.0, abs=1e-9)
+    assert st.frontier_height(two, one) == pytest.approx(-1.0, abs=1e-3)
+    assert st.frontier_height(one, two) == pytest.approx(1.0, abs=1e-3)
+    back = [[(0.0, 0.0), (4.0, 4.0), (2.0, 6.0)]]                   # 6 at a KL of 2, which it had left
+    assert st.frontier_height(back, [[(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]]) == pytest.approx(3.0, abs=1e-2)
+    apart = [[(0.0, 0.0), (1.0, 1.0)]]                              # ends of 1 and 4: only 1 is shared
+    assert st.frontier_height(apart, one) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_share_of_few_has_an_interval():
@@ -182,10 +185,10 @@ def test_runs_of_the_same_flags_in_two_studies_share_a_folder(tmp_path):
     assert len(set(folders)) == 1 and folders[0].name == "imdb-preset_tiny_method_cory-seed3"
 
 
-def small_study(small, tmp_path, *more):
+def small_study(small, tmp_path, *more, name="curves"):
     data = ["--model", small / "lm", "--reward_model", small / "classifier", "--dataset", small / "openings"]
     size = "--iterations 2 --batch_size 8 --mini_batch_size 8 --eval_queries 8 --max_response_length 6"
-    study.main(["curves", "--quick", "--tasks", "imdb", "--out", str(tmp_path), *more, "--", *map(str, data),
+    study.main([name, "--quick", "--tasks", "imdb", "--out", str(tmp_path), *more, "--", *map(str, data),
                 *size.split(), "--eval_every", "1", "--device", "cpu"])
 
 
@@ -221,8 +224,23 @@ def test_a_study_from_start_to_pictures_and_nothing_twice(small, tmp_path, capsy
     rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
     both = [(variant, seed) for seed in (0, 1) for variant in ("ppo", "cory")]
     assert [(row["variant"], row["seed"]) for row in rows] == both
+    assert [row["responses"] for row in rows] == [8, 16] * 2        # a batch for each role of the loop
     assert {path.name for path in out.glob("*.p*")} == {
         f"{name}_imdb.{kind}" for name in ("curves", "frontier", "differences") for kind in ("png", "pdf")}
+    run = tmp_path / "runs" / rows[0]["folder"]
+    config = (run / "config.json").read_text()
+    (run / "config.json").write_text(config.replace('"dtype": "float32"', '"dtype": "bfloat16"'))
+    for name in ("curves", "claims"):                               # of another arithmetic
+        with pytest.raises(SystemExit) as stopped:
+            small_study(small, tmp_path, name=name)
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and re.search("with dtype (bfloat16|float32), ", said)
+    (run / "config.json").write_text(config)
+    (run / "eval.json").unlink()
+    run.with_name(run.name + ".log").write_text("error: weights is 'w': is not finite: llm1 has diverged\n")
+    small_study(small, tmp_path)                                    # which is a result, and no failure
+    said = capsys.readouterr()
+    assert len(made) == 5 and "| 1 of 2 |" in said.out and "llm1 has diverged" in said.err
 
 
 def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch):
@@ -319,7 +337,8 @@ def test_runs_of_other_data_or_arithmetic_are_not_mixed(tmp_path):
         run.folder.mkdir()
         saved = saved_config(ImdbConfig(dtype="float32", head_precision="float32"), ["llm1"], prints or {})
         (run.folder / "config.json").write_text(json.dumps(saved | settings))
-        return results.Result(run, {}, {}, 0.0, {})
+        (run.folder / "eval.json").write_text("{}")
+        return run
 
     one = made(0, prints={"data": "aa", "model": "bb"})
     old = made(1)                                                   # of before fingerprints were kept
@@ -367,7 +386,9 @@ def test_figures_of_a_role_are_of_the_last_quarter(small_flags, tmp_path):
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").open()]
     role = next(iter(rows[1]["roles"]))
     expected = (rows[7][f"{role}/task_reward"] + rows[8][f"{role}/task_reward"]) / 2
-    assert results.read(run).roles[role]["task_reward"] == pytest.approx(expected)
+    found = results.read(run)
+    assert found.roles[role]["task_reward"] == pytest.approx(expected)
+    assert found.responses == 8                                     # an iteration's batch, of one role
 
 
 def test_differences_at_equal_iterations_kl_and_compute_by_hand(monkeypatch):
@@ -524,20 +545,22 @@ def test_claims_by_hand():
 
 
 def test_frontiers_are_compared_seed_by_seed():
-    """PPO's is k, CORY's 2 k: k higher in the mean over 0 to 4; of the etas that both have alone, 0 to 3."""
+    """PPO's is k, CORY's 2 k: k higher in the mean over 0.5, where the first is evaluated, to 4; to 3 without
+    the eta that only CORY has.
+    """
     groups = {name: seeds_of(name, [slope * kl] * 5, [kl] * 5)
               for method, slope in (("ppo", 1.0), ("cory", 2.0))
               for eta, kl in (("0.1", 4.0), ("0.3", 3.0), ("1", 2.0), ("3", 1.0))
               for name in [f"{method}, eta x {eta}"]}
     found = results.frontier_gap(groups, STUDIES["frontier"])
-    assert found.mean == pytest.approx(2.0) and found.verdict == "higher" and found.seeds == 5
-    row = "| imdb | mean height, over the KL of both | +2.00 [+2.00, +2.00], 5 seeds | holds |"
+    assert found.mean == pytest.approx(2.25) and found.verdict == "higher" and found.seeds == 5
+    row = "| imdb | mean height, over the KL of both | +2.25 [+2.25, +2.25], 5 seeds | holds |"
     every = [run for of_seed in groups.values() for run in of_seed.values()]
     assert row in claims.page({"frontier": every}, "")
     del groups["ppo, eta x 0.1"]
     some = [run for of_seed in groups.values() for run in of_seed.values()]
     assert "| imdb | mean height, over the KL of both | not run" in claims.page({"frontier": some}, "")
-    assert results.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(1.5)
+    assert results.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(1.75)
     assert results.frontier_gap({"ppo, eta x 1": groups["ppo, eta x 1"]}, STUDIES["frontier"]).seeds == 0
     assert "| imdb | mean height, over the KL of both | not run | not run |" in claims.page({}, "command")
 
@@ -642,6 +665,22 @@ def test_looks_tell_variants_apart():
     assert len({(look["color"], look["marker"]) for look in grid.values()}) == 12
     assert len({look["color"] for look in grid.values()}) == 2
     assert grid["ppo, rate x 4, eta x 1"]["marker"] == grid["cory, rate x 4, eta x 1"]["marker"]
+
+
+def test_pictures_of_other_etas_and_of_sweeps(monkeypatch):
+    """Combined rewards of one eta alone share a panel; each eta has a marker, each seed a small one."""
+    for module in (results, pictures):
+        monkeypatch.setattr(module, "eta", lambda of_seed: 0.3 if "0.3" in of_seed[0].run.variant else 0.1)
+    groups = {name: seeds_of(name, [1.0] * 5, [2.0] * 5) for name in STUDIES["frontier"].variants}
+    *_, combined = pictures.curves(groups, STUDIES["frontier"], "imdb").axes
+    assert len(combined.lines) == 6 and combined.get_title() == "combined reward, eta 0.1"
+    (axis,) = pictures.over_eta(groups, STUDIES["frontier"], "imdb").axes
+    assert sorted(line.get_markersize() for line in axis.lines if line.get_linestyle() == "None") == (
+        [4] * 8 + [9] * 8)
+    solved = {"llm1": {f"pass@{2**i}": 0.5 for i in range(5)}}
+    of_k = {"ppo": seeds_of("ppo", [1.0] * 5, [1.0] * 5, measured=solved | {"base": solved["llm1"]})}
+    (axis,) = pictures.pass_at_k(of_k, STUDIES["curves"], "gsm8k").axes
+    assert [list(line.get_xdata()) for line in axis.lines] == [[1, 2, 4, 8, 16]] * 2
 
 
 def test_answers_are_of_a_seed_that_all_have(tmp_path):

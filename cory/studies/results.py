@@ -93,20 +93,22 @@ def read(run: StudyRun) -> Result:
     return Result(run, {name: points(name) for name in cfg["agents"]}, roles, unsteady, measured, responses)
 
 
-def require_alike(results: list[Result]) -> None:
-    """The runs of a task were made of the same data and weights, in the same arithmetic, wherever the study
-    leaves these open. Raises `UserError`.
+def require_alike(runs: list[StudyRun]) -> None:
+    """The finished runs of a task were made of the same data and weights and in the same dtype, wherever the
+    study leaves these open and their config.json names them. Raises `UserError`.
     """
     first = {}
-    for result in results:
-        run, cfg = result.run, read_config(result.run.folder)
+    for run in runs:
+        if not run.trained:
+            continue
+        cfg = read_config(run.folder)
         prints = cfg.get("fingerprints", {})
         found = {"data": prints.get("data")}
         if "--model" not in run.flags:
             found["weights"] = prints.get("model")
         found |= {name: cfg[name] for name in ("dtype", "head_precision") if f"--{name}" not in run.flags}
         for name, value in found.items():
-            if value is None:                                   # a run of before they were kept
+            if value is None:                                   # a run of before fingerprints were kept
                 continue
             other, folder = first.setdefault((run.task, name), (value, run.folder))
             if value != other:

@@ -6,6 +6,7 @@ arXiv:1709.06560 (seeds). Intervals are scipy's bootstrap.
 """
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from scipy.stats import binomtest, bootstrap, norm, t
@@ -82,24 +83,29 @@ Curve = list[tuple[float, float]]       # (KL, reward) along training, the base 
 
 
 def frontier_height(curves: list[Curve], others: list[Curve]) -> float:
-    """Mean height of the frontier of some runs above that of others, over the KL that both reach.
+    """Mean height of the frontier of some runs above that of others, from the first KL at which any of them
+    was evaluated to the largest that both reach.
 
-    The frontier at k is the highest reward that any of the runs has with a KL of k or less, linear between
-    evaluations. Both start at the base, so that they always share a range, also where their ends do not.
+    The frontier at k is the highest reward that any of the runs has anywhere with a KL of k or less, linear
+    between evaluations.
     """
+    first = min(curve[1][0] for side in (curves, others) for curve in side)
     largest = min(max(kl for curve in side for kl, _ in curve) for side in (curves, others))
-    grid = (np.arange(400) + 0.5) / 400 * largest
+    grid = np.linspace(first, largest, 401)
 
     def frontier(side: list[Curve]) -> np.ndarray:
-        reached = np.array([[at(curve, k) for k in grid] for curve in side])
-        return np.maximum.accumulate(np.nanmax(reached, 0))
+        best = np.full(grid.shape, max(curve[0][1] for curve in side))      # the base's: its KL is 0
+        for (x0, y0), (x1, y1) in (pair for curve in side for pair in pairwise(curve)):
+            on = (min(x0, x1) <= grid) & (grid <= max(x0, x1)) & (x0 != x1)
+            best[on] = np.maximum(best[on], y0 + (y1 - y0) * (grid[on] - x0) / (x1 - x0))
+        return np.maximum.accumulate(best)
 
     return float(np.mean(frontier(curves) - frontier(others)))
 
 
 def at(curve: Curve, x: float) -> float:
     """The curve's y where it first reaches x, between its points linear; NaN where it never does."""
-    for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(curve):
         if min(x0, x1) <= x <= max(x0, x1):
             return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return float("nan")

@@ -234,7 +234,8 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
         if study.sweeps:
             height = frontier_gap(groups, study)
             lines += ["Height of CORY's frontier above PPO's, the best reward of any eta within a KL, mean "
-                      f"over the KL that both reach: {height} ({height.verdict}).", ""]
+                      "from the KL of the first evaluation to the largest that both reach: "
+                      f"{height} ({height.verdict}).", ""]
         lines += [*measured_table(groups, study, task), *agents_table(groups), *pictures(drawn, task),
                   *answers(groups)]
     if failed:
