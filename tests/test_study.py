@@ -233,8 +233,9 @@ def test_a_study_from_start_to_pictures_and_nothing_twice(small, tmp_path, capsy
     for name in ("curves", "claims"):                               # of another arithmetic
         with pytest.raises(SystemExit) as stopped:
             small_study(small, tmp_path, name=name)
-        said = capsys.readouterr().err
-        assert stopped.value.code == 2 and re.search("with dtype (bfloat16|float32), ", said)
+        said = capsys.readouterr()
+        assert stopped.value.code == 2 and re.search("with dtype (bfloat16|float32), ", said.err)
+        assert "to make" not in said.out                            # and before anything is trained
     (run / "config.json").write_text(config)
     (run / "eval.json").unlink()
     run.with_name(run.name + ".log").write_text("error: weights is 'w': is not finite: llm1 has diverged\n")
