@@ -60,6 +60,15 @@ def looks_of(names: Iterable[str]) -> dict[str, dict]:
     return found
 
 
+def kl_scale(groups: Groups) -> dict:
+    """Of an axis of KL: linear; logarithmic above the median where a run ends at ten times it, as collapsed
+    ones do.
+    """
+    ends = [run.last.kl for of_seed in groups.values() for run in of_seed.values()]
+    median = float(np.median(ends))
+    return {"value": "symlog", "linthresh": median} if max(ends) > 10 * median > 0 else {"value": "linear"}
+
+
 def curves(groups: Groups, study: Study, task: str):
     """Held-out reward, KL and combined reward against iterations: mean of seeds, band of its 95% interval.
     The combined rewards are those with one eta.
@@ -80,6 +89,7 @@ def curves(groups: Groups, study: Study, task: str):
     titles = (NAMES[task], "KL per response (nats)", f"combined reward, eta {with_eta:g}")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="iteration")
+    axes[1].set_yscale(**kl_scale(groups))
     figure.suptitle(f"{task}, held out, mean of a run's agents: mean of n seeds and its 95% interval")
     legend(figure, {label_of(*group): looks[group[0]] for group in groups.items()})
     return figure
@@ -99,6 +109,7 @@ def frontier(groups: Groups, study: Study, task: str):
         axis.plot(np.mean([p.kl for p in last]), np.mean([p.reward for p in last]), **ends[variant], zorder=3)
     axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
              title=f"{task}, held out: along training, and where each variant ends")
+    axis.set_xscale(**kl_scale(groups))
     legend(figure, {label_of(*group): ends[group[0]] for group in groups.items()})
     return figure
 
@@ -176,7 +187,10 @@ def forest(groups: Groups, study: Study, task: str):
         axis.axvline(0, color="gray", linewidth=1)
         axis.set(title=title, ylim=(len(names) - 0.5, -0.5))
         axis.set_yticks(range(len(names)), labels if axis is axes[0] else [""] * len(names))
-        axis.xaxis.set_major_locator(MaxNLocator(5))
+        if key == "kl" and kl_scale(groups)["value"] != "linear":
+            axis.set_xscale(**kl_scale(groups))
+        else:
+            axis.xaxis.set_major_locator(MaxNLocator(5))
     base = "PPO's of the same setting" if of_method else bases[0] if len({*bases}) == 1 else study.baseline
     figure.suptitle(f"{task}: less {base}, paired by seed, 95% intervals (hollow: not decided)")
     return figure
