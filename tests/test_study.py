@@ -680,7 +680,7 @@ def test_pictures_of_other_etas_and_of_sweeps(monkeypatch):
         [4] * 8 + [9] * 8)
     assert pictures.kl_scale(groups) == {"value": "linear"}
     groups["cory, eta x 0.1"] = seeds_of("cory, eta x 0.1", [0.0] * 5, [2.0, 2.0, 2.0, 2.0, 21.0])
-    assert pictures.kl_scale(groups) == {"value": "symlog", "linthresh": 2.0}
+    assert pictures.kl_scale(groups) == {"value": "symlog", "linthresh": 10.0}
     assert pictures.curves(groups, STUDIES["frontier"], "imdb").axes[1].get_yscale() == "symlog"
     solved = {"llm1": {f"pass@{2**i}": 0.5 for i in range(5)}}
     of_k = {"ppo": seeds_of("ppo", [1.0] * 5, [1.0] * 5, measured=solved | {"base": solved["llm1"]})}

@@ -1,4 +1,5 @@
 """Pictures of a study, as PNG and PDF: curves with intervals, the frontier, differences to the baseline."""
+import math
 from pathlib import Path
 from typing import Iterable
 
@@ -61,12 +62,14 @@ def looks_of(names: Iterable[str]) -> dict[str, dict]:
 
 
 def kl_scale(groups: Groups) -> dict:
-    """Of an axis of KL: linear; logarithmic above the median where a run ends at ten times it, as collapsed
-    ones do.
+    """Of an axis of KL: linear; where a run ends at ten times the median, as collapsed ones do, logarithmic
+    above the power of ten that follows the median.
     """
     ends = [run.last.kl for of_seed in groups.values() for run in of_seed.values()]
     median = float(np.median(ends))
-    return {"value": "symlog", "linthresh": median} if max(ends) > 10 * median > 0 else {"value": "linear"}
+    if max(ends) <= 10 * median or median <= 0:
+        return {"value": "linear"}
+    return {"value": "symlog", "linthresh": 10.0 ** math.ceil(math.log10(median))}
 
 
 def curves(groups: Groups, study: Study, task: str):
