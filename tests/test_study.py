@@ -251,7 +251,8 @@ def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch):
     commands = []
     monkeypatch.setattr(runs.subprocess, "run",
                         lambda command, **_: commands.append(command) or SimpleNamespace(returncode=0))
-    assert runs.make([run], 1) == []
+    run.log.write_text("error: of an earlier try\n")
+    assert runs.make([run], 1) == [] and not run.log.exists()
     assert commands[0][1:] == ["train_imdb.py", "--resume", "--run_dir", str(run.folder)]
     forgets = ("--method", "cory.studies.loops:train_normalised_cory")      # it is made anew
     assert runs.make([replace(run, flags=forgets)], 1) == []
@@ -357,6 +358,13 @@ def test_a_run_made_with_other_settings_is_refused(small_flags, tmp_path):
     (planned,) = runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
     train_imdb.main([*small_flags, "--method", "ppo", "--iterations", "1", "--run_dir", str(planned.folder)])
     with pytest.raises(UserError, match="was made with another model, .*iterations"):
+        runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
+    cfg = parse(ImdbConfig, IMDB_PRESETS, [*planned.flags, "--dtype", "bfloat16"])
+    saved = saved_config(cfg, ["llm1"], {})
+    (planned.folder / "config.json").write_text(json.dumps(saved))  # what `auto` may be on another machine
+    runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
+    (planned.folder / "config.json").write_text(json.dumps(saved | {"whiten_advantages": "false"}))
+    with pytest.raises(UserError, match="was made with another whiten_advantages"):
         runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
 
 
@@ -678,6 +686,13 @@ def test_pictures_of_other_etas_and_of_sweeps(monkeypatch):
     (axis,) = pictures.over_eta(groups, STUDIES["frontier"], "imdb").axes
     assert sorted(line.get_markersize() for line in axis.lines if line.get_linestyle() == "None") == (
         [4] * 8 + [9] * 8)
+    figure = pictures.forest(groups, STUDIES["frontier"], "imdb")
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert figure.get_suptitle().startswith("imdb: less ppo, eta x 1,")
+    assert "cory, eta x 3\n(less ppo, eta x 3)" in labels and "cory, eta x 1" in labels
+    pairs = {name: of_seed for name, of_seed in groups.items() if name[-1] == "3"}
+    assert "less PPO's of the same setting" in pictures.forest(
+        pairs, STUDIES["frontier"], "imdb").get_suptitle()
     assert pictures.kl_scale(groups) == {"value": "linear"}
     groups["cory, eta x 0.1"] = seeds_of("cory, eta x 0.1", [0.0] * 5, [2.0, 2.0, 2.0, 2.0, 21.0])
     assert pictures.kl_scale(groups) == {"value": "symlog", "linthresh": 10.0}
