@@ -114,7 +114,7 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
     out.mkdir(parents=True, exist_ok=True)
     drawn = [path.name for path in pictures.draw(study, [r for r in found if not r.diverged], out)]
     print(tables.write(args.name, study, found, failed, command, drawn, out))
-    print(f"written to {out}: results.md, runs.jsonl, {', '.join(drawn)}")
+    print(f"written to {out}: {', '.join(['results.md', 'runs.jsonl', *drawn])}")
     if any(not run.diverged for run, _ in failed):
         raise SystemExit(1)
 
