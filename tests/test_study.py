@@ -538,6 +538,9 @@ def test_claims_by_hand():
     ppo, pair = seeds_of("ppo", [2.0] * 5, [4.0] * 5), seeds_of("cory", [1.9] * 5, [1.0] * 5)
     groups = {"ppo": ppo, "cory": pair}
     assert claim_of("end alike").outcome(groups)[0].startswith("-0.05")            # -0.1 of a gain of 2
+    assert claim_of("end alike").region == "-0.1 to 0.1"
+    assert claim_of("close together").region == "below 0.2"
+    assert claim_of("KL is much higher").region == "above 1.25"                     # of a logarithm
     assert claim_of("combined reward falls").outcome(groups)[0].startswith("-2.00")    # 2 - 4
     assert claim_of("combined reward rises").outcome(groups) == ("0.90 [0.90, 0.90], 5 seeds", "holds")
     assert claim_of("declines in the second half").outcome(groups)[1] == "does not hold"
@@ -563,15 +566,15 @@ def test_frontiers_are_compared_seed_by_seed():
               for name in [f"{method}, eta x {eta}"]}
     found = results.frontier_gap(groups, STUDIES["frontier"])
     assert found.mean == pytest.approx(2.25) and found.verdict == "higher" and found.seeds == 5
-    row = "| imdb | mean height, over the KL of both | +2.25 [+2.25, +2.25], 5 seeds | holds |"
+    asked = "| imdb | mean height, over the KL of both | above 0 |"
     every = [run for of_seed in groups.values() for run in of_seed.values()]
-    assert row in claims.page({"frontier": every}, "")
+    assert f"{asked} +2.25 [+2.25, +2.25], 5 seeds | holds |" in claims.page({"frontier": every}, "")
     del groups["ppo, eta x 0.1"]
     some = [run for of_seed in groups.values() for run in of_seed.values()]
-    assert "| imdb | mean height, over the KL of both | not run" in claims.page({"frontier": some}, "")
+    assert f"{asked} not run" in claims.page({"frontier": some}, "")
     assert results.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(1.75)
     assert results.frontier_gap({"ppo, eta x 1": groups["ppo, eta x 1"]}, STUDIES["frontier"]).seeds == 0
-    assert "| imdb | mean height, over the KL of both | not run | not run |" in claims.page({}, "command")
+    assert f"{asked} not run | not run |" in claims.page({}, "command")
 
 
 def test_shares_of_a_gain_leave_out_seeds_that_lost():
@@ -601,7 +604,7 @@ def test_a_run_that_diverged_counts_as_collapsed(tmp_path, monkeypatch):
     assert row.split(" | ")[1] == "0" and row.endswith("| 1 of 1 |")
     five = [replace(gone, run=replace(planned, seed=seed)) for seed in range(5)]
     ppo, _ = (line for line in claims.page({"stability": five}, "").splitlines() if "As app. E" in line)
-    assert ppo.endswith("| 1.00 [0.57, 1.00], 5 seeds | holds |")
+    assert ppo.endswith("| above 0.5 | 1.00 [0.57, 1.00], 5 seeds | holds |")
     assert tables.measured_table({}, STUDIES["curves"], "gsm8k") == []
 
 

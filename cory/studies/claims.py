@@ -4,10 +4,10 @@
 
 A claim says where a figure, one for each seed, should lie. It **holds** if the 95% interval of the figure's
 mean lies there wholly, does **not** hold if it lies wholly elsewhere, and is **not decided** otherwise, or
-below five seeds. "Alike" and "close" are ours to read: within a tenth, or a fifth, of what training gained; a
-seed that gained nothing is left out there. A share of runs has Wilson's interval. All runs have the same
-settings, where the paper's PPO and CORY differ in some (GSM8K: the learning rate). "As fig. 6" is the paper's
-claim on the task that it did not test.
+below five seeds. What "alike", "close", "as good" and "much higher" mean is ours to read. A seed that gained
+nothing is left out where a share of the gain is asked. A share of runs has Wilson's interval. All runs have
+the same settings, where the paper's PPO and CORY differ in some (GSM8K: the learning rate). "As fig. 6" is
+the paper's claim on the task that it did not test.
 """
 import math
 from dataclasses import dataclass
@@ -49,6 +49,14 @@ class Claim:
         left_out = f", {len(found) - len(values)} left out" if len(found) > len(values) else ""
         text = f"{self.shown(values.mean()):.2f}{bounds}, {len(values)} seeds{left_out}"
         return text, self.verdict(low, high, len(values))
+
+    @property
+    def region(self) -> str:
+        """Where the figure should lie, in words."""
+        low, high = (f"{self.shown(end):g}" for end in (self.low, self.high))
+        if math.isinf(self.low):
+            return f"below {high}"
+        return f"above {low}" if math.isinf(self.high) else f"{low} to {high}"
 
     def verdict(self, low: float, high: float, seeds: int) -> str:
         if seeds >= LEAST_SEEDS and self.low < low and high < self.high:
@@ -177,7 +185,7 @@ def page(results: dict[str, list[Result]], command: str) -> str:
     rows = []
     for claim in CLAIMS:
         measured, verdict = claim.outcome(groups(claim.study, claim.task, claim.is_share))
-        rows.append([claim.text, claim.task, claim.means, measured, verdict])
+        rows.append([claim.text, claim.task, claim.means, claim.region, measured, verdict])
     for task in BOTH:
         of_task, study = groups("frontier", task), STUDIES["frontier"]
         measured = verdict = "not run"
@@ -185,8 +193,8 @@ def page(results: dict[str, list[Result]], command: str) -> str:
             height = frontier_gap(of_task, study)
             measured = f"{height}, {height.seeds} seeds"
             verdict = {"higher": "holds", "lower": "does not hold"}.get(height.verdict, height.verdict)
-        rows.append([FRONTIER[task], task, "mean height, over the KL of both", measured, verdict])
+        rows.append([FRONTIER[task], task, "mean height, over the KL of both", "above 0", measured, verdict])
     rule = " ".join(__doc__.split("\n\n")[2].split())
     lines = ["# The paper's claims, measured", "", f"    {command}", "", rule, ""]
-    head = ["the paper claims", "task", "figure", "measured, 95% interval", "verdict"]
-    return "\n".join([*lines, *markdown(head, rows, texts=5)])
+    head = ["the paper claims", "task", "figure", "should lie", "measured, 95% interval", "verdict"]
+    return "\n".join([*lines, *markdown(head, rows, texts=6)])
