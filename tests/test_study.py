@@ -679,6 +679,16 @@ def test_looks_tell_variants_apart():
     assert grid["ppo, rate x 4, eta x 1"]["marker"] == grid["cory, rate x 4, eta x 1"]["marker"]
 
 
+def test_what_is_the_baselines_own_runs_is_not_drawn_over_it():
+    cory = seeds_of("cory", [1.0] * 5, [2.0] * 5)
+    groups = {"cory": cory, "no transfer": seeds_of("no transfer", [1.0] * 5, [2.0] * 5), "sampled KL": cory}
+    drawn = pictures.drawn_once(groups, STUDIES["ablations"])
+    assert list(drawn) == ["cory", "no transfer"]
+    assert pictures.compared(drawn, STUDIES["ablations"]) == ["no transfer"]
+    alone = {"sampled KL": cory}
+    assert pictures.drawn_once(alone, STUDIES["ablations"]) == alone
+
+
 def test_pictures_of_other_etas_and_of_sweeps(monkeypatch):
     """Combined rewards of one eta alone share a panel; each eta has a marker, each seed a small one."""
     for module in (results, pictures):

@@ -23,7 +23,7 @@ def draw(study: Study, results: list[Result], out: Path) -> list[Path]:
     for task in dict.fromkeys(result.run.task for result in results):
         if study.measure.get(task) == "team":
             continue                            # `curves` has its runs' pictures
-        groups = by_variant(results, task)
+        groups = drawn_once(by_variant(results, task), study)
         pictures = {"curves": curves, "frontier": over_eta if study.sweeps else frontier}
         if compared(groups, study):
             pictures["differences"] = forest
@@ -160,11 +160,19 @@ def pass_at_k(groups: Groups, study: Study, task: str):
     return figure
 
 
+def drawn_once(groups: Groups, study: Study) -> Groups:
+    """Without the variants that are the very runs of their baseline, which would hide it."""
+    def hides(variant: str, base: str) -> bool:
+        return variant != base and base in groups and same_runs(groups, variant, base)
+
+    return {variant: of_seed for variant, of_seed in groups.items()
+            if not hides(variant, study.baseline_of(variant))}
+
+
 def compared(groups: Groups, study: Study) -> list[str]:
-    """The variants that there is a baseline for, and that are other runs than it."""
-    pairs = [(variant, study.baseline_of(variant)) for variant in groups]
-    return [variant for variant, base in pairs
-            if variant != base and base in groups and not same_runs(groups, variant, base)]
+    """The variants that there is a baseline for."""
+    return [variant for variant in groups
+            if study.baseline_of(variant) != variant and study.baseline_of(variant) in groups]
 
 
 def forest(groups: Groups, study: Study, task: str):
