@@ -109,7 +109,8 @@ def frontier(groups: Groups, study: Study, task: str):
             axis.plot([p.kl for p in points], [p.reward for p in points], color=ends[variant]["color"],
                       alpha=0.2, linewidth=0.8)
         last = [run.last for run in of_seed.values()]
-        axis.plot(np.mean([p.kl for p in last]), np.mean([p.reward for p in last]), **ends[variant], zorder=3)
+        axis.plot(np.mean([p.kl for p in last]), np.mean([p.reward for p in last]), **ends[variant],
+                  zorder=4 if variant == study.baseline else 3)
     axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
              title=f"{task}, held out: along training, and where each variant ends")
     axis.set_xscale(**kl_scale(groups))
