@@ -679,7 +679,7 @@ def test_looks_tell_variants_apart():
     assert grid["ppo, rate x 4, eta x 1"]["marker"] == grid["cory, rate x 4, eta x 1"]["marker"]
 
 
-def test_what_is_the_baselines_own_runs_is_not_drawn_over_it():
+def test_what_is_the_baselines_own_runs_is_not_drawn_over_it(tmp_path, monkeypatch):
     cory = seeds_of("cory", [1.0] * 5, [2.0] * 5)
     groups = {"cory": cory, "no transfer": seeds_of("no transfer", [1.0] * 5, [2.0] * 5), "sampled KL": cory}
     drawn = pictures.drawn_once(groups, STUDIES["ablations"])
@@ -687,6 +687,16 @@ def test_what_is_the_baselines_own_runs_is_not_drawn_over_it():
     assert pictures.compared(drawn, STUDIES["ablations"]) == ["no transfer"]
     alone = {"sampled KL": cory}
     assert pictures.drawn_once(alone, STUDIES["ablations"]) == alone
+    (axis,) = pictures.frontier(drawn, STUDIES["ablations"], "imdb").axes
+    assert sorted(line.get_zorder() for line in axis.lines)[-2:] == [3, 4]      # the baseline's end on top
+    asked = []
+    for name in ("curves", "frontier", "forest"):
+        monkeypatch.setattr(pictures, name, lambda groups, study, task: asked.append(list(groups)))
+    monkeypatch.setattr(pictures, "save", lambda figure, path, dpi: None)
+    every = [replace(run, run=replace(run.run, variant=variant))
+             for variant, of_seed in groups.items() for run in of_seed.values()]
+    pictures.draw(STUDIES["ablations"], every, tmp_path)
+    assert asked == [["cory", "no transfer"]] * 3
 
 
 def test_pictures_of_other_etas_and_of_sweeps(monkeypatch):
