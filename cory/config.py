@@ -106,8 +106,8 @@ class Config:
     num_ppo_epochs: int = setting(4, "passes over each rollout (paper: 4)")
     init_kl_coef: float = setting(0.3, "eta, weight of the KL penalty at the start, per nat (paper: 0.3)")
     kl_penalty: Literal["full", "k1"] = setting("full",
-        "the KL that is measured and steered by. full: exact at each state (paper, eq. 2); k1: log- "
-        "ratio of the sampled token")
+        "the KL that is measured and steered by. full: exact at each state (paper, eq. 2); k1: the sampled "
+        "token's log-ratio")
     kl_in: Literal["reward", "loss"] = setting(
         "reward", "reward: kl_penalty is charged on tokens (paper, eq. 2); loss: k3 with its gradient (GRPO)")
     adap_kl_ctrl: bool = setting(True,
@@ -223,6 +223,8 @@ class Config:
         if self.partner_term == "critic":
             self.require("partner_term", self.advantage not in ("rloo", "grpo", "reinforce"),
                          f"needs a critic, which {self.advantage} has not; use --advantage gae")
+        self.require("reset_on_exchange", self.role_exchange_every > 0 or not self.reset_on_exchange,
+                     "and with --role_exchange_every 0 there is no exchange; leave one out")
         if self.share_weights:
             self.require("share_weights", self.method != "ppo", "and ppo plays one role; use --method cory")
             self.require("reset_on_exchange", not self.reset_on_exchange,

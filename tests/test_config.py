@@ -186,6 +186,8 @@ BAD = [(["--learning_rat", "1"], ["--learning_rat", "did you mean --learning_rat
        (["--method", "ppo", "--share_weights", "true"], ["share_weights is True", "--method cory"]),
        (["--share_weights", "true", "--reset_on_exchange", "true"],
         ["reset_on_exchange is True", "nothing to exchange"]),
+       (["--role_exchange_every", "0", "--reset_on_exchange", "true"],
+        ["reset_on_exchange is True", "there is no exchange; leave one out"]),
        (["--task", "imbd"], ["task is 'imbd'", "did you mean imdb?"]),
        (["--load_in_4bit", "true"], ["load_in_4bit is True", "add --lora true"]),]
 

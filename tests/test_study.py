@@ -15,6 +15,7 @@ import pytest
 import torch
 from toys import agent_of, bigram, settings
 
+import cory.experiment.run
 import cory.ppo.rollout
 import cory.train
 import train_imdb
@@ -29,6 +30,7 @@ from cory.studies import claims, loops, pictures, results, runs, tables, team
 from cory.studies import statistics as st
 from cory.studies.definitions import STUDIES
 from cory.studies.loops import penalised_sample
+from cory.studies.results import REWARD
 from cory.train import partner_terms, score, train
 
 
@@ -163,6 +165,10 @@ def test_every_study_is_made_of_flags_that_there_are(name, tmp_path):
         assert cfg.seed == run.seed and cfg.preset == "tiny"
 
 
+def test_a_study_without_quick_variants_has_all_of_them():
+    assert replace(STUDIES["curves"], quick=()).variants_of("tiny", quick=True) == ["ppo", "cory"]
+
+
 def test_multiples_are_of_what_a_run_would_have_otherwise():
     variant = "--init_kl_coef init_kl_coef*2 --iterations iterations*2"
     tiny = ["--preset", "tiny"]
@@ -177,6 +183,10 @@ def test_multiples_are_of_what_a_run_would_have_otherwise():
             runs.resolved("--method ppo", "imdb", [*tiny, *method])
     with pytest.raises(UserError, match="flag is '--seed': is the study's to set"):
         runs.resolved("--method ppo", "imdb", [*tiny, "--seed", "3"])
+    for words in ("--share_weights", "--lora --share_weights", "--no_lora true", "--learning-rate 1e-3",
+                  "--lam=0.9 --gamma=1", "ppo --method"):
+        with pytest.raises(UserError, match="must be flags as `--name value`"):
+            runs.resolved(words, "imdb", tiny)
 
 
 def test_runs_of_the_same_flags_in_two_studies_share_a_folder(tmp_path):
@@ -257,6 +267,15 @@ def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch):
     forgets = ("--method", "cory.studies.loops:train_normalised_cory")      # it is made anew
     assert runs.make([replace(run, flags=forgets)], 1) == []
     assert commands[1][1:4] == ["train_imdb.py", *forgets] and not run.folder.exists()
+    assert not replace(run, flags=("--lam", "0.9")).forgets         # a variant that leaves the method open
+
+
+def test_a_run_that_variants_share_fails_for_each(tmp_path, monkeypatch):
+    run = runs.StudyRun("imdb", "cory", 0, ("--method", "cory"), tmp_path / "run")
+    monkeypatch.setattr(runs.subprocess, "run", lambda command, **_: SimpleNamespace(
+        returncode=1, stdout="", stderr="error: no\n"))
+    both = [run, replace(run, variant="sampled KL")]
+    assert runs.make(both, 1) == [(one, "status 1: error: no") for one in both]
 
 
 def test_a_run_in_use_does_not_stop_the_others(tmp_path, monkeypatch):
@@ -307,7 +326,11 @@ def test_what_is_measured_follows_training_and_is_done_once(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("loop", ["noisy_ppo", "normalised_cory", "dropout_cory", "penalised_cory",
                                   "released_cory", "released_ppo", "fast_critic_cory", "long_critic_cory"])
-def test_the_studies_own_loops_train_and_leave_everything_as_it_was(loop, small_flags, tmp_path):
+def test_the_studies_own_loops_train_and_leave_everything_as_it_was(loop, small_flags, tmp_path, capsys,
+                                                                    monkeypatch):
+    """And those that sample from another distribution than they train are said to, once."""
+    monkeypatch.setattr(cory.experiment.run, "OFF_POLICY", 1e-4)    # this model's logits are all near 0
+
     def patched():
         return (cory.train.score, cory.train.ppo_update, cory.ppo.rollout.sample, PolicyWithValue.values)
 
@@ -319,7 +342,8 @@ def test_the_studies_own_loops_train_and_leave_everything_as_it_was(loop, small_
     assert not any(agent.policy.lm.training for agent in run.agents)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     gap = max(row["pioneer/sampling_gap"] for row in rows[1:])
-    assert (gap > 1e-4) == loop.startswith(("penalised", "dropout", "released"))
+    off_policy = loop.startswith(("penalised", "dropout", "released"))
+    assert (gap > 1e-4) == off_policy == capsys.readouterr().err.count("warning: sampling_gap is")
 
 
 def test_a_repetition_penalty_by_hand():
@@ -334,22 +358,35 @@ def test_a_repetition_penalty_by_hand():
 
 
 def test_runs_of_other_data_or_arithmetic_are_not_mixed(tmp_path):
-    def made(seed, *flags, prints=None, **settings):
-        run = runs.StudyRun("imdb", "ppo", seed, flags, tmp_path / str(seed))
+    def made(seed, *flags, prints=None, reward=1.0, variant="ppo", **settings):
+        run = runs.StudyRun("imdb", variant, seed, flags, tmp_path / str(seed))
         run.folder.mkdir()
         saved = saved_config(ImdbConfig(dtype="float32", head_precision="float32"), ["llm1"], prints or {})
-        (run.folder / "config.json").write_text(json.dumps(saved | settings))
+        (run.folder / "config.json").write_text(json.dumps(saved | {"iterations": 1} | settings))
         (run.folder / "eval.json").write_text("{}")
+        base = {"task_reward": reward, "kl": 0.0, "combined_reward": 1.0, "distinct_2": 0.9,
+                "repeated_tokens": 0.1}
+        rows = [{"iteration": 0, **{f"eval/base/{key}": x for key, x in base.items()}}, {"iteration": 1}]
+        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return run
 
     one = made(0, prints={"data": "aa", "model": "bb"})
     old = made(1)                                                   # of before fingerprints were kept
     asked = made(2, "--dtype", "bfloat16", prints={"data": "aa", "model": "bb"}, dtype="bfloat16")
     larger = made(3, "--model", "gpt2-xl", prints={"data": "aa", "model": "cc"})
-    results.require_alike([one, old, asked, larger])
-    for other, what in ((made(4, dtype="bfloat16"), "dtype bfloat16, 0 with float32"),
-                        (made(5, prints={"data": "cc"}), "data cc, 0 with aa"),
-                        (made(6, prints={"model": "cc"}), "weights cc, 0 with bb")):
+    others = made(7, "--dataset", "else", variant="else", prints={"data": "dd", "model": "dd"}, reward=3.0)
+    fewer = made(8, "--eval_queries", "64", variant="fewer", prints={"data": "aa", "model": "dd"})
+    results.require_alike([one, old, asked, larger, others, fewer, made(9, reward=1.04)])
+    with pytest.raises(UserError, match="the untrained model's reward is 1.06 here and 1.00 in 0: the reward "
+                                        "or its evaluation was changed; delete one"):
+        results.require_alike([one, made(10, reward=1.06)])
+    (one.folder / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="0/metrics.jsonl': lacks iterations; put back a copy of it"):
+        results.require_alike([one])
+    one = made(11, prints={"data": "aa", "model": "bb"})
+    for other, what in ((made(4, dtype="bfloat16"), "dtype bfloat16, 11 with float32"),
+                        (made(5, prints={"data": "cc"}), "data cc, 11 with aa"),
+                        (made(6, prints={"model": "cc"}), "weights cc, 11 with bb")):
         with pytest.raises(UserError, match=f"was made with {what}; delete one of the two"):
             results.require_alike([one, other])
 
@@ -357,15 +394,18 @@ def test_runs_of_other_data_or_arithmetic_are_not_mixed(tmp_path):
 def test_a_run_made_with_other_settings_is_refused(small_flags, tmp_path):
     (planned,) = runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
     train_imdb.main([*small_flags, "--method", "ppo", "--iterations", "1", "--run_dir", str(planned.folder)])
-    with pytest.raises(UserError, match="was made with another model, .*iterations"):
+    with pytest.raises(UserError, match="was made with model .*lm, not .*; iterations 1, not 60"):
         runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
     cfg = parse(ImdbConfig, IMDB_PRESETS, [*planned.flags, "--dtype", "bfloat16"])
     saved = saved_config(cfg, ["llm1"], {})
     (planned.folder / "config.json").write_text(json.dumps(saved))  # what `auto` may be on another machine
     runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
     (planned.folder / "config.json").write_text(json.dumps(saved | {"whiten_advantages": "false"}))
-    with pytest.raises(UserError, match="was made with another whiten_advantages"):
+    with pytest.raises(UserError, match="is '.*': was made with whiten_advantages false, not "):
         runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
+    del saved["partner_term"]                                       # of before it was a setting
+    (planned.folder / "config.json").write_text(json.dumps(saved))
+    runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
 
 
 def test_what_a_loop_remembers_is_not_lost_by_a_resume(small_flags, tmp_path, capsys):
@@ -379,7 +419,7 @@ def test_what_a_loop_remembers_is_not_lost_by_a_resume(small_flags, tmp_path, ca
 # --- from runs to figures ---
 def result(variant, *agents) -> results.Result:
     """One seed; each agent as (iteration, reward, kl) points, whose combined reward is reward - kl."""
-    points = {f"llm{i + 1}": [results.Point(n, r, kl, r - kl, 1.0, 0.0) for n, r, kl in agent]
+    points = {f"llm{i + 1}": [results.Point(n, r, r / 2, kl, r - kl, 1.0, 0.0) for n, r, kl in agent]
               for i, agent in enumerate(agents)}
     return results.Result(runs.StudyRun("imdb", variant, 0, (), Path(variant)), points, {}, 0.0, {},
                           responses=32 * len(agents))
@@ -408,6 +448,7 @@ def test_differences_at_equal_iterations_kl_and_compute_by_hand(monkeypatch):
     assert (d["reward"].mean, d["kl"].mean, d["combined"].mean) == (0.0, 2.0, -2.0)
     # at KL 2, which all reach: (0.6 + 1) / 2 against 1
     assert d["reward at equal KL"].mean == pytest.approx(-0.2)
+    assert d["sampled reward at equal KL"].mean == pytest.approx(-0.1)      # half of all rewards here
     # 10 batches: PPO's iteration 10, CORY's iteration 5: (1.5 + 0.5) / 2 against 2
     assert d["reward at equal compute"].mean == pytest.approx(-1.0)
     monkeypatch.setattr(results, "eta", lambda of_seed: of_seed[0].run.variant)
@@ -415,7 +456,7 @@ def test_differences_at_equal_iterations_kl_and_compute_by_hand(monkeypatch):
     assert results.differences(groups, STUDIES["curves"], "cory")["combined"] is None       # of another eta
     monkeypatch.setattr(results, "eta", lambda of_seed: 0.3 if of_seed[0].run.variant == "cory" else 0.15)
     rows = tables.final_table(groups, groups, STUDIES["curves"], "imdb")
-    assert rows[3].endswith("| -4.00 (eta 0.3) | 0 of 1 |") and "eta" not in rows[2]
+    assert rows[3].endswith("| -4.00 (eta 0.3) | 0 of 1 | 0% |") and "eta" not in rows[2]
     twice = {0: replace(ppo, responses=2 * ppo.responses)}        # of twice the batch: its iteration 5
     assert results.differences({"ppo": groups["ppo"], "cory": twice}, STUDIES["curves"], "cory")[
         "reward at equal compute"].mean == pytest.approx(-1.0)
@@ -425,9 +466,11 @@ def test_differences_at_equal_iterations_kl_and_compute_by_hand(monkeypatch):
     (0.5, 1.0, 0.1, False), (0.16, 1.0, 0.1, False), (0.14, 1.0, 0.1, True), (0.5, 0.34, 0.1, False),
     (0.5, 0.33, 0.1, True), (0.5, 1.0, 0.29, False), (0.5, 1.0, 0.31, True)])
 def test_collapse_by_the_rule_that_is_stated(reward, distinct, repeated, collapsed):
-    base, end = (0, 0.2, 0.0, 0.2, 1.0, 0.1), (9, reward, 1.0, 0.0, distinct, repeated)
+    base, end = (0, 0.2, 0.2, 0.0, 0.2, 1.0, 0.1), (9, reward, reward, 1.0, 0.0, distinct, repeated)
     points = [results.Point(*base), results.Point(*end)]
     assert results.Result(None, {"llm1": points}, {}, 0.0, {}).collapsed == collapsed
+    one_of_two = results.Result(None, {"llm1": points, "llm2": points[:1]}, {}, 0.0, {})
+    assert one_of_two.share_collapsed == collapsed / 2 and one_of_two.collapsed == collapsed
 
 
 @pytest.mark.parametrize("loop", ["noisy_ppo", "normalised_cory"])
@@ -519,8 +562,15 @@ def seeds_of(variant, rewards, kls, **more):
     return found
 
 
-def claim_of(text):
-    return next(claim for claim in claims.CLAIMS if text in claim.text)
+def of_another_reward(of_seed):
+    """That gives 1 more to every answer, the untrained model's too."""
+    return {seed: replace(run, agents={name: [replace(p, reward=p.reward + 1) for p in points]
+                                       for name, points in run.agents.items()})
+            for seed, run in of_seed.items()}
+
+
+def claim_of(text, means=""):
+    return next(claim for claim in claims.CLAIMS if text in claim.text and means in claim.means)
 
 
 @pytest.mark.parametrize("kls, verdict", [
@@ -549,7 +599,15 @@ def test_claims_by_hand():
     two = {seed: replace(run, agents={"llm1": run.agents["llm1"], "llm2": ppo[seed].agents["llm1"]})
            for seed, run in pair.items()}
     assert claim_of("close together").outcome({"cory": two})[0].startswith("0.05")     # 0.1 of 1.95
-    assert claim_of("observer is below").outcome({"no exchange": two})[0].startswith("-0.10")
+    assert claim_of("observer is below", "LLM1").outcome({"no exchange": two})[0].startswith("-0.10")
+    roles = {"pioneer": {"task_reward": 1.0, "kl": 2.0}, "observer": {"task_reward": 0.6, "kl": 4.0}}
+    better = {role: {"task_reward": x["task_reward"] + 0.3, "kl": 1.5 * x["kl"]} for role, x in roles.items()}
+    by_role = {name: {seed: replace(run, roles=found) for seed, run in pair.items()}
+               for name, found in (("cory", roles), ("no exchange", better))}
+    for text, value in (("reward is as good", 0.3 / 1.9), ("KL is much higher", 1.5),
+                        ("observer is below", 0.4)):
+        measured = claim_of(text, "in training").outcome(by_role)
+        assert measured == (f"{value:.2f} [{value:.2f}, {value:.2f}], 5 seeds", "holds"), text
     of_k = {"llm1": {f"pass@{k}": 0.5 for k in (1, 4, 16)}, "base": {f"pass@{k}": 0.2 for k in (1, 16)}}
     solved = {name: seeds_of(name, [1.0] * 5, [1.0] * 5, measured=of_k) for name in ("ppo", "cory")}
     assert claim_of("pass@4 is above PPO").outcome(solved) == ("0.00 [0.00, 0.00], 5 seeds", "does not hold")
@@ -569,6 +627,8 @@ def test_frontiers_are_compared_seed_by_seed():
     asked = "| imdb | mean height, over the KL of both | above 0 |"
     every = [run for of_seed in groups.values() for run in of_seed.values()]
     assert f"{asked} +2.25 [+2.25, +2.25], 5 seeds | holds |" in claims.page({"frontier": every}, "")
+    other = {**groups, "ppo, eta x 1": of_another_reward(groups["ppo, eta x 1"])}
+    assert results.frontier_gap(other, STUDIES["frontier"]).seeds == 0
     del groups["ppo, eta x 0.1"]
     some = [run for of_seed in groups.values() for run in of_seed.values()]
     assert f"{asked} not run" in claims.page({"frontier": some}, "")
@@ -577,11 +637,82 @@ def test_frontiers_are_compared_seed_by_seed():
     assert f"{asked} not run | not run |" in claims.page({}, "command")
 
 
-def test_shares_of_a_gain_leave_out_seeds_that_lost():
-    lost = seeds_of("cory", [1.0, -1.0, 1.0, 1.0, 1.0, 1.0], [1.0] * 6)
-    two = {seed: replace(run, agents={**run.agents, "llm2": run.agents["llm1"]})
-           for seed, run in lost.items()}
-    assert claim_of("close together").outcome({"cory": two})[0] == "0.00 [0.00, 0.00], 5 seeds, 1 left out"
+def test_a_frontier_is_of_each_agent_by_itself():
+    """PPO has 2 at KLs of 1 and 2. One agent of CORY has 3, and 3 again as the best so far: 1 more; the other
+    1 and then 3: as much in the mean. The mean of both never has more than 2.
+    """
+    ppo = result("ppo, eta x 1", [(0, 0.0, 0.0), (5, 2.0, 1.0), (10, 2.0, 2.0)])
+    pair = result("cory, eta x 1", [(0, 0.0, 0.0), (5, 3.0, 1.0), (10, 1.0, 2.0)],
+                  [(0, 0.0, 0.0), (5, 1.0, 1.0), (10, 3.0, 2.0)])
+    groups = {"ppo, eta x 1": {0: ppo}, "cory, eta x 1": {0: pair}}
+    assert results.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(0.5, abs=1e-6)
+
+
+def test_shares_are_of_the_mean_gain_of_all_seeds():
+    """0.1 to the pair's gains of 0.5, which no seed's small gain blows up; none of what has lost."""
+    def pair(rewards):
+        runs_of = seeds_of("cory", rewards, [1.0] * len(rewards))
+        return {"cory": {seed: replace(run, agents=run.agents | {"llm2": [
+            replace(p, reward=p.reward + 0.1 * (p.iteration > 0)) for p in run.agents["llm1"]]})
+            for seed, run in runs_of.items()}}
+
+    claim = claim_of("close together")
+    assert claim.outcome(pair([0.9, 0.002, 0.448, 0.45, 0.45])) == ("0.20 [0.20, 0.20], 5 seeds",
+                                                                    "not decided with 5 seeds")
+    assert claim.outcome(pair([-1.0] * 5)) == ("5 without a figure", "not decided")
+
+
+def test_claims_say_how_many_runs_diverged_and_compare_no_other_rewards():
+    ppo, cory = seeds_of("ppo", [2.0] * 7, [4.0] * 7), seeds_of("cory", [1.9] * 7, [1.0] * 7)
+    ppo[1] = replace(ppo[1], agents={}, diverged=True)
+    claim = claim_of("end alike")
+    assert claim.outcome({"ppo": ppo, "cory": cory})[0].endswith("], 6 seeds, 1 diverged")
+    gone = {seed: replace(run, agents={}, diverged=True) for seed, run in ppo.items()}
+    assert claim.outcome({"ppo": gone, "cory": cory}) == ("7 diverged", "not decided")
+    assert claim.outcome({"ppo": ppo, "cory": of_another_reward(cory)}) == (
+        "of other rewards or evaluations", "not comparable")
+
+
+def test_half_way_is_the_evaluation_nearest_to_it():
+    points = [(0, 0.0, 0.0), (10, 1.0, 0.0), (20, 5.0, 0.0), (40, 7.0, 0.0)]
+    assert claims.since_the_middle("reward")(result("ppo", points)) == 2.0
+    assert claims.since_the_middle("reward")(result("ppo", [*points[:2], (30, 2.0, 0.0)])) == 1.0
+    assert math.isnan(claims.since_the_middle("reward")(result("ppo", points[:2])))
+
+
+def test_what_rises_evenly_is_not_unsteady():
+    assert results.unsteadiness([1.0, 2.0, 3.0, 4.0]) == pytest.approx(1 / 2**0.5)
+    assert results.unsteadiness([0.0, 2.0, 0.0, 2.0]) == pytest.approx(2**0.5)          # steps of 2
+    assert math.isnan(results.unsteadiness([1.0]))
+    rng = np.random.default_rng(0)
+    noise = list(rng.normal(0, 0.3, 4000) + np.linspace(0, 2, 4000))
+    assert results.unsteadiness(noise) == pytest.approx(0.3, rel=0.05)
+
+
+def test_rows_of_what_cannot_be_compared(monkeypatch):
+    """Another reward, as the untrained model's shows; a baseline that is not there."""
+    monkeypatch.setattr(results, "eta", lambda of_seed: 0.1)
+    ppo, cory = seeds_of("ppo", [2.0] * 5, [4.0] * 5), seeds_of("cory", [1.9] * 5, [1.0] * 5)
+    curves, other = STUDIES["curves"], of_another_reward(cory)
+    (row,) = tables.difference_table({"ppo": ppo, "cory": other}, curves, "imdb")[2:-1]
+    assert row.startswith("| cory | ppo | other reward of the untrained model |  |")
+    assert pictures.compared({"ppo": ppo, "cory": other}, curves) == []
+    larger = {seed: replace(run, run=replace(run.run, flags=("--model", "gpt2-xl")))
+              for seed, run in other.items()}
+    (row,) = tables.difference_table({"ppo": ppo, "cory": larger}, curves, "imdb")[2:-1]
+    assert row.startswith("| cory | ppo | +0.90 [")                 # 2.9 - 2.0
+    heads = [tables.difference_table({"ppo": ppo, "cory": cory}, curves, task)[0] for task in REWARD]
+    assert "at equal KL | at equal compute" in heads[0] and "at equal KL | sampled, at equal KL" in heads[1]
+    (row,) = tables.difference_table({"cory": cory}, curves, "imdb")[2:-1]
+    assert row.startswith("| cory | ppo | no finished run of that |  |")
+
+
+def test_every_agent_has_a_column(monkeypatch):
+    monkeypatch.setattr(results, "eta", lambda of_seed: 0.1)
+    three = result("cory", *([(0, 0.0, 0.0), (10, float(i), 1.0)] for i in (1, 2, 3)))
+    groups = {"cory": {0: three}}
+    head, _, row, _ = tables.final_table(groups, groups, STUDIES["ablations"], "imdb")
+    assert "| LLM1 | LLM2 | LLM3 | KL |" in head and "| 2.00 | 1.00 | 2.00 | 3.00 | 1.00 |" in row
 
 
 def test_a_run_that_diverged_counts_as_collapsed(tmp_path, monkeypatch):
@@ -599,9 +730,9 @@ def test_a_run_that_diverged_counts_as_collapsed(tmp_path, monkeypatch):
     groups, every = (results.by_variant([*whole, gone], "imdb", diverged) for diverged in (False, True))
     monkeypatch.setattr(results, "eta", lambda of_seed: 0.1)
     stability = STUDIES["stability"]
-    assert tables.final_table(groups, every, stability, "imdb")[2].endswith("| 1 of 2 |")
+    assert tables.final_table(groups, every, stability, "imdb")[2].endswith("| 1 of 2 | 50% |")
     (row,) = tables.final_table({}, results.by_variant([gone], "imdb", True), stability, "imdb")[2:3]
-    assert row.split(" | ")[1] == "0" and row.endswith("| 1 of 1 |")
+    assert row.split(" | ")[1] == "0" and row.endswith("| 1 of 1 | 100% |")
     five = [replace(gone, run=replace(planned, seed=seed)) for seed in range(5)]
     ppo, _ = (line for line in claims.page({"stability": five}, "").splitlines() if "As app. E" in line)
     assert ppo.endswith("| above 0.5 | 1.00 [0.57, 1.00], 5 seeds | holds |")

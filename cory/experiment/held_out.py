@@ -8,7 +8,7 @@ from cory.config import Config
 from cory.errors import UserError
 from cory.experiment.files import read_jsonl
 from cory.ppo.model import LanguageModel
-from cory.ppo.rollout import score_tokens
+from cory.ppo.rollout import logprobs_and_kl
 from cory.ppo.sampling import decode, encode_prompts, sample
 from cory.ppo.world import world
 from cory.tasks.task import Task
@@ -61,7 +61,7 @@ def answered(model: LanguageModel, reference: LanguageModel, task: Task, queries
     hidden = model.response_hidden(*prompts, response_BT)[real]
     same = model is reference                       # the base itself, before training
     ref_hidden = hidden if same else reference.response_hidden(*prompts, response_BT)[real]
-    _, ref_logp_N, kl_N = score_tokens(model, reference, hidden, ref_hidden, response_BT[real], "full")
+    _, ref_logp_N, kl_N = logprobs_and_kl(model, reference, hidden, ref_hidden, response_BT[real], "full")
     greedy = answer(model, task.pioneer_prompts(queries), limit, seed=None) if task.greedy else []
     ids = [row[keep].tolist() for row, keep in zip(response_BT, real, strict=True)]
     return decode(model, response_BT, mask_BT), greedy, ids, kl_N.sum().item(), ref_logp_N.sum().item()

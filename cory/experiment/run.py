@@ -44,6 +44,8 @@ from cory.tasks.task import Task
 
 # Columns of what a run writes, so that no agent or role may have such a name.
 RESERVED = ["base", "eval", "iteration", "queries", "samples", "roles", "seconds", "metric"]
+# Nats per token of `sampling_gap` that no rounding makes: bfloat16's is some 0.02.
+OFF_POLICY = 0.1
 
 
 class Turn(NamedTuple):
@@ -54,11 +56,11 @@ class Turn(NamedTuple):
     reward_B: torch.Tensor          # the task reward of its own responses, whatever it was trained on
     update: dict[str, float]        # metrics of its update
 
-    def metrics(self, task: Task, queries: list[str], kl_coef: float) -> dict[str, float]:
+    def metrics(self, task: Task, queries: list[str], eta: float) -> dict[str, float]:
         """Its own, its update's and the task's. Raises `UserError` where one of them would hide another."""
         reward, kl = self.reward_B.mean().item(), self.rollout.kl_B.mean().item()
         own = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(), "kl": kl,
-               "combined_reward": reward - kl_coef * kl, "length": self.rollout.length_B.mean().item(),
+               "combined_reward": reward - eta * kl, "length": self.rollout.length_B.mean().item(),
                "sampling_gap": self.rollout.sampling_gap}
         for name in own.keys() & self.update.keys():
             raise UserError("metrics", name, "is measured for every turn; name the update's otherwise")
@@ -79,6 +81,8 @@ class Run:
         if processes != str(world().size):
             raise UserError("processes", processes, "have not been joined; start the run by cory.train.train")
         self.cfg = cfg = settled(cfg)
+        self.said_off_policy = False
+        versions()                          # asked now and kept: the clone may be at another commit later
         self.signals, self.held, self.log = Signals().install(), ExitStack(), None
         self.held.callback(self.signals.remove)
         try:
@@ -179,6 +183,7 @@ class Run:
         """
         cfg, last = self.cfg, iteration == self.cfg.iterations
         self.require_known(turns, roles)
+        self.say_if_off_policy(turns)
         row, of_agents = {}, {}         # each metric under its role; under its agent, the mean over its roles
         for turn in turns:
             for name, value in turn.metrics(self.task, queries, cfg.init_kl_coef).items():
@@ -229,6 +234,16 @@ class Run:
             if taken.count(turn.role) > 1 or not turn.role.isidentifier():
                 raise UserError("role", turn.role, "is taken by another turn, agent or column, or no name; "
                                 "give each turn a role of its own")
+
+    def say_if_off_policy(self, turns: list[Turn]) -> None:
+        """Once: responses were drawn from another distribution than the update takes them to be from."""
+        turn = max(turns, key=lambda turn: turn.rollout.sampling_gap)
+        if turn.rollout.sampling_gap > OFF_POLICY and world().leads and not self.said_off_policy:
+            self.said_off_policy = True
+            print(f"\nwarning: sampling_gap is {turn.rollout.sampling_gap:.2f} nats per token: {turn.role}'s "
+                  "responses were not sampled from the policy that scores them (top-k, a penalty, dropout?), "
+                  "so PPO's ratio starts away from 1 and its gradient is of another distribution",
+                  file=sys.stderr, flush=True)
 
     def evaluate_agents(self) -> dict[str, float]:
         return {f"eval/{agent.name}/{name}": value for agent in self.agents

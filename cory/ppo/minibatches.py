@@ -22,9 +22,9 @@ class Experience:
     mask_BT: Tensor             # 1 = real response token
     logp_BT: Tensor             # log pi_old(a_t | s_t), nats
     ref_logp_BT: Tensor         # log pi0(a_t | s_t), nats
-    advantage_BT: Tensor
-    value_BT: Tensor | None     # V_old(s_t), and
-    return_BT: Tensor | None    # unwhitened advantage + V_old: None without a critic
+    advantage_BT: Tensor        # whitened where the settings say so
+    value_BT: Tensor | None     # V_old(s_t), units of reward; None without a critic
+    return_BT: Tensor | None    # advantage before whitening + V_old; None without a critic
 
     def rows(self, index: Tensor) -> "Experience":
         """The experience of some rows, cut to the longest prompt and the longest response among them."""

@@ -69,8 +69,8 @@ def own_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_
         response, real = sampled.response_BT[rows, :T], mask_BT[rows, :T].bool()
         hidden_NH = policy.response_hidden(prompt, prompt_mask, response)[real]
         ref_hidden_NH = reference.response_hidden(prompt, prompt_mask, response)[real]
-        logp_N, ref_logp_N, kl_N = score_tokens(policy, reference, hidden_NH, ref_hidden_NH, response[real],
-                                                cfg.kl_penalty)
+        logp_N, ref_logp_N, kl_N = logprobs_and_kl(policy, reference, hidden_NH, ref_hidden_NH,
+                                                   response[real], cfg.kl_penalty)
         scored = [(logp_BT, logp_N), (ref_logp_BT, ref_logp_N), (kl_BT, kl_N)]
         if value_BT is not None:
             scored.append((value_BT, policy.values(hidden_NH)))
@@ -85,8 +85,8 @@ def own_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_
 
 
 @torch.no_grad()
-def score_tokens(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor, ref_hidden_NH: Tensor,
-                 token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor,
+                    ref_hidden_NH: Tensor, token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from both models' hidden states.
 
     The two distributions of a token exist at the same time, for a few tokens at a time: nothing of size

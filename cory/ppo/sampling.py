@@ -1,4 +1,4 @@
-"""Prompts to responses: the sampling loop. Shapes as in `cory.model`."""
+"""Prompts to responses: the sampling loop. Shapes as in `cory.ppo.model`."""
 from typing import NamedTuple
 
 import torch

@@ -14,7 +14,7 @@ class Study:
     baseline: str                           # the variant that the others are compared with
     seeds: int = 5
     tasks: tuple[str, ...] = ("imdb", "gsm8k")
-    quick: tuple[str, ...] = ()             # variants of the quick run, with 2 seeds and few iterations
+    quick: tuple[str, ...] = ()             # variants of the quick run, with 2 seeds; () = all
     pairs: dict[str, str] = field(default_factory=dict)         # variant: a baseline of its own
     sweeps: dict[str, tuple[str, ...]] = field(default_factory=dict)    # method: its variants along eta
     only: dict[str, str] = field(default_factory=dict)          # variant: the one preset that it is for
@@ -25,7 +25,7 @@ class Study:
 
     def variants_of(self, preset: str, quick: bool) -> list[str]:
         """Those that a run of the whole study makes under a preset."""
-        return [name for name in (self.quick if quick else self.variants)
+        return [name for name in (self.quick if quick and self.quick else self.variants)
                 if self.only.get(name, preset) == preset]
 
 

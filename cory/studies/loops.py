@@ -38,8 +38,9 @@ def require_from_start(run: Run) -> None:
 # --- a control ---
 @trains("llm1")
 def train_noisy_ppo(run: Run) -> None:
-    """PPO whose score has a partner's noise and nothing of a partner: the reward of another response of the
-    batch, which has the spread of r(s0, a2) and does not depend on the agent's own response.
+    """PPO whose score has a partner's noise and nothing of a partner: the reward of the response to another
+    query of the batch, which has the spread of r(s0, a2) and does not depend on the agent's own response. Nor
+    on its query: a partner's reward is as high or low as the query is easy or hard, and so is one's own.
     """
     def noisy(rollout, reward_B, partner_reward_B, cfg) -> Tensor:
         return score(rollout, reward_B, reward_B.roll(1), cfg)              # the neighbour's, never its own

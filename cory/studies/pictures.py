@@ -7,7 +7,17 @@ import numpy as np
 
 from cory.experiment.plots import BASE, COLORS, LINES, MARKERS, grid, legend, look, save
 from cory.studies.definitions import Study
-from cory.studies.results import NAMES, Groups, Result, by_variant, differences, eta, of_other_eta, same_runs
+from cory.studies.results import (
+    NAMES,
+    Groups,
+    Result,
+    by_variant,
+    differences,
+    eta,
+    of_other_eta,
+    other_yardstick,
+    same_runs,
+)
 from cory.studies.runs import MEASURES
 from cory.studies.statistics import interval
 
@@ -171,9 +181,11 @@ def drawn_once(groups: Groups, study: Study) -> Groups:
 
 
 def compared(groups: Groups, study: Study) -> list[str]:
-    """The variants that there is a baseline for."""
-    return [variant for variant in groups
-            if study.baseline_of(variant) != variant and study.baseline_of(variant) in groups]
+    """The variants that there is a baseline for, and that can be compared with it."""
+    def is_compared(variant: str, base: str) -> bool:
+        return variant != base and base in groups and not other_yardstick(groups, variant, base)
+
+    return [variant for variant in groups if is_compared(variant, study.baseline_of(variant))]
 
 
 def forest(groups: Groups, study: Study, task: str):

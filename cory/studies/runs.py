@@ -13,7 +13,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cory.command_line import parse
-from cory.config import GSM8K_PRESETS, IMDB_PRESETS, METHODS, Gsm8kConfig, ImdbConfig, read_config
+from cory.config import (
+    GSM8K_PRESETS,
+    IMDB_PRESETS,
+    METHODS,
+    Gsm8kConfig,
+    ImdbConfig,
+    load_config,
+    read_config,
+)
 from cory.errors import UserError
 from cory.experiment.files import read_json, read_log
 from cory.experiment.folder import locked
@@ -66,8 +74,8 @@ class StudyRun:
     @property
     def forgets(self) -> bool:
         """Whether the loop remembers what no checkpoint holds, so that it can only be made from its start."""
-        loop = find("method", self.flags[self.flags.index("--method") + 1], METHODS)
-        return getattr(loop, "from_start", False)
+        method = parse(*SCRIPTS[self.task], list(self.flags)).method
+        return getattr(find("method", method, METHODS), "from_start", False)
 
     @property
     def log(self) -> Path:
@@ -122,21 +130,25 @@ def require_as_defined(run: StudyRun) -> None:
     asked = asdict(parse(*SCRIPTS[run.task], [*run.flags, "--seed", str(run.seed)]))
     if not (run.folder / "config.json").exists():
         return
-    made = read_config(run.folder)
-    differ = [name for name, value in asked.items() if value != made.get(name)
+    made = asdict(load_config(run.folder))          # a setting that came later has its default there
+    differ = [f"{name} {made[name]}, not {value}" for name, value in asked.items() if value != made[name]
               and not (name in MACHINE_SETTINGS and value == "auto") and name not in ("run_dir", "resume")]
     if differ:
-        way_out = f"was made with another {', '.join(differ)}; delete it, or take another --out"
-        raise UserError("out", str(run.folder), way_out)
+        way_out = f"was made with {'; '.join(differ)}: delete it, or take another --out"
+        raise UserError("run_dir", str(run.folder), way_out)
 
 
 def resolved(variant: str, task: str, common: list[str]) -> list[str]:
     """The words of a variant's flags; `learning_rate*4` becomes four times what the `common` flags make it.
 
-    A flag that says what the run would have anyway is dropped, but for --method. Raises `UserError` for a
-    flag that is among the common ones: the variant would not be what its name says.
+    A flag that says what the run would have anyway is dropped, but for --method. Raises `UserError` for what
+    is no list of `--name value`, and for a flag that is among the common ones: the variant would not be what
+    its name says.
     """
     settings, words = parse(*SCRIPTS[task], common), shlex.split(variant)
+    of_settings = all(word.startswith("--") and hasattr(settings, word[2:]) for word in words[::2])
+    if len(words) % 2 or not of_settings or any(word.startswith("--") for word in words[1::2]):
+        raise UserError("variant", variant, "must be flags as `--name value`, each with its value")
     given = {word.split("=")[0].replace("-", "_").replace("__no_", "__") for word in common
              if word.startswith("--")}
     for flag in given & {f"__{name}" for name in ("seed", "run_dir", "resume", "task")}:
@@ -176,7 +188,7 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // jobs)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    failed = [(run, last_words(run.log.read_text())) for run in runs if run.diverged]
+    why = {run.folder: last_words(run.log.read_text()) for run in runs if run.diverged}
 
     def work(run: StudyRun) -> None:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -187,13 +199,13 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
                     with locked(run.folder):                    # no other process is at it
                         shutil.rmtree(run.folder)
                 except UserError as error:
-                    failed.append((run, str(error)))
+                    why[run.folder] = str(error)
                     break
                 continue
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             if done.returncode:
                 run.log.write_text(done.stdout + done.stderr)
-                failed.append((run, f"status {done.returncode}: {last_words(done.stderr)}"))
+                why[run.folder] = f"status {done.returncode}: {last_words(done.stderr)}"
                 break
         bar.update()
 
@@ -203,7 +215,7 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
         except KeyboardInterrupt:                               # the runs have had the signal, too, and save
             pool.shutdown(cancel_futures=True)
             raise
-    return failed
+    return [(run, why[run.folder]) for run in runs if run.folder in why]        # variants may share a run
 
 
 def to_make(runs: list[StudyRun]) -> list[StudyRun]:

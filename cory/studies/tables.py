@@ -11,6 +11,7 @@ from cory.experiment.files import read_jsonl, replace_text
 from cory.studies.definitions import Study
 from cory.studies.results import (
     NAMES,
+    REWARD,
     Groups,
     Result,
     by_variant,
@@ -19,6 +20,7 @@ from cory.studies.results import (
     made_by,
     of_last,
     of_other_eta,
+    other_yardstick,
     same_runs,
 )
 from cory.studies.runs import MEASURES, StudyRun
@@ -45,44 +47,53 @@ def mean_with_interval(values: Iterable[float]) -> str:
 def final_table(groups: Groups, all_runs: Groups, study: Study, task: str) -> list[str]:
     """`all_runs` are those of `groups`, and those that diverged."""
     etas = of_other_eta(groups, study)
-    head = ["variant", "seeds", f"{NAMES[task]}, mean of agents", "LLM1", "LLM2", "KL", "combined reward",
-            "collapsed"]
+    agents = list(dict.fromkeys(
+        name for of_seed in groups.values() for run in of_seed.values() for name in run.agents))
+    head = ["variant", "seeds", f"{NAMES[task]}, mean of agents", *map(str.upper, agents), "KL",
+            "combined reward", "collapsed runs", "agents"]
     rows = []
     for variant, every in all_runs.items():
         of_seed = groups.get(variant, {})
         of_agents = []
-        for name in ("llm1", "llm2"):
+        for name in agents:
             ends = [run.agents[name][-1].reward for run in of_seed.values() if name in run.agents]
             of_agents.append(f"{fmean(ends):.2f}" if ends else "")
         means = [mean_with_interval(of_last(of_seed, name).values()) for name in ("reward", "kl", "combined")]
         if variant in etas:
             means[-1] += f" (eta {etas[variant]:g})"
         collapsed = sum(run.collapsed for run in every.values())
+        of_all_agents = fmean(run.share_collapsed for run in every.values())
         rows.append([variant, str(len(of_seed)), means[0], *of_agents, *means[1:],
-                     f"{collapsed} of {len(every)}"])
+                     f"{collapsed} of {len(every)}", f"{of_all_agents:.0%}"])
     return markdown(head, rows)
 
 
-def difference_table(groups: Groups, study: Study) -> list[str]:
+def difference_table(groups: Groups, study: Study, task: str) -> list[str]:
     """Every variant against its baseline."""
-    head = ["variant", "less", "reward", "at equal KL", "at equal compute", "KL", "KL, times",
-            "combined reward", "reward is higher in", "verdict: reward", "KL"]
+    columns = {"reward": "reward", "reward at equal KL": "at equal KL",
+               "sampled reward at equal KL": "sampled, at equal KL", "reward at equal compute":
+               "at equal compute", "kl": "KL", "log KL ratio": "KL ratio", "combined": "combined reward"}
+    if REWARD[task] == "task_reward":                               # is of sampled answers itself
+        del columns["sampled reward at equal KL"]
+    head = ["variant", "less", *columns.values(), "reward is higher in", "verdict: reward", "verdict: KL"]
     rows = []
     for variant in groups:
         base = study.baseline_of(variant)
-        if variant == base or base not in groups:
+        if variant == base:
             continue
-        if same_runs(groups, variant, base):
-            rows.append([variant, base, "the same runs", *[""] * 8])
-            continue
-        d = differences(groups, study, variant)
-        order = ("reward", "reward at equal KL", "reward at equal compute", "kl", "KL, times", "combined")
-        cells = ["other eta" if d[name] is None else str(d[name]) for name in order]
-        cells[4] = as_times(d["KL, times"])
-        rows.append([variant, base, *cells, f"{d['reward'].improved:.0%} of {d['reward'].seeds}",
-                     d["reward"].verdict, d["kl"].verdict])
-    if not rows and study.baseline not in groups:
-        return [f"No finished run of the baseline, `{study.baseline}`: no differences.", ""]
+        left = [""] * (len(head) - 3)
+        if base not in groups:
+            rows.append([variant, base, "no finished run of that", *left])
+        elif same_runs(groups, variant, base):
+            rows.append([variant, base, "the same runs", *left])
+        elif others := other_yardstick(groups, variant, base):
+            rows.append([variant, base, f"other {', '.join(others)} of the untrained model", *left])
+        else:
+            d = differences(groups, study, variant)
+            cells = {name: "other eta" if d[name] is None else str(d[name]) for name in columns}
+            cells["log KL ratio"] = as_times(d["log KL ratio"])
+            rows.append([variant, base, *cells.values(), f"{d['reward'].improved:.0%} of {d['reward'].seeds}",
+                         d["reward"].verdict, d["kl"].verdict])
     return markdown(head, rows, texts=2) if rows else []
 
 
@@ -230,7 +241,7 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
         groups = by_variant(results, task)
         all_runs = by_variant(results, task, diverged=True)
         lines += [f"## {task}", "", *NOTES.get(task, ()), *final_table(groups, all_runs, study, task),
-                  *difference_table(groups, study)]
+                  *difference_table(groups, study, task)]
         if study.sweeps:
             height = frontier_gap(groups, study)
             lines += ["Height of CORY's frontier above PPO's, the best reward of any eta within a KL, mean "
@@ -246,7 +257,8 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
     rows = [{"study": name, "task": r.run.task, "variant": r.run.variant, "seed": r.run.seed,
              "folder": r.run.folder.name, "flags": list(r.run.flags), "made_by": made_by(r.run),
              "agents": {agent: [vars(point) for point in points] for agent, points in r.agents.items()},
-             "roles": r.roles, "responses": r.responses, "measured": r.measured, "collapsed": r.collapsed}
-            for r in ended]
+             "roles": r.roles, "responses": r.responses, "measured": r.measured, "diverged": r.diverged,
+             "collapsed": r.collapsed}
+            for r in results]
     replace_text(out / "runs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return text
