@@ -307,7 +307,7 @@ GSM8K_PRESETS = {
 }
 
 
-# What older versions did without saying so: their config.json lacks these.
+# What older versions did without saying so, where that is not the default: their config.json lacks these.
 BEFORE_THEY_WERE_SETTINGS = {"head_precision": "float32", "cpu_matmul": "onednn", "shard": False}
 BESIDE_SETTINGS = {"config", "agents", "fingerprints"}      # what config.json holds beside the settings
 
