@@ -384,6 +384,9 @@ def test_runs_of_other_data_or_arithmetic_are_not_mixed(tmp_path):
     with pytest.raises(UserError, match="0/metrics.jsonl': lacks iterations; put back a copy of it"):
         results.require_alike([one])
     one = made(11, prints={"data": "aa", "model": "bb"})
+    mine = [made(n, "--dataset", "mine", prints={"data": data}) for n, data in ((12, "ee"), (13, "ff"))]
+    with pytest.raises(UserError, match="was made with data ff, 12 with ee"):       # the folder was changed
+        results.require_alike(mine)
     for other, what in ((made(4, dtype="bfloat16"), "dtype bfloat16, 11 with float32"),
                         (made(5, prints={"data": "cc"}), "data cc, 11 with aa"),
                         (made(6, prints={"model": "cc"}), "weights cc, 11 with bb")):

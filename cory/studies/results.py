@@ -15,8 +15,11 @@ from cory.studies.statistics import Curve, Difference, at, difference, frontier_
 
 REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # of held-out bare queries
 NAMES = {"imdb": "task reward", "gsm8k": "greedy accuracy"}
-# Flags that change how the fingerprint of the weights reads some queries, though not the weights.
-READ_BY_WEIGHTS = ("--dataset", "--eval_queries", "--min_query_length", "--max_query_length")
+# What is alike in runs that are alike in these flags. The fingerprint of the weights is also of how the
+# tokenizer reads some held-out queries.
+ALIKE = {"data": ("--dataset",),
+         "weights": ("--model", "--dataset", "--eval_queries", "--min_query_length", "--max_query_length"),
+         "dtype": ("--dtype",), "head_precision": ("--head_precision",)}
 
 
 @dataclass(frozen=True)
@@ -121,16 +124,14 @@ def point(agent: str, row: dict, task: str) -> Point:
 
 
 def require_alike(runs: list[StudyRun]) -> None:
-    """The finished runs of a task were made of the same data and weights and in the same dtype, wherever the
-    study leaves these open and their config.json names them; and those of one variant were rewarded and
+    """The finished runs of a task were made of the same data and weights and in the same dtype, unless their
+    flags ask for others, where their config.json names them; and those of one variant were rewarded and
     evaluated alike: the base has the same figures in each. Raises `UserError`.
     """
     first, first_base = {}, {}
     for run in runs:
         if not run.trained:
             continue
-        cfg = read_config(run.folder)
-        prints = cfg.get("fingerprints", {})
         base = point("base", rows_of(run)[0], run.task)
         other, folder = first_base.setdefault((run.task, run.variant), (base, run.folder))
         for name in unlike(base, other):
@@ -138,14 +139,14 @@ def require_alike(runs: list[StudyRun]) -> None:
             way_out = (f"the untrained model's {name} is {values}: the reward or its evaluation was changed; "
                        "delete one of the two, or take another --out")
             raise UserError("run_dir", str(run.folder), way_out)
-        found = {} if "--dataset" in run.flags else {"data": prints.get("data")}
-        if not {"--model", *READ_BY_WEIGHTS} & {*run.flags}:
-            found["weights"] = prints.get("model")
-        found |= {name: cfg[name] for name in ("dtype", "head_precision") if f"--{name}" not in run.flags}
-        for name, value in found.items():
+        cfg, given = read_config(run.folder), dict(pairwise(run.flags))
+        prints = cfg["fingerprints"]
+        found = cfg | {"data": prints.get("data"), "weights": prints.get("model")}
+        for name, flags in ALIKE.items():
+            value, asked = found[name], tuple(given.get(flag) for flag in flags)
             if value is None:                                   # a run of before fingerprints were kept
                 continue
-            other, folder = first.setdefault((run.task, name), (value, run.folder))
+            other, folder = first.setdefault((run.task, name, asked), (value, run.folder))
             if value != other:
                 raise UserError("run_dir", str(run.folder), f"was made with {name} {value}, {folder.name} "
                                 f"with {other}; delete one of the two, or take another --out")
