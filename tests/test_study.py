@@ -324,12 +324,13 @@ def test_what_is_measured_follows_training_and_is_done_once(tmp_path, monkeypatc
         assert not measured("pass@k", "evaluation/results.json", of_k | other)
 
 
-@pytest.mark.parametrize("loop", ["noisy_ppo", "normalised_cory", "dropout_cory", "penalised_cory",
-                                  "released_cory", "released_ppo", "fast_critic_cory", "long_critic_cory"])
+@pytest.mark.parametrize("loop", ["noisy_ppo", "normalised_cory", "normalised_ppo", "dropout_cory",
+                                  "penalised_cory", "released_cory", "released_ppo", "fast_critic_cory",
+                                  "long_critic_cory"])
 def test_the_studies_own_loops_train_and_leave_everything_as_it_was(loop, small_flags, tmp_path, capsys,
                                                                     monkeypatch):
     """And those that sample from another distribution than they train are said to, once."""
-    monkeypatch.setattr(cory.experiment.run, "OFF_POLICY", 1e-4)    # this model's logits are all near 0
+    monkeypatch.setitem(cory.experiment.run.OFF_POLICY, "float32", 1e-4)    # this model's logits are near 0
 
     def patched():
         return (cory.train.score, cory.train.ppo_update, cory.ppo.rollout.sample, PolicyWithValue.values)

@@ -126,6 +126,7 @@ STUDIES = {
         "repetition penalty while sampling, another eta than PPO's; one by one, and all of them.",
         {"cory": CORY, "ppo": PPO, "resets": f"{CORY} --reset_on_exchange true",
          "scores normalised": f"{OURS}train_normalised_cory",
+         "ppo, scores normalised": f"{OURS}train_normalised_ppo",
          "dropout": f"{OURS}train_dropout_cory",
          "repetition penalty 1.1": f"{OURS}train_penalised_cory",
          "eta of 0.4 to PPO's 0.3": f"{CORY} {multiples(init_kl_coef='1.333')}",
@@ -133,5 +134,6 @@ STUDIES = {
          "cory as released": f"{OURS}train_released_cory --reset_on_exchange true "
                              f"{multiples(init_kl_coef='1.333')}"},
         "cory", tasks=("imdb",), quick=("cory", "scores normalised"),
-        pairs={"cory as released": "ppo as released", "ppo as released": "ppo"}),
+        pairs={"cory as released": "ppo as released", "ppo as released": "ppo",
+               "ppo, scores normalised": "ppo"}),
 }

@@ -158,6 +158,14 @@ def train_normalised_cory(run: Run) -> None:
         train_cory(run)
 
 
+@from_start
+@trains("llm1")
+def train_normalised_ppo(run: Run) -> None:
+    """What the released code has for CORY alone, for PPO."""
+    with normalised_scores(run):
+        train_ppo(run)
+
+
 @trains("llm1", "llm2")
 def train_dropout_cory(run: Run) -> None:
     with dropout(run):
