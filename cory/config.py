@@ -328,6 +328,8 @@ def load_config(run_dir: Path) -> Config:
     if not (isinstance(config_class, type) and issubclass(config_class, Config)):
         raise not_this_version(run_dir, f"{saved['config']} is no class of settings")
     settings = {name: value for name, value in saved.items() if name not in BESIDE_SETTINGS}
+    if settings.get("role_exchange_every") == 0:        # older versions took both, and reset nothing
+        settings["reset_on_exchange"] = False
     hints = {f.name: get_type_hints(config_class)[f.name] for f in fields(config_class) if f.init}
     for name, value in settings.items():
         if name not in hints:

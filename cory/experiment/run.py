@@ -45,7 +45,7 @@ from cory.tasks.task import Task
 # Columns of what a run writes, so that no agent or role may have such a name.
 RESERVED = ["base", "eval", "iteration", "queries", "samples", "roles", "seconds", "metric"]
 # Nats per token of `sampling_gap` that rounding does not make: bfloat16's is some 0.02. A repetition penalty
-# of 1.1 makes 0.05, dropout of 0.1 makes 1.8.
+# of 1.1 makes 0.03 to 0.2, which in bfloat16 may pass unsaid; dropout of 0.1 makes 1.8.
 OFF_POLICY = {"float32": 0.01, "tf32": 0.02, "bfloat16": 0.1}
 
 
@@ -239,12 +239,14 @@ class Run:
     def say_if_off_policy(self, turns: list[Turn]) -> None:
         """Once: responses were drawn from another distribution than the update takes them to be from."""
         turn = max(turns, key=lambda turn: turn.rollout.sampling_gap)
-        rounding = max(OFF_POLICY[self.cfg.dtype], OFF_POLICY[self.cfg.head_precision])
+        cfg = self.cfg
+        used = [cfg.dtype, cfg.head_precision, *(["bfloat16"] if cfg.load_in_4bit else [])]
+        rounding = max(OFF_POLICY[dtype] for dtype in used)
         if turn.rollout.sampling_gap > rounding and world().leads and not self.said_off_policy:
             self.said_off_policy = True
             print(f"\nwarning: sampling_gap is {turn.rollout.sampling_gap:.2f} nats per token: {turn.role}'s "
-                  "responses were not sampled from the policy that scores them (top-k, a penalty, dropout?), "
-                  "so PPO's ratio starts away from 1 and its gradient is of another distribution",
+                  "responses were not sampled from the policy that scores them (top-k, a penalty, dropout?). "
+                  "PPO's ratio is of the scored log-probabilities and does not correct for that",
                   file=sys.stderr, flush=True)
 
     def evaluate_agents(self) -> dict[str, float]:

@@ -6,10 +6,10 @@ A claim says where a figure, one for each seed, should lie. It **holds** if the 
 mean lies there wholly, does **not** hold if it lies wholly elsewhere, and is **not decided** otherwise, or
 below five seeds. What "alike", "close", "as good" and "much higher" mean is ours to read. A gain is the mean
 of all seeds. Figures are of held-out bare queries, the mean of a run's agents, unless they say "in training":
-those are of each agent in its own role, mean of the last quarter of iterations. Runs that diverged have no
-figures, and are counted beside. A share of runs has Wilson's interval. All runs have the same settings, where
-the paper's PPO and CORY differ in some (GSM8K: the learning rate). "As fig. 6" is the paper's claim on the
-task that it did not test.
+those are the mean of the roles, each played by whichever agent has it, in the last quarter of iterations.
+Runs that diverged have no figures, and are counted beside. A share of runs has Wilson's interval. All runs
+have the same settings, where the paper's PPO and CORY differ in some (GSM8K: the learning rate). "As fig. 6"
+is the paper's claim on the task that it did not test.
 """
 import math
 from dataclasses import dataclass
@@ -92,14 +92,14 @@ def paired_log_ratio(of_run: Callable[[Result], float]) -> Callable[..., PerSeed
                                   for seed, run in first.items()}
 
 
-def over_gain(of_run: Callable[[Result], float]) -> Callable[..., PerSeed]:
-    """The first variant's figure less the second's, over the reward that the second has gained."""
-    return lambda first, second: shares(paired_difference(of_run)(first, second), second)
+def over_gain(of_run: Callable[[Result], float], gain: str = "reward") -> Callable[..., PerSeed]:
+    """The first variant's figure less the second's, over what the second has gained, held out."""
+    return lambda first, second: shares(paired_difference(of_run)(first, second), second, gain)
 
 
-def shares(found: PerSeed, of_seed: dict[int, Result]) -> PerSeed:
+def shares(found: PerSeed, of_seed: dict[int, Result], name: str = "reward") -> PerSeed:
     """Of the mean gain of a variant's runs; NaN where training has lost, of which no share says anything."""
-    gain = fmean(since_the_start("reward")(run) for run in of_seed.values())
+    gain = fmean(since_the_start(name)(run) for run in of_seed.values())
     return {seed: x / gain if gain > 0 else math.nan for seed, x in found.items()}
 
 
@@ -180,10 +180,11 @@ CLAIMS = [
               paired_log_ratio(at_end("kl")), "KL over CORY's", 0.0, shown=math.exp),
         Claim(f"{fig}: without transfer reward is unsteady", "ablations", task, ("no transfer", "cory"),
               paired_difference(lambda run: run.unsteady),
-              "in training: std of a role's rewards about their trend, last half, difference", 0.0),
+              "in training: std of a role's rewards between iterations, last half, difference", 0.0),
         *(Claim(f"{fig}: without exchange reward is as good", "ablations", task, ("no exchange", "cory"),
-                over_gain(of_run), f"{where}difference over CORY's gain", -0.1)
-          for where, of_run in (("in training: ", in_training("task_reward")), ("", at_end("reward")))),
+                over_gain(of_run, gain), f"{where}difference over CORY's held-out gain", -0.1)
+          for where, of_run, gain in (("in training: ", in_training("task_reward"), "sampled_reward"),
+                                      ("", at_end("reward"), "reward"))),
         *(Claim(f"{fig}: without exchange KL is much higher", "ablations", task, ("no exchange", "cory"),
                 paired_log_ratio(of_run), f"{where}KL over CORY's", math.log(1.25), shown=math.exp)
           for where, of_run in (("in training: ", in_training("kl")), ("", at_end("kl")))),

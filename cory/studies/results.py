@@ -17,8 +17,9 @@ REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # of held-ou
 NAMES = {"imdb": "task reward", "gsm8k": "greedy accuracy"}
 # What is alike in runs that are alike in these flags. The fingerprint of the weights is also of how the
 # tokenizer reads some held-out queries.
-ALIKE = {"data": ("--dataset",),
-         "weights": ("--model", "--dataset", "--eval_queries", "--min_query_length", "--max_query_length"),
+ALIKE = {"data": ("--dataset", "--eval_queries"),
+         "weights": ("--model", "--dataset", "--eval_queries", "--min_query_length", "--max_query_length",
+                     "--lora", "--load_in_4bit", "--dtype"),
          "dtype": ("--dtype",), "head_precision": ("--head_precision",)}
 
 
@@ -45,6 +46,7 @@ class Result:
     unsteady: float                         # `unsteadiness` of its training rewards
     measured: dict                          # what was measured of the finished run, {} if nothing was
     responses: int = 0                      # sampled and trained on in an iteration, by all roles
+    dtype: str = "float32"
     diverged: bool = False                  # it has no end, and nothing of the above
 
     @property
@@ -105,7 +107,8 @@ def read(run: StudyRun) -> Result:
     unsteady = fmean(unsteadiness(half) for half in halves)
     measured = read_json(run.folder / MEASURES[run.measure][1]) if run.measure else {}
     responses = cfg["batch_size"] * len(find("method", cfg["method"], METHODS).agents)
-    return Result(run, {name: points(name) for name in cfg["agents"]}, roles, unsteady, measured, responses)
+    return Result(run, {name: points(name) for name in cfg["agents"]}, roles, unsteady, measured, responses,
+                  cfg["dtype"])
 
 
 def rows_of(run: StudyRun) -> list[dict]:
@@ -132,13 +135,6 @@ def require_alike(runs: list[StudyRun]) -> None:
     for run in runs:
         if not run.trained:
             continue
-        base = point("base", rows_of(run)[0], run.task)
-        other, folder = first_base.setdefault((run.task, run.variant), (base, run.folder))
-        for name in unlike(base, other):
-            values = f"{getattr(base, name):.2f} here and {getattr(other, name):.2f} in {folder.name}"
-            way_out = (f"the untrained model's {name} is {values}: the reward or its evaluation was changed; "
-                       "delete one of the two, or take another --out")
-            raise UserError("run_dir", str(run.folder), way_out)
         cfg, given = read_config(run.folder), dict(pairwise(run.flags))
         prints = cfg["fingerprints"]
         found = cfg | {"data": prints.get("data"), "weights": prints.get("model")}
@@ -150,12 +146,23 @@ def require_alike(runs: list[StudyRun]) -> None:
             if value != other:
                 raise UserError("run_dir", str(run.folder), f"was made with {name} {value}, {folder.name} "
                                 f"with {other}; delete one of the two, or take another --out")
+        base = point("base", rows_of(run)[0], run.task)
+        other, folder = first_base.setdefault((run.task, run.variant), (base, run.folder))
+        for name in unlike(base, other, cfg["dtype"]):
+            values = f"{getattr(base, name):.2f} here and {getattr(other, name):.2f} in {folder.name}"
+            way_out = (f"the untrained model's {name} is {values}: the reward or its evaluation was changed, "
+                       "or another kind of GPU drew other answers; delete one of them, or take another --out")
+            raise UserError("run_dir", str(run.folder), way_out)
 
 
-def unlike(base: Point, other: Point) -> list[str]:
-    """Figures of an untrained model that differ by more than the rounding of two processors makes them."""
+def unlike(base: Point, other: Point, dtype: str) -> list[str]:
+    """Figures of an untrained model that differ by more than the rounding of two processors makes them: in
+    float32 few answers are drawn otherwise by it, in bfloat16 most.
+    """
+    most = 0.05 if dtype == "float32" else 0.15
+
     def differ(x: float, y: float) -> bool:
-        return abs(x - y) > 0.05 * max(1, abs(y))
+        return abs(x - y) > most * max(1, abs(y))
 
     return [name for name in ("reward", "sampled_reward", "distinct_2", "repeated_tokens")
             if differ(getattr(base, name), getattr(other, name))]
@@ -167,15 +174,18 @@ def other_yardstick(groups: Groups, variant: str, base: str) -> list[str]:
     """
     run, other = (next(iter(groups[name].values())) for name in (variant, base))
     models = [dict(pairwise(side.run.flags)).get("--model") for side in (run, other)]
-    return unlike(run.base, other.base) if models[0] == models[1] else []
+    return unlike(run.base, other.base, run.dtype) if models[0] == models[1] else []
 
 
 def unsteadiness(values: list[float]) -> float:
-    """Standard deviation of values along training about their trend: that of the steps between neighbours,
-    over sqrt(2), which for independent noise is the noise's own. NaN of one value.
+    """How far values jump from one iteration to the next: the standard deviation of the steps between
+    neighbours over sqrt(2), which is the noise's own where it is independent. A trend does not count, nor do
+    slow swings. NaN of two values or fewer.
     """
     steps = [y - x for x, y in pairwise(values)]
-    return (fmean(step**2 for step in steps) / 2) ** 0.5 if steps else math.nan
+    if len(steps) < 2:
+        return math.nan
+    return (fmean((step - fmean(steps)) ** 2 for step in steps) / 2) ** 0.5
 
 
 def by_variant(results: list[Result], task: str, diverged: bool = False) -> Groups:
@@ -189,6 +199,8 @@ def by_variant(results: list[Result], task: str, diverged: bool = False) -> Grou
 
 def made_by(run: StudyRun) -> dict[str, str]:
     """Commit and versions of packages by which a run was finished, out of its last checkpoint; its dtype."""
+    if not (run.folder / "config.json").exists():           # of one that diverged the log may be all there is
+        return {"commit": "unknown", "dtype": "unknown"}
     saved = checkpoints_of(run.folder)
     versions = read_json(saved[0] / "state.json")["versions"] if saved else {"commit": "unknown"}
     return {**versions, "dtype": read_config(run.folder)["dtype"]}

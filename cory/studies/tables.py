@@ -119,7 +119,7 @@ def agents_table(groups: Groups) -> list[str]:
             if len(of_runs[0].agents) < 2:
                 return ""
             first, second = ({run.run.seed: getattr(run.agents[agent][-1], name) for run in of_runs}
-                             for agent in ("llm1", "llm2"))
+                             for agent in list(of_runs[0].agents)[:2])
             return str(difference(first, second))
 
         def of_role(role: str, name: str, of_runs=runs) -> dict[int, float]:
