@@ -201,6 +201,14 @@ def test_other_versions_are_said(copy, capsys):
     assert f"torch 1.0 then, {torch.__version__} now" in said
 
 
+def test_an_older_run_that_was_to_reset_at_no_exchange_goes_on(tmp_path):
+    """It reset nothing then, and is refused now if asked for anew."""
+    (tmp_path / "config.json").write_text(json.dumps({
+        "config": "cory.config:ImdbConfig", "agents": ["llm1", "llm2"], "role_exchange_every": 0,
+        "reset_on_exchange": True}))
+    assert not load_config(tmp_path).reset_on_exchange
+
+
 def test_embedded_assets_are_found_after_a_move(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({
         "config": "cory.config:ImdbConfig", "agents": ["llm1"], "model": "embedded:imdb/lm",
