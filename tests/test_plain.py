@@ -50,13 +50,13 @@ def curves(flags, run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_curves_of_20_iterations_are_those_of_the_plain_version(small_flags, tmp_path, monkeypatch):
+def test_curves_are_those_of_the_plain_version(small_flags, tmp_path, monkeypatch):
     flags = [
         *small_flags,
         "--iterations",
-        "20",
+        "12",
         "--eval_every",
-        "10",
+        "6",
         "--save_every",
         "0",
         "--sample_rows",
@@ -72,7 +72,7 @@ def test_curves_of_20_iterations_are_those_of_the_plain_version(small_flags, tmp
         monkeypatch.setattr(module, "by_length", lambda _, mask,
                             size: list(torch.arange(len(mask)).split(size)))
     plain = curves([*flags, "--cpu_matmul", "pytorch"], tmp_path / "plain")
-    assert len(fast) == len(plain) == 21
+    assert len(fast) == len(plain) == 13
     compared = 0
     for a, b in zip(fast, plain):
         assert a.keys() == b.keys()
@@ -84,5 +84,5 @@ def test_curves_of_20_iterations_are_those_of_the_plain_version(small_flags, tmp
                     "a jump: a sampled token flipped",
                 )
                 compared += 1
-    assert compared > 450
+    assert compared > 270
     assert any(row["pioneer/kl"] > 0.05 for row in plain[1:])  # the policies have moved
