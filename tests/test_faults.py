@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from toys import mend_checksums, settings
 
 import train_imdb
-from cory.config import ASSETS, load_config
+from cory.command_line import parse
+from cory.config import ASSETS, IMDB_PRESETS, ImdbConfig, load_config
 from cory.errors import UserError
-from cory.experiment import checkpoint, files, folder, weights_and_biases
+from cory.experiment import checkpoint, files, folder, run, weights_and_biases
 from cory.experiment.checkpoint import checkpoints_of
 from cory.experiment.log import RunLog
 from cory.experiment.signals import Signals
@@ -199,6 +200,14 @@ def test_other_versions_are_said(copy, capsys):
     train_imdb.main(["--resume", "--run_dir", str(copy)])
     said = next(line for line in capsys.readouterr().out.splitlines() if "other versions" in line)
     assert f"torch 1.0 then, {torch.__version__} now" in said
+
+
+def test_the_commit_is_that_of_the_start(small_flags, tmp_path, monkeypatch):
+    """A checkpoint comes minutes later: the clone may stand at another commit by then."""
+    asked = []
+    monkeypatch.setattr(run, "versions", lambda: asked.append("asked") or {})
+    run.Run(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--run_dir", str(tmp_path / "r")])).close()
+    assert asked == ["asked"]
 
 
 def test_an_older_run_that_was_to_reset_at_no_exchange_goes_on(tmp_path):

@@ -23,6 +23,7 @@ from cory import study
 from cory.command_line import parse
 from cory.config import IMDB_PRESETS, Gsm8kConfig, ImdbConfig, saved_config
 from cory.errors import UserError
+from cory.experiment.run import Run
 from cory.loading import load_language_model
 from cory.ppo.model import PolicyWithValue
 from cory.ppo.sampling import encode_prompts
@@ -345,6 +346,16 @@ def test_the_studies_own_loops_train_and_leave_everything_as_it_was(loop, small_
     gap = max(row["pioneer/sampling_gap"] for row in rows[1:])
     off_policy = loop.startswith(("penalised", "dropout", "released"))
     assert (gap > 1e-4) == off_policy == capsys.readouterr().err.count("warning: sampling_gap is")
+
+
+@pytest.mark.parametrize("flags, warns", [
+    ({}, True), ({"head_precision": "bfloat16"}, False), ({"lora": True, "load_in_4bit": True}, False)])
+def test_what_rounding_may_make_is_no_warning(flags, warns, capsys):
+    """0.05 nats: of bfloat16 in the body, in the head, or in a base of 4 bits, and of no float32."""
+    cfg = settings(**{"dtype": "float32", "head_precision": "float32"} | flags)
+    turn = SimpleNamespace(role="pioneer", rollout=SimpleNamespace(sampling_gap=0.05))
+    Run.say_if_off_policy(SimpleNamespace(cfg=cfg, said_off_policy=False), [turn])
+    assert ("sampling_gap is 0.05 nats per token: pioneer's" in capsys.readouterr().err) == warns
 
 
 def test_a_repetition_penalty_by_hand():
@@ -709,6 +720,23 @@ def test_rows_of_what_cannot_be_compared(monkeypatch):
     assert "at equal KL | at equal compute" in heads[0] and "at equal KL | sampled, at equal KL" in heads[1]
     (row,) = tables.difference_table({"cory": cory}, curves, "imdb")[2:-1]
     assert row.startswith("| cory | ppo | no finished run of that |  |")
+
+
+def test_figures_of_an_untrained_model_are_alike_up_to_rounding():
+    """In bfloat16 another GPU draws other answers; figures above 1 may differ in proportion."""
+    one = results.Point(0, 1.0, 1.0, 0.0, 1.0, 0.9, 0.1)
+    other = replace(one, sampled_reward=1.1)
+    assert results.unlike(one, other, "float32") == ["sampled_reward"]
+    assert results.unlike(one, other, "bfloat16") == []
+    assert results.unlike(one, replace(one, distinct_2=0.7), "bfloat16") == ["distinct_2"]
+    assert results.unlike(replace(one, reward=10.4), replace(one, reward=10.0), "float32") == []
+
+
+def test_two_agents_of_any_name_are_compared():
+    pair = result("cory", [(0, 0.0, 0.0), (10, 3.0, 1.0)], [(0, 0.0, 0.0), (10, 1.0, 1.0)])
+    roles = {role: {"task_reward": 1.0, "kl": 1.0} for role in ("pioneer", "observer")}
+    named = replace(pair, agents=dict(zip(("ann", "bob"), pair.agents.values())), roles=roles)
+    assert any(line.startswith("| cory | +2.00 |") for line in tables.agents_table({"cory": {0: named}}))
 
 
 def test_every_agent_has_a_column(monkeypatch):

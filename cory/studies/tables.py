@@ -71,8 +71,9 @@ def final_table(groups: Groups, all_runs: Groups, study: Study, task: str) -> li
 def difference_table(groups: Groups, study: Study, task: str) -> list[str]:
     """Every variant against its baseline."""
     columns = {"reward": "reward", "reward at equal KL": "at equal KL",
-               "sampled reward at equal KL": "sampled, at equal KL", "reward at equal compute":
-               "at equal compute", "kl": "KL", "log KL ratio": "KL ratio", "combined": "combined reward"}
+               "sampled reward at equal KL": "sampled, at equal KL",
+               "reward at equal compute": "at equal compute", "kl": "KL", "log KL ratio": "KL ratio",
+               "combined": "combined reward"}
     if REWARD[task] == "task_reward":                               # is of sampled answers itself
         del columns["sampled reward at equal KL"]
     head = ["variant", "less", *columns.values(), "reward is higher in", "verdict: reward", "verdict: KL"]
@@ -81,13 +82,13 @@ def difference_table(groups: Groups, study: Study, task: str) -> list[str]:
         base = study.baseline_of(variant)
         if variant == base:
             continue
-        left = [""] * (len(head) - 3)
+        empty = [""] * (len(head) - 3)
         if base not in groups:
-            rows.append([variant, base, "no finished run of that", *left])
+            rows.append([variant, base, "no finished run of that", *empty])
         elif same_runs(groups, variant, base):
-            rows.append([variant, base, "the same runs", *left])
+            rows.append([variant, base, "the same runs", *empty])
         elif others := other_yardstick(groups, variant, base):
-            rows.append([variant, base, f"other {', '.join(others)} of the untrained model", *left])
+            rows.append([variant, base, f"other {', '.join(others)} of the untrained model", *empty])
         else:
             d = differences(groups, study, variant)
             cells = {name: "other eta" if d[name] is None else str(d[name]) for name in columns}
