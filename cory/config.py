@@ -313,12 +313,16 @@ BESIDE_SETTINGS = {"config", "agents", "fingerprints"}      # what config.json h
 
 
 def saved_config(cfg: Config, agents: list[str], fingerprints: dict[str, str]) -> dict:
-    """What config.json holds. Embedded assets stand in it by short name: a moved folder finds its own."""
-    short = {name: EMBEDDED + Path(value).relative_to(ASSETS).as_posix()
-             if isinstance(value, str) and value.startswith(f"{ASSETS}/") else value
-             for name, value in asdict(cfg).items()}
+    """What config.json holds."""
     class_name = name_of(type(cfg))
-    return {"config": class_name, "agents": agents, "fingerprints": fingerprints, **short}
+    return {"config": class_name, "agents": agents, "fingerprints": fingerprints, **portable(asdict(cfg))}
+
+
+def portable(settings: dict) -> dict:
+    """Settings with embedded assets by short name: a moved folder finds its own."""
+    return {name: EMBEDDED + Path(value).relative_to(ASSETS).as_posix()
+            if isinstance(value, str) and value.startswith(f"{ASSETS}/") else value
+            for name, value in settings.items()}
 
 
 def load_config(run_dir: Path) -> Config:

@@ -34,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, default=0, help="how many, from 0 on; the study's own number if left out")
     add("--jobs", type=int, default=1, help="runs at a time, with the cores divided")
     add("--quick", action="store_true", help=f"2 seeds, few variants, {QUICK} iterations")
+    add("--published", nargs="+", type=Path, metavar="FILE", default=[],
+        help="runs.jsonl of pages: a run that stands there is not made again")
     add("--dry_run", action="store_true", help="print the commands of what is not finished, one per line")
     return found
 
@@ -93,23 +95,26 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
             raise UserError("variants", variant, f"choose from {known}")
     tasks = tasks_of(study, args)
 
-    from cory.studies import pictures, results, runs, tables
+    from cory.studies import pictures, published, results, runs, tables
 
     seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
     planned = runs.plan(study, tasks, seeds, variants, args.preset, flags, args.out)
+    planned = published.take(planned, args.published)
     if args.dry_run:
         for run in runs.to_make(planned):
             print(runs.line_of(run))
         return
     n, minutes = runs.expected_minutes(planned, args.jobs)
     expected = "time unknown until one is finished" if minutes is None else f"about {minutes:.0f} minutes"
-    results.require_alike(planned)
-    print(f"{args.name}: {len(planned)} runs, {n} to make, {args.jobs} at a time; {expected}", flush=True)
+    results.require_alike(results.of_ended(planned))
+    known = f"{sum(run.row is not None for run in planned)} published, " if args.published else ""
+    print(f"{args.name}: {len(planned)} runs, {known}{n} to make, {args.jobs} at a time; {expected}",
+          flush=True)
     failed = runs.make(planned, args.jobs)
     for run, why in failed:
         print(f"error: {run.task} {run.variant} seed {run.seed} failed, {why}", file=sys.stderr)
-    results.require_alike(planned)
-    found = [results.read(run) for run in planned if run.finished or run.diverged]
+    found = results.of_ended(planned)
+    results.require_alike(found)
     out = folder_of(args, flags)
     out.mkdir(parents=True, exist_ok=True)
     drawn = [path.name for path in pictures.draw(study, [r for r in found if not r.diverged], out)]
@@ -122,20 +127,19 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
 def hold_claims(args: argparse.Namespace, flags: list[str], command: str) -> None:
     """Of whatever runs are finished; makes none. Raises `UserError` for what a study alone can do."""
     from cory.experiment.files import replace_text
-    from cory.studies import claims, results, runs
+    from cory.studies import claims, published, results, runs
 
     for name in ("variants", "dry_run"):
         if getattr(args, name):
             raise UserError(name, getattr(args, name), "claims is a table of finished runs; leave it out")
-    found, every = {}, []
+    found = {}
     for name in dict.fromkeys([*(claim.study for claim in claims.CLAIMS), "frontier"]):
         study = STUDIES[name]
         seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
         variants = study.variants_of(args.preset, quick=False)
         planned = runs.plan(study, tasks_of(study, args), seeds, variants, args.preset, flags, args.out)
-        found[name] = [results.read(run) for run in planned if run.finished or run.diverged]
-        every += planned
-    results.require_alike(every)
+        found[name] = results.of_ended(published.take(planned, args.published))
+    results.require_alike([result for of_study in found.values() for result in of_study])
     text, out = claims.page(found, command), folder_of(args, flags)
     out.mkdir(parents=True, exist_ok=True)
     replace_text(out / "results.md", text)

@@ -1,13 +1,16 @@
 """README and docs speak of what there is: files, links, flags, functions, and the loop as it stands."""
 import re
 import runpy
+import shlex
 import textwrap
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from cory import study
 from cory.config import Gsm8kConfig, ImdbConfig
+from cory.studies import pictures
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -107,6 +110,30 @@ def test_every_interval_of_the_results_is_one_of_a_studys_page():
         figures = [size * float(x) for x in (mean, *ends)]
         assert any(all(abs(a - b) <= half for a, b in zip(figures, m, strict=True)) for m in measured), (
             mean, unit, ends)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "studies").glob("*/runs.jsonl")),
+                         ids=lambda page: page.parent.name)
+def test_a_studys_page_is_what_its_command_makes_of_its_rows(page, tmp_path, monkeypatch):
+    """By today's code: where a statistic is changed, the page is made anew."""
+    text = (page.parent / "results.md").read_text()
+    (command,) = re.findall(r"^    python -m cory\.study (.+)", text, re.M)
+    monkeypatch.setattr(pictures, "draw", lambda *_: [])
+    study.main([*without_published(shlex.split(command)), "--published", str(page), "--out", str(tmp_path)])
+    (made,) = tmp_path.glob("*/results.md")
+    assert figures_of(made.read_text()) == figures_of(text)
+
+
+def without_published(argv: list[str]) -> list[str]:
+    at = argv.index("--published") if "--published" in argv else len(argv)
+    rest = [i for i, word in enumerate(argv) if i > at and word.startswith("--")]
+    return argv[:at] + (argv[rest[0]:] if rest else [])
+
+
+def figures_of(text: str) -> list[str]:
+    """What follows the command and the versions: tables, verdicts and answers, without pictures."""
+    lines = text.partition("\n## ")[2].splitlines()
+    return [line for line in lines if line and not line.startswith("![")]
 
 
 def test_every_seeded_bug_still_has_its_place():

@@ -27,7 +27,7 @@ from cory.experiment.run import Run
 from cory.loading import load_language_model
 from cory.ppo.model import PolicyWithValue
 from cory.ppo.sampling import encode_prompts
-from cory.studies import claims, loops, pictures, results, runs, tables, team
+from cory.studies import claims, comparison, loops, pictures, published, results, runs, tables, team
 from cory.studies import statistics as st
 from cory.studies.definitions import STUDIES
 from cory.studies.loops import penalised_sample
@@ -238,6 +238,14 @@ def test_a_study_from_start_to_pictures_and_nothing_twice(small, tmp_path, capsy
     assert [row["responses"] for row in rows] == [8, 16] * 2        # a batch for each role of the loop
     assert {path.name for path in out.glob("*.p*")} == {
         f"{name}_imdb.{kind}" for name in ("curves", "frontier", "differences") for kind in ("png", "pdf")}
+    small_study(small, tmp_path / "elsewhere", "--published", str(out / "runs.jsonl"))
+    said = capsys.readouterr()
+    assert len(made) == 5 and "curves: 4 runs, 4 published, 0 to make, 1 at a time" in said.out
+    again = tmp_path / "elsewhere" / out.name
+    assert (again / "runs.jsonl").read_text() == (out / "runs.jsonl").read_text()
+    as_it_was = text.partition("95% intervals")[2]                  # tables, verdicts, pictures, answers
+    assert (again / "results.md").read_text().partition("Published before: 4. 95% intervals")[2] == as_it_was
+    assert "Answers of the last iteration, seed 0:" in as_it_was
     run = tmp_path / "runs" / rows[0]["folder"]
     config = (run / "config.json").read_text()
     (run / "config.json").write_text(config.replace('"dtype": "float32"', '"dtype": "bfloat16"'))
@@ -378,7 +386,9 @@ def test_runs_of_other_data_or_arithmetic_are_not_mixed(tmp_path):
         (run.folder / "eval.json").write_text("{}")
         base = {"task_reward": reward, "kl": 0.0, "combined_reward": 1.0, "distinct_2": 0.9,
                 "repeated_tokens": 0.1}
-        rows = [{"iteration": 0, **{f"eval/base/{key}": x for key, x in base.items()}}, {"iteration": 1}]
+        end = {"roles": ["llm1"], "llm1/task_reward": 1.0, "llm1/kl": 1.0}
+        rows = [{"iteration": 0, **{f"eval/base/{key}": x for key, x in base.items()}},
+                {"iteration": 1, **end}]
         (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return run
 
@@ -388,22 +398,70 @@ def test_runs_of_other_data_or_arithmetic_are_not_mixed(tmp_path):
     larger = made(3, "--model", "gpt2-xl", prints={"data": "aa", "model": "cc"})
     others = made(7, "--dataset", "else", variant="else", prints={"data": "dd", "model": "dd"}, reward=3.0)
     fewer = made(8, "--eval_queries", "64", variant="fewer", prints={"data": "aa", "model": "dd"})
-    results.require_alike([one, old, asked, larger, others, fewer, made(9, reward=1.04)])
+
+    def require_alike(*of_runs):
+        results.require_alike(results.of_ended(of_runs))
+
+    require_alike(one, old, asked, larger, others, fewer, made(9, reward=1.04))
     with pytest.raises(UserError, match="the untrained model's reward is 1.06 here and 1.00 in 0: the reward "
                                         "or its evaluation was changed, or another kind of GPU"):
-        results.require_alike([one, made(10, reward=1.06)])
+        require_alike(one, made(10, reward=1.06))
     (one.folder / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="0/metrics.jsonl': lacks iterations; put back a copy of it"):
-        results.require_alike([one])
+        require_alike(one)
     one = made(11, prints={"data": "aa", "model": "bb"})
     mine = [made(n, "--dataset", "mine", prints={"data": data}) for n, data in ((12, "ee"), (13, "ff"))]
     with pytest.raises(UserError, match="was made with data ff, 12 with ee"):       # the folder was changed
-        results.require_alike(mine)
+        require_alike(*mine)
     for other, what in ((made(4, dtype="bfloat16"), "dtype bfloat16, 11 with float32"),
                         (made(5, prints={"data": "cc"}), "data cc, 11 with aa"),
                         (made(6, prints={"model": "cc"}), "weights cc, 11 with bb")):
         with pytest.raises(UserError, match=f"was made with {what}; delete one of the two"):
-            results.require_alike([one, other])
+            require_alike(one, other)
+
+
+def test_rows_of_a_page_stand_for_runs(tmp_path):
+    """Whose folder is not there, and of which all that is asked was measured; none is taken that differs."""
+    def plan(flags=(), out=tmp_path / "out"):
+        return runs.plan(STUDIES["curves"], ["imdb", "gsm8k"], [0], ["ppo"], "tiny", list(flags), out)
+
+    def page(name, *rows):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return tmp_path / name
+
+    imdb, gsm8k = plan()
+    config = saved_config(parse(ImdbConfig, IMDB_PRESETS, [*imdb.flags, "--dtype", "bfloat16"]), ["llm1"], {})
+    whole = replace(result("ppo", [(0, 0.0, 0.0), (10, 3.0, 1.0)]), run=imdb, config=config)
+    row = results.row_of("curves", whole)
+    file = page("runs.jsonl", row, results.row_of("curves", replace(whole, run=gsm8k, config={})))
+    of_imdb, of_gsm8k = published.take([imdb, gsm8k], [file])
+    assert of_imdb.finished and runs.to_make([of_imdb, of_gsm8k]) == [gsm8k]        # it lacks pass@k
+    assert replace(results.read(of_imdb), run=imdb) == replace(whole, unsteady=0.0)
+    assert published.take(plan(["--lam", "0.9"]), [file])[0].row is None            # of other flags
+    measured = {"base": {f"pass@{k}": 0.5 for k in (1, 2, 4, 8, 16)}, "samples": 16}
+    solved = replace(whole, run=gsm8k, measured=measured, config={})
+    assert published.take([gsm8k], [page("solved", results.row_of("curves", solved))])[0].finished
+    diverged = replace(whole, agents={}, roles={}, unsteady=math.nan, diverged=True)
+    (gone,) = published.take([imdb], [page("diverged", results.row_of("curves", diverged))])
+    assert gone.diverged and runs.make([gone], 1) == [(gone, "diverged, as published")]
+    assert results.read(gone).collapsed
+    imdb.folder.mkdir(parents=True)
+    (imdb.folder / "config.json").write_text(json.dumps(config))
+    assert published.take([imdb], [file])[0].row is None            # its folder is there, and goes on
+    (imdb.folder / "config.json").unlink()
+    older = {name: value for name, value in row.items() if name not in ("config", "answers", "unsteady")}
+    found = results.read(published.take([imdb], [page("older", older)])[0])
+    assert (found.eta, found.dtype, found.answers) == (0.15, "float32", []) and math.isnan(found.unsteady)
+    assert results.row_of("team", found) == older | {"study": "team"}           # and no more than is known
+    other = row | {"config": config | {"lam": 0.9}}
+    for rows, says in (([other], "has imdb, ppo, seed 0 made with lam 0.9, not 0.95: leave the file out"),
+                       ([{"task": "imdb"}], "damaged .KeyError: 'seed'"),
+                       ([row | {"agents": {"llm1": [{"iteration": 0}]}}], "damaged .TypeError"),
+                       ([row, row | {"agents": {}}], "has other figures of imdb, ppo, seed 0 than")):
+        with pytest.raises(UserError, match=says):
+            published.take([imdb], [page("wrong", *rows)])
+    with pytest.raises(UserError, match="none': is not there; give the runs.jsonl of a study's page"):
+        published.take([imdb], [tmp_path / "none"])
 
 
 def test_a_run_made_with_other_settings_is_refused(small_flags, tmp_path):
@@ -437,7 +495,12 @@ def result(variant, *agents) -> results.Result:
     points = {f"llm{i + 1}": [results.Point(n, r, r / 2, kl, r - kl, 1.0, 0.0) for n, r, kl in agent]
               for i, agent in enumerate(agents)}
     return results.Result(runs.StudyRun("imdb", variant, 0, (), Path(variant)), points, {}, 0.0, {},
-                          responses=32 * len(agents))
+                          responses=32 * len(agents), config={"init_kl_coef": 0.1, "dtype": "float32"},
+                          made_by={"commit": "c", "dtype": "float32"})
+
+
+def with_eta(of_seed, eta):
+    return {seed: replace(run, config=run.config | {"init_kl_coef": eta}) for seed, run in of_seed.items()}
 
 
 def test_the_end_of_a_run_is_its_last_evaluation():
@@ -455,25 +518,22 @@ def test_figures_of_a_role_are_of_the_last_quarter(small_flags, tmp_path):
     assert found.responses == 8                                     # an iteration's batch, of one role
 
 
-def test_differences_at_equal_iterations_kl_and_compute_by_hand(monkeypatch):
-    monkeypatch.setattr(results, "eta", lambda of_seed: 0.1)
+def test_differences_at_equal_iterations_kl_and_compute_by_hand():
     ppo = result("ppo", [(0, 0.0, 0.0), (10, 2.0, 4.0)])
     pair = result("cory", [(0, 0.0, 0.0), (10, 3.0, 10.0)], [(0, 0.0, 0.0), (10, 1.0, 2.0)])
-    d = results.differences({"ppo": {0: ppo}, "cory": {0: pair}}, STUDIES["curves"], "cory")
+    d = comparison.differences({"ppo": {0: ppo}, "cory": {0: pair}}, STUDIES["curves"], "cory")
     assert (d["reward"].mean, d["kl"].mean, d["combined"].mean) == (0.0, 2.0, -2.0)
     # at KL 2, which all reach: (0.6 + 1) / 2 against 1
     assert d["reward at equal KL"].mean == pytest.approx(-0.2)
     assert d["sampled reward at equal KL"].mean == pytest.approx(-0.1)      # half of all rewards here
     # 10 batches: PPO's iteration 10, CORY's iteration 5: (1.5 + 0.5) / 2 against 2
     assert d["reward at equal compute"].mean == pytest.approx(-1.0)
-    monkeypatch.setattr(results, "eta", lambda of_seed: of_seed[0].run.variant)
-    groups = {"ppo": {0: ppo}, "cory": {0: pair}}
-    assert results.differences(groups, STUDIES["curves"], "cory")["combined"] is None       # of another eta
-    monkeypatch.setattr(results, "eta", lambda of_seed: 0.3 if of_seed[0].run.variant == "cory" else 0.15)
+    groups = {"ppo": {0: ppo}, "cory": with_eta({0: pair}, 0.3)}
+    assert comparison.differences(groups, STUDIES["curves"], "cory")["combined"] is None    # of another eta
     rows = tables.final_table(groups, groups, STUDIES["curves"], "imdb")
     assert rows[3].endswith("| -4.00 (eta 0.3) | 0 of 1 | 0% |") and "eta" not in rows[2]
     twice = {0: replace(ppo, responses=2 * ppo.responses)}        # of twice the batch: its iteration 5
-    assert results.differences({"ppo": groups["ppo"], "cory": twice}, STUDIES["curves"], "cory")[
+    assert comparison.differences({"ppo": groups["ppo"], "cory": twice}, STUDIES["curves"], "cory")[
         "reward at equal compute"].mean == pytest.approx(-1.0)
 
 
@@ -637,18 +697,18 @@ def test_frontiers_are_compared_seed_by_seed():
               for method, slope in (("ppo", 1.0), ("cory", 2.0))
               for eta, kl in (("0.1", 4.0), ("0.3", 3.0), ("1", 2.0), ("3", 1.0))
               for name in [f"{method}, eta x {eta}"]}
-    found = results.frontier_gap(groups, STUDIES["frontier"])
+    found = comparison.frontier_gap(groups, STUDIES["frontier"])
     assert found.mean == pytest.approx(2.25) and found.verdict == "higher" and found.seeds == 5
     asked = "| imdb | mean height, over the KL of both | above 0 |"
     every = [run for of_seed in groups.values() for run in of_seed.values()]
     assert f"{asked} +2.25 [+2.25, +2.25], 5 seeds | holds |" in claims.page({"frontier": every}, "")
     other = {**groups, "ppo, eta x 1": of_another_reward(groups["ppo, eta x 1"])}
-    assert results.frontier_gap(other, STUDIES["frontier"]).seeds == 0
+    assert comparison.frontier_gap(other, STUDIES["frontier"]).seeds == 0
     del groups["ppo, eta x 0.1"]
     some = [run for of_seed in groups.values() for run in of_seed.values()]
     assert f"{asked} not run" in claims.page({"frontier": some}, "")
-    assert results.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(1.75)
-    assert results.frontier_gap({"ppo, eta x 1": groups["ppo, eta x 1"]}, STUDIES["frontier"]).seeds == 0
+    assert comparison.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(1.75)
+    assert comparison.frontier_gap({"ppo, eta x 1": groups["ppo, eta x 1"]}, STUDIES["frontier"]).seeds == 0
     assert f"{asked} not run | not run |" in claims.page({}, "command")
 
 
@@ -660,7 +720,7 @@ def test_a_frontier_is_of_each_agent_by_itself():
     pair = result("cory, eta x 1", [(0, 0.0, 0.0), (5, 3.0, 1.0), (10, 1.0, 2.0)],
                   [(0, 0.0, 0.0), (5, 1.0, 1.0), (10, 3.0, 2.0)])
     groups = {"ppo, eta x 1": {0: ppo}, "cory, eta x 1": {0: pair}}
-    assert results.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(0.5, abs=1e-6)
+    assert comparison.frontier_gap(groups, STUDIES["frontier"]).mean == pytest.approx(0.5, abs=1e-6)
 
 
 def test_shares_are_of_the_mean_gain_of_all_seeds():
@@ -704,9 +764,8 @@ def test_what_rises_evenly_is_not_unsteady():
     assert results.unsteadiness(noise) == pytest.approx(0.3, rel=0.05)
 
 
-def test_rows_of_what_cannot_be_compared(monkeypatch):
+def test_rows_of_what_cannot_be_compared():
     """Another reward, as the untrained model's shows; a baseline that is not there."""
-    monkeypatch.setattr(results, "eta", lambda of_seed: 0.1)
     ppo, cory = seeds_of("ppo", [2.0] * 5, [4.0] * 5), seeds_of("cory", [1.9] * 5, [1.0] * 5)
     curves, other = STUDIES["curves"], of_another_reward(cory)
     (row,) = tables.difference_table({"ppo": ppo, "cory": other}, curves, "imdb")[2:-1]
@@ -739,15 +798,14 @@ def test_two_agents_of_any_name_are_compared():
     assert any(line.startswith("| cory | +2.00 |") for line in tables.agents_table({"cory": {0: named}}))
 
 
-def test_every_agent_has_a_column(monkeypatch):
-    monkeypatch.setattr(results, "eta", lambda of_seed: 0.1)
+def test_every_agent_has_a_column():
     three = result("cory", *([(0, 0.0, 0.0), (10, float(i), 1.0)] for i in (1, 2, 3)))
     groups = {"cory": {0: three}}
     head, _, row, _ = tables.final_table(groups, groups, STUDIES["ablations"], "imdb")
     assert "| LLM1 | LLM2 | LLM3 | KL |" in head and "| 2.00 | 1.00 | 2.00 | 3.00 | 1.00 |" in row
 
 
-def test_a_run_that_diverged_counts_as_collapsed(tmp_path, monkeypatch):
+def test_a_run_that_diverged_counts_as_collapsed(tmp_path):
     """What it said last may stand before the bar's line; it has no figures, and is in no mean."""
     error = "error: grad_norm is nan: the gradient of llm1 is not finite; it was not applied. Start anew"
     said = f"{error}\nppo:   0%|   | 0/6 [00:00<?]\n"
@@ -760,7 +818,6 @@ def test_a_run_that_diverged_counts_as_collapsed(tmp_path, monkeypatch):
     gone = results.read(planned)
     whole = list(seeds_of("ppo, rate x 10, eta x 0.1", [1.0], [1.0]).values())
     groups, every = (results.by_variant([*whole, gone], "imdb", diverged) for diverged in (False, True))
-    monkeypatch.setattr(results, "eta", lambda of_seed: 0.1)
     stability = STUDIES["stability"]
     assert tables.final_table(groups, every, stability, "imdb")[2].endswith("| 1 of 2 | 50% |")
     (row,) = tables.final_table({}, results.by_variant([gone], "imdb", True), stability, "imdb")[2:3]
@@ -865,11 +922,10 @@ def test_what_is_the_baselines_own_runs_is_not_drawn_over_it(tmp_path, monkeypat
     assert asked == [["cory", "no transfer"]] * 3
 
 
-def test_pictures_of_other_etas_and_of_sweeps(monkeypatch):
+def test_pictures_of_other_etas_and_of_sweeps():
     """Combined rewards of one eta alone share a panel; each eta has a marker, each seed a small one."""
-    for module in (results, pictures):
-        monkeypatch.setattr(module, "eta", lambda of_seed: 0.3 if "0.3" in of_seed[0].run.variant else 0.1)
-    groups = {name: seeds_of(name, [1.0] * 5, [2.0] * 5) for name in STUDIES["frontier"].variants}
+    groups = {name: with_eta(seeds_of(name, [1.0] * 5, [2.0] * 5), 0.3 if "0.3" in name else 0.1)
+              for name in STUDIES["frontier"].variants}
     *_, combined = pictures.curves(groups, STUDIES["frontier"], "imdb").axes
     assert len(combined.lines) == 6 and combined.get_title() == "combined reward, eta 0.1"
     (axis,) = pictures.over_eta(groups, STUDIES["frontier"], "imdb").axes
@@ -892,21 +948,17 @@ def test_pictures_of_other_etas_and_of_sweeps(monkeypatch):
     assert [list(line.get_xdata()) for line in axis.lines] == [[1, 2, 4, 8, 16]] * 2
 
 
-def test_answers_are_of_a_seed_that_all_have(tmp_path):
+def test_answers_are_of_a_seed_that_all_have():
     def run(variant, seed, text):
         found = result(variant, [(0, 0.0, 0.0), (10, 1.0, 1.0)])
-        folder = tmp_path / f"{variant}{seed}"
-        folder.mkdir()
-        row = {"iteration": 10, "query": "q", "base": "b", "base_reward": 0.0, "pioneer": text,
-               "pioneer_reward": 1.0}
-        (folder / "samples.jsonl").write_text(json.dumps(row) + "\n")
-        return replace(found, run=replace(found.run, seed=seed, folder=folder))
+        row = {"query": "q", "answer": text, "reward": 1.0, "base": "b", "base_reward": 0.0}
+        return replace(found, run=replace(found.run, seed=seed), answers=[row])
 
     groups = {"ppo": {seed: run("ppo", seed, f"p{seed}") for seed in (0, 1)},
-              "cory": {1: run("cory", 1, "c1")}}
+              "cory": {1: run("cory", 1, "c1")}, "old": {0: replace(run("old", 0, ""), answers=[])}}
     lines = tables.answers(groups)
     assert lines[0] == "Answers of the last iteration, seed 1:" and "| ppo | p1 | 1.00 |" in lines
-    assert tables.answers({**groups, "none": {}}) == []
+    assert tables.answers({**groups, "none": {}}) == lines and tables.answers({"old": groups["old"]}) == []
 
 
 def test_text_of_a_model_is_plain_in_a_table():

@@ -18,8 +18,9 @@ from typing import Callable
 
 import numpy as np
 
+from cory.studies.comparison import frontier_gap, log_ratio, other_yardstick
 from cory.studies.definitions import STUDIES
-from cory.studies.results import Groups, Point, Result, by_variant, frontier_gap, log_ratio, other_yardstick
+from cory.studies.results import Groups, Point, Result, by_variant
 from cory.studies.statistics import LEAST_SEEDS, interval, share_interval
 from cory.studies.tables import markdown
 

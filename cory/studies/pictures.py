@@ -6,18 +6,9 @@ from typing import Iterable
 import numpy as np
 
 from cory.experiment.plots import BASE, COLORS, LINES, MARKERS, grid, legend, look, save
+from cory.studies.comparison import differences, eta_of, of_other_eta, other_yardstick, same_runs
 from cory.studies.definitions import Study
-from cory.studies.results import (
-    NAMES,
-    Groups,
-    Result,
-    by_variant,
-    differences,
-    eta,
-    of_other_eta,
-    other_yardstick,
-    same_runs,
-)
+from cory.studies.results import NAMES, Groups, Result, by_variant
 from cory.studies.runs import MEASURES
 from cory.studies.statistics import interval
 
@@ -98,7 +89,7 @@ def curves(groups: Groups, study: Study, task: str):
             axis.plot(shared, table.mean(0), **looks[variant], **MARKERS[""], zorder=2 + 1 / (1 + shared[-1]))
             low, high = zip(*(interval(column) for column in table.T), strict=True)
             axis.fill_between(shared, low, high, color=looks[variant]["color"], alpha=0.15, linewidth=0)
-    with_eta = next(eta(of_seed) for variant, of_seed in groups.items() if variant not in others)
+    with_eta = next(eta_of(of_seed) for variant, of_seed in groups.items() if variant not in others)
     titles = (NAMES[task], "KL per response (nats)", f"combined reward, eta {with_eta:g}")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="iteration")

@@ -1,17 +1,15 @@
-"""From the finished runs of a study to figures: what each run reached, and how variants differ."""
+"""What each run of a study reached: out of its folder, or of its row in a page's `runs.jsonl`."""
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from statistics import fmean
 
-from cory.config import METHODS, read_config
+from cory.config import METHODS, portable, read_config
 from cory.errors import UserError
 from cory.experiment.checkpoint import checkpoints_of
 from cory.experiment.files import read_json, read_log
 from cory.names import find
-from cory.studies.definitions import Study
-from cory.studies.runs import MEASURES, StudyRun
-from cory.studies.statistics import Curve, Difference, at, difference, frontier_height
+from cory.studies.runs import MACHINE_SETTINGS, MEASURES, StudyRun
 
 REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # of held-out bare queries
 NAMES = {"imdb": "task reward", "gsm8k": "greedy accuracy"}
@@ -46,8 +44,10 @@ class Result:
     unsteady: float                         # `unsteadiness` of its training rewards
     measured: dict                          # what was measured of the finished run, {} if nothing was
     responses: int = 0                      # sampled and trained on in an iteration, by all roles
-    dtype: str = "float32"
-    diverged: bool = False                  # it has no end, and nothing of the above
+    config: dict = field(default_factory=dict)      # its config.json but for the folder; {} if there is none
+    made_by: dict[str, str] = field(default_factory=dict)       # commit, versions of packages, dtype
+    answers: list[dict] = field(default_factory=list)   # of the last iteration, as `answers_of` has them
+    diverged: bool = False                  # it has no end, and no figures
 
     @property
     def mean_of_agents(self) -> list[Point]:
@@ -63,6 +63,14 @@ class Result:
     def base(self) -> Point:
         """The untrained model's figures, which all agents start from."""
         return next(iter(self.agents.values()))[0]
+
+    @property
+    def eta(self) -> float:
+        return self.config["init_kl_coef"]
+
+    @property
+    def dtype(self) -> str:
+        return self.config["dtype"]
 
     @property
     def share_collapsed(self) -> float:
@@ -89,11 +97,18 @@ class Result:
 Groups = dict[str, dict[int, Result]]       # {variant: {seed: result}} of one task, in the study's order
 
 
+def of_ended(runs: list[StudyRun]) -> list[Result]:
+    """Of those that are finished or have diverged."""
+    return [read(run) for run in runs if run.finished or run.diverged]
+
+
 def read(run: StudyRun) -> Result:
     """The figures of a finished run, or of one that diverged."""
+    if run.row is not None:
+        return of_row(run, run.row)
     if not run.trained:
-        return Result(run, {}, {}, float("nan"), {}, diverged=True)
-    rows, cfg = rows_of(run), read_config(run.folder)
+        return Result(run, {}, {}, math.nan, {}, config=config_of(run), made_by=made_by(run), diverged=True)
+    rows, cfg = rows_of(run), config_of(run)
 
     def points(agent: str) -> list[Point]:
         evaluated = [row for row in rows[1:] if f"eval/{agent}/kl" in row]
@@ -108,7 +123,52 @@ def read(run: StudyRun) -> Result:
     measured = read_json(run.folder / MEASURES[run.measure][1]) if run.measure else {}
     responses = cfg["batch_size"] * len(find("method", cfg["method"], METHODS).agents)
     return Result(run, {name: points(name) for name in cfg["agents"]}, roles, unsteady, measured, responses,
-                  cfg["dtype"])
+                  cfg, made_by(run), answers_of(run, rows[-1]["iteration"]))
+
+
+def config_of(run: StudyRun) -> dict:
+    """Of one that diverged the log may be all there is."""
+    cfg = read_config(run.folder) if run.started else {}
+    return {name: value for name, value in cfg.items() if name != "run_dir"}
+
+
+def answers_of(run: StudyRun, iteration: int) -> list[dict]:
+    """Rows of query, answer, reward, base, base_reward: what the pioneer, or PPO's agent, and the base have
+    answered in an iteration to the queries of samples.jsonl.
+    """
+    found = []
+    for row in read_log(run.folder / "samples.jsonl"):
+        if row["iteration"] == iteration:
+            role = "pioneer" if "pioneer" in row else next(key for key in row if f"{key}_reward" in row)
+            found.append({"query": row["query"], "answer": row[role], "reward": row[f"{role}_reward"],
+                          "base": row["base"], "base_reward": row["base_reward"]})
+    return found
+
+
+def row_of(study: str, result: Result) -> dict:
+    """What a page's `runs.jsonl` holds of a run: all that its tables, verdicts and pictures are made of."""
+    run = result.run
+    if run.row is not None:
+        return run.row | {"study": study, "variant": run.variant, "collapsed": result.collapsed}
+    return {"study": study, "task": run.task, "variant": run.variant, "seed": run.seed,
+            "folder": run.folder.name, "flags": list(run.flags), "made_by": result.made_by,
+            "agents": {agent: [vars(p) for p in points] for agent, points in result.agents.items()},
+            "roles": result.roles, "unsteady": None if math.isnan(result.unsteady) else result.unsteady,
+            "responses": result.responses, "measured": result.measured, "diverged": result.diverged,
+            "collapsed": result.collapsed, "config": result.config, "answers": result.answers}
+
+
+def of_row(run: StudyRun, row: dict) -> Result:
+    """The inverse of `row_of`. Older rows have no config, answers and unsteadiness: their settings are those
+    that the flags ask for, and of which data and weights they are is not known.
+    """
+    config = row.get("config")
+    if config is None:
+        config = portable(run.asked) | dict.fromkeys(MACHINE_SETTINGS) | {"dtype": row["made_by"]["dtype"]}
+    unsteady = row.get("unsteady")
+    return Result(run, {agent: [Point(**p) for p in points] for agent, points in row["agents"].items()},
+                  row["roles"], math.nan if unsteady is None else unsteady, row["measured"], row["responses"],
+                  config, row["made_by"], row.get("answers", []), row["diverged"])
 
 
 def rows_of(run: StudyRun) -> list[dict]:
@@ -126,33 +186,33 @@ def point(agent: str, row: dict, task: str) -> Point:
     return Point(row["iteration"], *(row[f"eval/{agent}/{key}"] for key in keys))
 
 
-def require_alike(runs: list[StudyRun]) -> None:
-    """The finished runs of a task were made of the same data and weights and in the same dtype, unless their
-    flags ask for others, where their config.json names them; and those of one variant were rewarded and
-    evaluated alike: the base has the same figures in each. Raises `UserError`.
+def require_alike(results: list[Result]) -> None:
+    """Runs of a task were made of the same data and weights and in the same dtype, unless their flags ask for
+    others, where their config.json names them; and those of one variant were rewarded and evaluated alike:
+    the base has the same figures in each. Raises `UserError`.
     """
+    way_out = "delete one of the two, take another --out, or leave a file of --published out"
     first, first_base = {}, {}
-    for run in runs:
-        if not run.trained:
+    for result in results:
+        run = result.run
+        if result.diverged:
             continue
-        cfg, given = read_config(run.folder), dict(pairwise(run.flags))
-        prints = cfg["fingerprints"]
-        found = cfg | {"data": prints.get("data"), "weights": prints.get("model")}
+        given, prints = dict(pairwise(run.flags)), result.config.get("fingerprints", {})
+        found = result.config | {"data": prints.get("data"), "weights": prints.get("model")}
         for name, flags in ALIKE.items():
             value, asked = found[name], tuple(given.get(flag) for flag in flags)
             if value is None:                                   # a run of before fingerprints were kept
                 continue
             other, folder = first.setdefault((run.task, name, asked), (value, run.folder))
             if value != other:
-                raise UserError("run_dir", str(run.folder), f"was made with {name} {value}, {folder.name} "
-                                f"with {other}; delete one of the two, or take another --out")
-        base = point("base", rows_of(run)[0], run.task)
-        other, folder = first_base.setdefault((run.task, run.variant), (base, run.folder))
-        for name in unlike(base, other, cfg["dtype"]):
-            values = f"{getattr(base, name):.2f} here and {getattr(other, name):.2f} in {folder.name}"
-            way_out = (f"the untrained model's {name} is {values}: the reward or its evaluation was changed, "
-                       "or another kind of GPU drew other answers; delete one of them, or take another --out")
-            raise UserError("run_dir", str(run.folder), way_out)
+                why = f"was made with {name} {value}, {folder.name} with {other}"
+                raise UserError("run_dir", str(run.folder), f"{why}; {way_out}")
+        other, folder = first_base.setdefault((run.task, run.variant), (result.base, run.folder))
+        for name in unlike(result.base, other, result.dtype):
+            values = f"{getattr(result.base, name):.2f} here and {getattr(other, name):.2f} in {folder.name}"
+            why = (f"the untrained model's {name} is {values}: the reward or its evaluation was changed, or "
+                   "another kind of GPU drew other answers")
+            raise UserError("run_dir", str(run.folder), f"{why}; {way_out}")
 
 
 def unlike(base: Point, other: Point, dtype: str) -> list[str]:
@@ -166,15 +226,6 @@ def unlike(base: Point, other: Point, dtype: str) -> list[str]:
 
     return [name for name in ("reward", "sampled_reward", "distinct_2", "repeated_tokens")
             if differ(getattr(base, name), getattr(other, name))]
-
-
-def other_yardstick(groups: Groups, variant: str, base: str) -> list[str]:
-    """Figures that the untrained model has otherwise in one variant than in another: their runs are rewarded
-    or evaluated in different ways, and not comparable. None between two models, which differ in themselves.
-    """
-    run, other = (next(iter(groups[name].values())) for name in (variant, base))
-    models = [dict(pairwise(side.run.flags)).get("--model") for side in (run, other)]
-    return unlike(run.base, other.base, run.dtype) if models[0] == models[1] else []
 
 
 def unsteadiness(values: list[float]) -> float:
@@ -206,93 +257,3 @@ def made_by(run: StudyRun) -> dict[str, str]:
     return {**versions, "dtype": read_config(run.folder)["dtype"]}
 
 
-def of_last(of_seed: dict[int, Result], name: str) -> dict[int, float]:
-    """{seed: a figure at the end of training, mean of the agents}."""
-    return {seed: getattr(run.last, name) for seed, run in of_seed.items()}
-
-
-def differences(groups: Groups, study: Study, variant: str) -> dict[str, Difference | None]:
-    """{figure: variant less baseline, paired by seed}; KL in nats per response, its ratio as a logarithm.
-
-    Figures are means over a run's agents. At equal KL, or compute, it is each agent's reward where it first
-    reaches the x that all agents of both runs of a seed reach; `sampled reward at equal KL` is of the same
-    answers as KL is. None where a figure cannot be compared.
-    """
-    base = study.baseline_of(variant)
-    runs, base_runs = groups[variant], groups[base]
-
-    def at_equal(x_of_variant, x_of_base, y: str = "reward") -> Difference:
-        ys = {}, {}
-        for seed in runs.keys() & base_runs.keys():
-            sides = [[[(x(p), getattr(p, y)) for p in points] for points in of_seed[seed].agents.values()]
-                     for of_seed, x in ((runs, x_of_variant), (base_runs, x_of_base))]
-            x = min(max(point[0] for point in curve) for side in sides for curve in side)
-            for found, side in zip(ys, sides, strict=True):
-                found[seed] = fmean(at(curve, x) for curve in side)
-        return difference(*ys)
-
-    def responses(of_seed: dict[int, Result]):
-        per_iteration = next(iter(of_seed.values())).responses
-        return lambda p: p.iteration * per_iteration
-
-    found = {name: difference(of_last(runs, name), of_last(base_runs, name)) for name in ("reward", "kl")}
-    same_eta = eta(runs) == eta(base_runs)
-    found["combined"] = None
-    if same_eta:
-        found["combined"] = difference(of_last(runs, "combined"), of_last(base_runs, "combined"))
-    kl, base_kl = of_last(runs, "kl"), of_last(base_runs, "kl")
-    times = {seed: log_ratio(kl[seed], base_kl[seed]) for seed in kl.keys() & base_kl.keys()}
-    found["log KL ratio"] = difference(times, dict.fromkeys(times, 0.0))
-    for name in ("reward", "sampled_reward"):
-        found[f"{name.replace('_', ' ')} at equal KL"] = at_equal(lambda p: p.kl, lambda p: p.kl, name)
-    found["reward at equal compute"] = at_equal(responses(runs), responses(base_runs))
-    return found
-
-
-def log_ratio(x: float, y: float) -> float:
-    """Its mean over seeds is the log of the geometric mean, which no single large ratio drags along."""
-    return math.log(x / y) if x > 0 and y > 0 else math.nan
-
-
-def same_runs(groups: Groups, variant: str, base: str) -> bool:
-    """Whether two variants are the same runs, under this preset."""
-    folders = [{run.run.folder for run in groups[name].values()} for name in (variant, base)]
-    return folders[0] == folders[1]
-
-
-def eta(of_seed: dict[int, Result]) -> float:
-    return read_config(next(iter(of_seed.values())).run.folder)["init_kl_coef"]
-
-
-def of_other_eta(groups: Groups, study: Study) -> dict[str, float]:
-    """{variant: eta} of those whose combined reward is another quantity than the baseline's (the first's)."""
-    of = {variant: eta(of_seed) for variant, of_seed in groups.items()}
-    usual = of.get(study.baseline, next(iter(of.values()), None))
-    return {variant: own for variant, own in of.items() if own != usual}
-
-
-def frontier_gap(groups: Groups, study: Study) -> Difference:
-    """Height of CORY's frontier above PPO's, paired by seed: `frontier_height` of the runs over eta, the mean
-    of CORY's agents. Each by itself, since the best of many points favours whoever has the noisier ones, and
-    a mean of two agents has less noise than one. Of no seeds where the runs are not comparable.
-    """
-    def curves(method: str, seed: int, agent: str) -> list[Curve]:
-        runs = [groups[f"{method}, {eta}"][seed] for eta in sorted(shared)]
-        return [[(p.kl, p.reward) for p in run.agents[agent]] for run in runs]
-
-    def height(seed: int) -> float:
-        agents = groups[f"cory, {min(shared)}"][seed].agents
-        (alone,) = groups[f"ppo, {min(shared)}"][seed].agents
-        return fmean(frontier_height(curves("cory", seed, agent), curves("ppo", seed, alone))
-                     for agent in agents)
-
-    def etas(method: str) -> set[str]:
-        return {variant.removeprefix(f"{method}, ") for variant in study.sweeps[method] if variant in groups}
-
-    shared = etas("cory") & etas("ppo")
-    names = [f"{method}, {eta}" for method in study.sweeps for eta in shared]
-    if not names or any(other_yardstick(groups, name, names[0]) for name in names):
-        return difference({}, {})
-    seeds = set.intersection(*(set(groups[name]) for name in names))
-    heights = {seed: height(seed) for seed in sorted(seeds)}
-    return difference(heights, dict.fromkeys(heights, 0.0))

@@ -51,6 +51,7 @@ class StudyRun:
     flags: tuple[str, ...]              # all but seed and folder
     folder: Path
     measure: str = ""                   # a name in MEASURES, if there is something to measure when trained
+    row: dict | None = None             # of a published `runs.jsonl`, of which the run is taken
 
     def commands(self) -> list[list[str]]:
         """What is left to do: training, from the start or from the last checkpoint; then measuring."""
@@ -66,6 +67,11 @@ class StudyRun:
             module, *flags = MEASURES[self.measure][0].split()
             left.append([sys.executable, "-m", module, folder, *flags])
         return left
+
+    @property
+    def asked(self) -> dict:
+        """The settings that its flags ask for. Raises `UserError`."""
+        return asdict(parse(*SCRIPTS[self.task], [*self.flags, "--seed", str(self.seed)]))
 
     @property
     def started(self) -> bool:
@@ -84,6 +90,8 @@ class StudyRun:
 
     @property
     def diverged(self) -> bool:
+        if self.row is not None:
+            return self.row["diverged"]
         return not self.trained and self.log.exists() and bool(DIVERGED.search(self.log.read_text()))
 
     @property
@@ -94,18 +102,21 @@ class StudyRun:
     def measured(self) -> bool:
         if not self.measure:
             return True
-        _, name, figures, how = MEASURES[self.measure]
-        path = self.folder / name
-        if not path.exists():
-            return False
-        found, cfg = read_json(path), read_config(self.folder)
+        path = self.folder / MEASURES[self.measure][1]
+        return path.exists() and self.is_measured(read_json(path), read_config(self.folder))
+
+    def is_measured(self, found: dict, cfg: dict) -> bool:
+        """Whether these figures, of a run of these settings, are what is to be measured."""
+        if not self.measure:
+            return True
+        _, _, figures, how = MEASURES[self.measure]
         how = how | {key: cfg[of] for key, of in (("queries", "eval_queries"), ("temperature", "temperature"))
                      if key in found}
         return {*figures} <= found.get("base", {}).keys() and how.items() <= found.items()
 
     @property
     def finished(self) -> bool:
-        return self.trained and self.measured
+        return self.row is not None or self.trained and self.measured
 
 
 def plan(study: Study, tasks: list[str], seeds: list[int], variants: list[str], preset: str,
@@ -127,15 +138,19 @@ def plan(study: Study, tasks: list[str], seeds: list[int], variants: list[str], 
 
 def require_as_defined(run: StudyRun) -> None:
     """The flags are sound, and a run that is there was made with these settings. Raises `UserError`."""
-    asked = asdict(parse(*SCRIPTS[run.task], [*run.flags, "--seed", str(run.seed)]))
-    if not (run.folder / "config.json").exists():
-        return
-    made = asdict(load_config(run.folder))          # a setting that came later has its default there
-    differ = [f"{name} {made[name]}, not {value}" for name, value in asked.items() if value != made[name]
-              and not (name in MACHINE_SETTINGS and value == "auto") and name not in ("run_dir", "resume")]
-    if differ:
+    asked = run.asked
+    if run.started and (differ := differing(asked, asdict(load_config(run.folder)))):
         way_out = f"was made with {'; '.join(differ)}: delete it, or take another --out"
         raise UserError("run_dir", str(run.folder), way_out)
+
+
+def differing(asked: dict, made: dict) -> list[str]:
+    """Settings of a run that are not what is asked for: `lam 0.9, not 1.0`. One that came later than the run
+    has its default there.
+    """
+    return [f"{name} {made[name]}, not {value}" for name, value in asked.items()
+            if name in made and value != made[name] and not (name in MACHINE_SETTINGS and value == "auto")
+            and name not in ("run_dir", "resume")]
 
 
 def resolved(variant: str, task: str, common: list[str]) -> list[str]:
@@ -188,7 +203,8 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // jobs)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    why = {run.folder: last_words(run.log.read_text()) for run in runs if run.diverged}
+    why = {run.folder: "diverged, as published" if run.row else last_words(run.log.read_text())
+           for run in runs if run.diverged}
 
     def work(run: StudyRun) -> None:
         run.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -7,22 +7,17 @@ from typing import Iterable
 
 import numpy as np
 
-from cory.experiment.files import read_jsonl, replace_text
-from cory.studies.definitions import Study
-from cory.studies.results import (
-    NAMES,
-    REWARD,
-    Groups,
-    Result,
-    by_variant,
+from cory.experiment.files import replace_text
+from cory.studies.comparison import (
     differences,
     frontier_gap,
-    made_by,
     of_last,
     of_other_eta,
     other_yardstick,
     same_runs,
 )
+from cory.studies.definitions import Study
+from cory.studies.results import NAMES, REWARD, Groups, Result, by_variant, row_of
 from cory.studies.runs import MEASURES, StudyRun
 from cory.studies.statistics import Difference, difference, interval
 
@@ -184,26 +179,24 @@ def measured_mean(run: Result, names: Iterable[str]) -> dict[str, float]:
 
 def answers(groups: Groups) -> list[str]:
     """What the variants of the first seed that all have answered last, as pioneers, to queries they share."""
-    seeds = set.intersection(*map(set, groups.values())) if groups else set()
+    kept = {variant: {seed: run.answers for seed, run in of_seed.items() if run.answers}
+            for variant, of_seed in groups.items()}
+    kept = {variant: of_seed for variant, of_seed in kept.items() if of_seed}
+    seeds = set.intersection(*map(set, kept.values())) if kept else set()
     if not seeds:
         return []
-    kept = {}
-    for variant, of_seed in groups.items():
-        run = of_seed[min(seeds)]
-        rows = read_jsonl(run.run.folder / "samples.jsonl")
-        kept[variant] = {row["query"]: row for row in rows if row["iteration"] == run.last.iteration}
-    queries = Counter(query for rows in kept.values() for query in rows)
-    if not queries:
-        return []
+    asked: dict[str, dict[str, dict]] = {}                  # query: variant: row
+    for variant, of_seed in kept.items():
+        for row in of_seed[min(seeds)]:
+            asked.setdefault(row["query"], {})[variant] = row
     lines = [f"Answers of the last iteration, seed {min(seeds)}:", ""]
-    for query in [query for query, n in queries.items() if n == max(queries.values())][:2]:
-        asked = {variant: rows[query] for variant, rows in kept.items() if query in rows}
-        first = next(iter(asked.values()))
-        rows = [["base", cell(first["base"]), f"{first['base_reward']:.2f}"]]
-        for variant, row in asked.items():
-            role = "pioneer" if "pioneer" in row else next(key for key in row if f"{key}_reward" in row)
-            rows.append([variant, cell(row[role]), f"{row[f'{role}_reward']:.2f}"])
-        lines += markdown([cell(query), "answer", "reward"], rows, texts=2)
+    most = max(map(len, asked.values()))
+    for query, rows in [(query, rows) for query, rows in asked.items() if len(rows) == most][:2]:
+        base = next(iter(rows.values()))
+        lines += markdown([cell(query), "answer", "reward"],
+                          [["base", cell(base["base"]), f"{base['base_reward']:.2f}"],
+                           *([variant, cell(row["answer"]), f"{row['reward']:.2f}"]
+                             for variant, row in rows.items())], texts=2)
     return lines
 
 
@@ -221,10 +214,9 @@ def made_with(results: list[Result]) -> str:
     """`2 runs by python 3.11.7, torch 2.13.0, dtype float32; commit 0123456789: 2`."""
     commits = {}
     for result in results:
-        versions = made_by(result.run)
-        commit = versions.pop("commit")
-        what = ", ".join(f"{name} {version}" for name, version in versions.items())
-        commits.setdefault(what, Counter())[commit] += 1
+        versions = result.made_by
+        what = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "commit")
+        commits.setdefault(what, Counter())[versions["commit"]] += 1
     return ". ".join(
         f"{of.total()} runs by {what}; commit {', '.join(f'{commit}: {n}' for commit, n in of.items())}"
         for what, of in commits.items())
@@ -234,9 +226,11 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
           drawn: list[str], out: Path) -> str:
     """Writes `results.md`, with the pictures `drawn`, and `runs.jsonl`; returns the text of the first."""
     ended = [r for r in results if not r.diverged]
-    how = (f"{made_with(ended)}. 95% intervals of the mean over seeds by the bootstrap; differences are "
-           "paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, reward "
-           "interpolated between evaluations; equal compute counts responses sampled and trained on.")
+    published = sum(result.run.row is not None for result in results)
+    before = f" Published before: {published}." if published else ""
+    how = (f"{made_with(ended)}.{before} 95% intervals of the mean over seeds by the bootstrap; differences "
+           "are paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, "
+           "reward interpolated between evaluations; equal compute counts responses sampled and trained on.")
     lines = [f"# {name}", "", study.claim, "", f"    {command}", "", how, ""]
     for task in dict.fromkeys(result.run.task for result in results):
         groups = by_variant(results, task)
@@ -255,11 +249,5 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
         lines += [f"- {run.task}, {run.variant}, seed {run.seed}: {why}" for run, why in failed] + [""]
     text = "\n".join(lines)
     replace_text(out / "results.md", text)
-    rows = [{"study": name, "task": r.run.task, "variant": r.run.variant, "seed": r.run.seed,
-             "folder": r.run.folder.name, "flags": list(r.run.flags), "made_by": made_by(r.run),
-             "agents": {agent: [vars(point) for point in points] for agent, points in r.agents.items()},
-             "roles": r.roles, "responses": r.responses, "measured": r.measured, "diverged": r.diverged,
-             "collapsed": r.collapsed}
-            for r in results]
-    replace_text(out / "runs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    replace_text(out / "runs.jsonl", "".join(json.dumps(row_of(name, result)) + "\n" for result in results))
     return text
