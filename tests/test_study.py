@@ -21,7 +21,7 @@ import cory.train
 import train_imdb
 from cory import study
 from cory.command_line import parse
-from cory.config import IMDB_PRESETS, Gsm8kConfig, ImdbConfig, saved_config
+from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig, saved_config
 from cory.errors import UserError
 from cory.experiment.run import Run
 from cory.loading import load_language_model
@@ -431,15 +431,16 @@ def test_rows_of_a_page_stand_for_runs(tmp_path):
 
     imdb, gsm8k = plan()
     config = saved_config(parse(ImdbConfig, IMDB_PRESETS, [*imdb.flags, "--dtype", "bfloat16"]), ["llm1"], {})
+    of_gsm8k = saved_config(parse(Gsm8kConfig, GSM8K_PRESETS, list(gsm8k.flags)), ["llm1"], {})
     whole = replace(result("ppo", [(0, 0.0, 0.0), (10, 3.0, 1.0)]), run=imdb, config=config)
     row = results.row_of("curves", whole)
-    file = page("runs.jsonl", row, results.row_of("curves", replace(whole, run=gsm8k, config={})))
-    of_imdb, of_gsm8k = published.take([imdb, gsm8k], [file])
-    assert of_imdb.finished and runs.to_make([of_imdb, of_gsm8k]) == [gsm8k]        # it lacks pass@k
+    file = page("runs.jsonl", row, results.row_of("curves", replace(whole, run=gsm8k, config=of_gsm8k)))
+    of_imdb, unmeasured = published.take([imdb, gsm8k], [file])
+    assert of_imdb.finished and runs.to_make([of_imdb, unmeasured]) == [gsm8k]      # it lacks pass@k
     assert replace(results.read(of_imdb), run=imdb) == replace(whole, unsteady=0.0)
     assert published.take(plan(["--lam", "0.9"]), [file])[0].row is None            # of other flags
     measured = {"base": {f"pass@{k}": 0.5 for k in (1, 2, 4, 8, 16)}, "samples": 16}
-    solved = replace(whole, run=gsm8k, measured=measured, config={})
+    solved = replace(whole, run=gsm8k, measured=measured, config=of_gsm8k)
     assert published.take([gsm8k], [page("solved", results.row_of("curves", solved))])[0].finished
     diverged = replace(whole, agents={}, roles={}, unsteady=math.nan, diverged=True)
     (gone,) = published.take([imdb], [page("diverged", results.row_of("curves", diverged))])
@@ -457,7 +458,10 @@ def test_rows_of_a_page_stand_for_runs(tmp_path):
     for rows, says in (([other], "has imdb, ppo, seed 0 made with lam 0.9, not 0.95: leave the file out"),
                        ([{"task": "imdb"}], "damaged .KeyError: 'seed'"),
                        ([row | {"agents": {"llm1": [{"iteration": 0}]}}], "damaged .TypeError"),
-                       ([row, row | {"agents": {}}], "has other figures of imdb, ppo, seed 0 than")):
+                       ([row | {"agents": {}}], "damaged .StopIteration"),
+                       ([row | {"config": {}}], "damaged .KeyError: 'init_kl_coef'"),
+                       ([row, row | {"agents": {"llm2": row["agents"]["llm1"]}}],
+                        "has other figures of imdb, ppo, seed 0 than .*wrong; leave one of the two out")):
         with pytest.raises(UserError, match=says):
             published.take([imdb], [page("wrong", *rows)])
     with pytest.raises(UserError, match="none': is not there; give the runs.jsonl of a study's page"):

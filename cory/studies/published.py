@@ -41,9 +41,11 @@ def is_whole(run: StudyRun, row: dict, file: Path) -> bool:
     made with settings which these flags no longer mean.
     """
     with readable(file):
-        config = of_row(run, row).config
-        measured = row["diverged"] or run.is_measured(row["measured"], config)
-    if differ := differing(portable(run.asked), config):
+        found = of_row(run, row)
+        if not found.diverged:
+            _ = found.base, found.last, found.eta, found.dtype
+        measured = found.diverged or run.is_measured(found.measured, found.config)
+    if differ := differing(portable(run.asked), found.config):
         why = f"has {run.task}, {run.variant}, seed {run.seed} made with {'; '.join(differ)}"
         raise UserError("published", str(file), f"{why}: leave the file out")
     return measured
