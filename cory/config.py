@@ -328,22 +328,29 @@ def portable(settings: dict) -> dict:
 def load_config(run_dir: Path) -> Config:
     """The settings a run was started with. Raises `UserError`."""
     saved = read_config(run_dir)
+    try:
+        return as_config(saved)
+    except (TypeError, ValueError) as error:
+        raise not_this_version(run_dir, error) from error
+
+
+def as_config(saved: dict) -> Config:
+    """The settings that config.json holds; one that came later has its default. Raises `UserError` for a
+    value that no run may have, `TypeError` or `ValueError` for what this version does not write.
+    """
     config_class = find("config", saved["config"], {})
     if not (isinstance(config_class, type) and issubclass(config_class, Config)):
-        raise not_this_version(run_dir, f"{saved['config']} is no class of settings")
-    settings = {name: value for name, value in saved.items() if name not in BESIDE_SETTINGS}
+        raise ValueError(f"{saved['config']} is no class of settings")
+    settings = {name: here(value) for name, value in saved.items() if name not in BESIDE_SETTINGS}
     if settings.get("role_exchange_every") == 0:        # older versions took both, and reset nothing
         settings["reset_on_exchange"] = False
     hints = {f.name: get_type_hints(config_class)[f.name] for f in fields(config_class) if f.init}
     for name, value in settings.items():
         if name not in hints:
-            raise not_this_version(run_dir, f"there is no setting {name}")
+            raise ValueError(f"there is no setting {name}")
         if not is_of_type(value, hints[name]):
-            raise not_this_version(run_dir, f"its {name} is {str(value)[:60]!r}")
-    try:
-        return config_class(**settings)
-    except TypeError as error:
-        raise not_this_version(run_dir, error) from error
+            raise ValueError(f"its {name} is {str(value)[:60]!r}")
+    return config_class(**settings)
 
 
 def is_of_type(value, hint) -> bool:

@@ -100,14 +100,17 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
     seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
     planned = runs.plan(study, tasks, seeds, variants, args.preset, flags, args.out)
     planned = published.take(planned, args.published)
+    known = f"{sum(run.row is not None for run in planned)} published, " if args.published else ""
     if args.dry_run:
         for run in runs.to_make(planned):
             print(runs.line_of(run))
+        if known:
+            print(f"{args.name}: {len(planned)} runs, {known}{len(runs.to_make(planned))} to make",
+                  file=sys.stderr)
         return
     n, minutes = runs.expected_minutes(planned, args.jobs)
     expected = "time unknown until one is finished" if minutes is None else f"about {minutes:.0f} minutes"
     results.require_alike(results.of_ended(planned))
-    known = f"{sum(run.row is not None for run in planned)} published, " if args.published else ""
     print(f"{args.name}: {len(planned)} runs, {known}{n} to make, {args.jobs} at a time; {expected}",
           flush=True)
     failed = runs.make(planned, args.jobs)
@@ -132,14 +135,17 @@ def hold_claims(args: argparse.Namespace, flags: list[str], command: str) -> Non
     for name in ("variants", "dry_run"):
         if getattr(args, name):
             raise UserError(name, getattr(args, name), "claims is a table of finished runs; leave it out")
-    found = {}
+    planned, of_study = [], []                  # every run, and the name of its study
     for name in dict.fromkeys([*(claim.study for claim in claims.CLAIMS), "frontier"]):
         study = STUDIES[name]
         seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
         variants = study.variants_of(args.preset, quick=False)
-        planned = runs.plan(study, tasks_of(study, args), seeds, variants, args.preset, flags, args.out)
-        found[name] = results.of_ended(published.take(planned, args.published))
-    results.require_alike([result for of_study in found.values() for result in of_study])
+        planned += runs.plan(study, tasks_of(study, args), seeds, variants, args.preset, flags, args.out)
+        of_study += [name] * (len(planned) - len(of_study))
+    found: dict[str, list] = {}
+    for name, run in zip(of_study, published.take(planned, args.published), strict=True):
+        found.setdefault(name, []).extend(results.of_ended([run]))
+    results.require_alike([result for ended in found.values() for result in ended])
     text, out = claims.page(found, command), folder_of(args, flags)
     out.mkdir(parents=True, exist_ok=True)
     replace_text(out / "results.md", text)

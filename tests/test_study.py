@@ -246,6 +246,9 @@ def test_a_study_from_start_to_pictures_and_nothing_twice(small, tmp_path, capsy
     as_it_was = text.partition("95% intervals")[2]                  # tables, verdicts, pictures, answers
     assert (again / "results.md").read_text().partition("Published before: 4. 95% intervals")[2] == as_it_was
     assert "Answers of the last iteration, seed 0:" in as_it_was
+    assert all("run_dir" not in row["config"] and len(row["answers"]) == 2 for row in rows)
+    small_study(small, tmp_path / "elsewhere", "--published", str(out / "runs.jsonl"), name="claims")
+    assert re.search(r"PPO's combined reward falls .*, 2 seeds \|", capsys.readouterr().out)
     run = tmp_path / "runs" / rows[0]["folder"]
     config = (run / "config.json").read_text()
     (run / "config.json").write_text(config.replace('"dtype": "float32"', '"dtype": "bfloat16"'))
@@ -260,7 +263,8 @@ def test_a_study_from_start_to_pictures_and_nothing_twice(small, tmp_path, capsy
     run.with_name(run.name + ".log").write_text("error: weights is 'w': is not finite: llm1 has diverged\n")
     small_study(small, tmp_path)                                    # which is a result, and no failure
     said = capsys.readouterr()
-    assert len(made) == 5 and "| 1 of 2 |" in said.out and "llm1 has diverged" in said.err
+    assert len(made) == 5 and "llm1 has diverged" in said.err
+    assert re.search(r"\| ppo \| 1 \| .* \| [12] of 2 \| (50|100)% \|", said.out)
 
 
 def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch):
@@ -323,13 +327,14 @@ def test_what_is_measured_follows_training_and_is_done_once(tmp_path, monkeypatc
         (run.folder / name).write_text(json.dumps(found))
         return replace(run, measure=measure).finished
 
-    figures = {"base": dict.fromkeys(tables.TEAM, 1.0)}
+    figures = dict.fromkeys(("base", "agents"), dict.fromkeys(tables.TEAM, 1.0))
     assert not measured("team", "team.json", {"rounds": 4, "base": {"first": 1.0}})     # fewer figures
     assert not measured("team", "team.json", {"rounds": 1, **figures})
     assert measured("team", "team.json", {"rounds": 4, **figures}) and run.commands() == []
-    of_k = {"samples": 16, "queries": 64, "temperature": 0.7, "base": {f"pass@{2**i}": 1.0 for i in range(6)}}
+    of_k = {"samples": 16, "queries": 64, "temperature": 0.7,
+            **dict.fromkeys(("base", "llm1"), {f"pass@{2**i}": 1.0 for i in range(6)})}
     assert measured("pass@k", "evaluation/results.json", of_k)
-    for other in ({"samples": 64}, {"queries": 32}, {"temperature": 1.0}):              # by hand, before
+    for other in ({"samples": 64}, {"queries": 32}, {"temperature": 1.0}, {"llm1": {}}):        # by hand
         assert not measured("pass@k", "evaluation/results.json", of_k | other)
 
 
@@ -432,16 +437,19 @@ def test_rows_of_a_page_stand_for_runs(tmp_path):
     imdb, gsm8k = plan()
     config = saved_config(parse(ImdbConfig, IMDB_PRESETS, [*imdb.flags, "--dtype", "bfloat16"]), ["llm1"], {})
     of_gsm8k = saved_config(parse(Gsm8kConfig, GSM8K_PRESETS, list(gsm8k.flags)), ["llm1"], {})
-    whole = replace(result("ppo", [(0, 0.0, 0.0), (10, 3.0, 1.0)]), run=imdb, config=config)
+    whole = replace(result("ppo", [(0, 0.0, 0.0), (60, 3.0, 1.0)]), run=imdb, config=config)
+    solved = replace(result("ppo", [(0, 0.0, 0.0), (40, 3.0, 1.0)]), run=gsm8k, config=of_gsm8k)
     row = results.row_of("curves", whole)
-    file = page("runs.jsonl", row, results.row_of("curves", replace(whole, run=gsm8k, config=of_gsm8k)))
+    file = page("runs.jsonl", row, results.row_of("curves", solved))
     of_imdb, unmeasured = published.take([imdb, gsm8k], [file])
     assert of_imdb.finished and runs.to_make([of_imdb, unmeasured]) == [gsm8k]      # it lacks pass@k
     assert replace(results.read(of_imdb), run=imdb) == replace(whole, unsteady=0.0)
-    assert published.take(plan(["--lam", "0.9"]), [file])[0].row is None            # of other flags
-    measured = {"base": {f"pass@{k}": 0.5 for k in (1, 2, 4, 8, 16)}, "samples": 16}
-    solved = replace(whole, run=gsm8k, measured=measured, config=of_gsm8k)
-    assert published.take([gsm8k], [page("solved", results.row_of("curves", solved))])[0].finished
+    assert published.take([imdb, *plan(["--lam", "0.9"])], [file])[1].row is None   # of other flags
+    of_k = dict.fromkeys(("base", "llm1"), {f"pass@{k}": 0.5 for k in (1, 2, 4, 8, 16)}) | {"samples": 16}
+    row_of_gsm8k = results.row_of("curves", replace(solved, measured=of_k))
+    assert published.take([gsm8k], [page("solved", row_of_gsm8k)])[0].finished
+    with pytest.raises(UserError, match="solved:2': has other measured than the same run at .*solved:1"):
+        published.take([gsm8k], [page("solved", row_of_gsm8k, row_of_gsm8k | {"measured": of_k | {"x": 1}})])
     diverged = replace(whole, agents={}, roles={}, unsteady=math.nan, diverged=True)
     (gone,) = published.take([imdb], [page("diverged", results.row_of("curves", diverged))])
     assert gone.diverged and runs.make([gone], 1) == [(gone, "diverged, as published")]
@@ -450,22 +458,56 @@ def test_rows_of_a_page_stand_for_runs(tmp_path):
     (imdb.folder / "config.json").write_text(json.dumps(config))
     assert published.take([imdb], [file])[0].row is None            # its folder is there, and goes on
     (imdb.folder / "config.json").unlink()
-    older = {name: value for name, value in row.items() if name not in ("config", "answers", "unsteady")}
+    older = row | {"answers": [], "unsteady": None}                 # what was not kept is not known
     found = results.read(published.take([imdb], [page("older", older)])[0])
-    assert (found.eta, found.dtype, found.answers) == (0.15, "float32", []) and math.isnan(found.unsteady)
-    assert results.row_of("team", found) == older | {"study": "team"}           # and no more than is known
-    other = row | {"config": config | {"lam": 0.9}}
-    for rows, says in (([other], "has imdb, ppo, seed 0 made with lam 0.9, not 0.95: leave the file out"),
-                       ([{"task": "imdb"}], "damaged .KeyError: 'seed'"),
-                       ([row | {"agents": {"llm1": [{"iteration": 0}]}}], "damaged .TypeError"),
-                       ([row | {"agents": {}}], "damaged .StopIteration"),
-                       ([row | {"config": {}}], "damaged .KeyError: 'init_kl_coef'"),
-                       ([row, row | {"agents": {"llm2": row["agents"]["llm1"]}}],
-                        "has other figures of imdb, ppo, seed 0 than .*wrong; leave one of the two out")):
+    assert math.isnan(found.unsteady) and results.row_of("team", found) == older | {"study": "team"}
+    for rows in ([row, older], [older, row]):                       # of the same run: more is known of one
+        assert published.take([imdb], [page("both", *rows)])[0].row == row
+    points, cut = row["agents"]["llm1"], "the evaluations of llm1 do not go from 0 to 60"
+    for rows, says in (
+            ([row | {"config": config | {"lam": 0.9}}], "wrong:1': was made with lam 0.9, not 0.95: leave"),
+            ([row | {"config": config | {"lambda": 1.0}}], "there is no setting lambda"),
+            ([row, row | {"agents": {"llm2": points}}], "has other agents than the same run at .*wrong:1; "),
+            ([row, row | {"responses": 9}], "wrong:2': has other responses"),
+            ([row | {"agents": {"llm1": points[:1]}}], cut), ([row | {"agents": {"llm1": points[1:]}}], cut),
+            ([row | {"agents": {}}], "no whole row of a study's runs.jsonl .StopIteration"),
+            ([row | {"made_by": {}}], "KeyError: 'commit'"), ([{"task": "imdb"}], "KeyError: 'seed'"),
+            ([row | {"config": {}}], "KeyError: 'iterations'"),
+            ([row | {"config": config | {"fingerprints": None}}], "AttributeError"),
+            ([row | {"roles": {"llm1": {}}}], "KeyError: 'task_reward'"),
+            ([row | {"answers": [{}]}], "KeyError: 'query'"), ([row | {"responses": None}], "TypeError"),
+            ([row | {"seed": "0"}], "has no run of these tasks, variants, seeds, preset and flags; leave")):
         with pytest.raises(UserError, match=says):
             published.take([imdb], [page("wrong", *rows)])
-    with pytest.raises(UserError, match="none': is not there; give the runs.jsonl of a study's page"):
-        published.take([imdb], [tmp_path / "none"])
+    lines = json.dumps(row)
+    (tmp_path / "cut").write_text(f"{lines}\n\n{lines}")           # whole rows, of which the last has no end
+    assert published.take([imdb], [tmp_path / "cut"])[0].finished
+    (tmp_path / "cut").write_text(f"{lines}\n{lines[:99]}")
+    (tmp_path / "results.md").write_text("# curves\n")
+    for name, says in (("cut", "cut:2': is no whole row of a study's runs.jsonl .JSON"),
+                       ("results.md", "results.md:1': is no whole row of a study's runs.jsonl .JSON"),
+                       ("", "is no file"), ("none", "is no file; give the runs.jsonl of a study's page")):
+        with pytest.raises(UserError, match=says):
+            published.take([imdb], [tmp_path / name])
+
+
+def test_rows_of_embedded_models_are_taken_again(tmp_path, capsys):
+    """Their paths are this checkout's; rows have them by short name."""
+    (run,) = runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", ["--iterations", "1"], tmp_path)
+    run.folder.mkdir(parents=True)
+    cfg = parse(ImdbConfig, IMDB_PRESETS, [*run.flags, "--dtype", "float32", "--head_precision", "float32"])
+    (run.folder / "config.json").write_text(json.dumps(saved_config(cfg, ["llm1"], {})))
+    found = replace(result("ppo", [(0, 0.0, 0.0), (1, 3.0, 1.0)]), run=run, config=results.config_of(run))
+    (tmp_path / "runs.jsonl").write_text(json.dumps(results.row_of("curves", found)) + "\n")
+    (elsewhere,) = runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", ["--iterations", "1"],
+                             tmp_path / "elsewhere")
+    assert published.take([elsewhere], [tmp_path / "runs.jsonl"])[0].finished
+    assert str(Path.cwd()) not in (tmp_path / "runs.jsonl").read_text()
+    study.main(["curves", "--tasks", "imdb", "--variants", "ppo", "--seeds", "2", "--dry_run",
+                "--published", str(tmp_path / "runs.jsonl"), "--out", str(tmp_path / "elsewhere"),
+                "--", "--iterations", "1"])
+    said = capsys.readouterr()
+    assert said.out.count("train_imdb.py") == 1 and "curves: 2 runs, 1 published, 1 to make" in said.err
 
 
 def test_a_run_made_with_other_settings_is_refused(small_flags, tmp_path):
@@ -536,6 +578,8 @@ def test_differences_at_equal_iterations_kl_and_compute_by_hand():
     assert comparison.differences(groups, STUDIES["curves"], "cory")["combined"] is None    # of another eta
     rows = tables.final_table(groups, groups, STUDIES["curves"], "imdb")
     assert rows[3].endswith("| -4.00 (eta 0.3) | 0 of 1 | 0% |") and "eta" not in rows[2]
+    turned = {"cory": groups["cory"], "ppo": groups["ppo"]}         # the baseline's is the usual one
+    assert comparison.of_other_eta(turned, STUDIES["curves"]) == {"cory": 0.3}
     twice = {0: replace(ppo, responses=2 * ppo.responses)}        # of twice the batch: its iteration 5
     assert comparison.differences({"ppo": groups["ppo"], "cory": twice}, STUDIES["curves"], "cory")[
         "reward at equal compute"].mean == pytest.approx(-1.0)
@@ -958,8 +1002,9 @@ def test_answers_are_of_a_seed_that_all_have():
         row = {"query": "q", "answer": text, "reward": 1.0, "base": "b", "base_reward": 0.0}
         return replace(found, run=replace(found.run, seed=seed), answers=[row])
 
-    groups = {"ppo": {seed: run("ppo", seed, f"p{seed}") for seed in (0, 1)},
-              "cory": {1: run("cory", 1, "c1")}, "old": {0: replace(run("old", 0, ""), answers=[])}}
+    groups = {"ppo": {seed: run("ppo", seed, f"p{seed}") for seed in (0, 1, 2)},
+              "cory": {seed: run("cory", seed, f"c{seed}") for seed in (2, 1)},
+              "old": {0: replace(run("old", 0, ""), answers=[])}}
     lines = tables.answers(groups)
     assert lines[0] == "Answers of the last iteration, seed 1:" and "| ppo | p1 | 1.00 |" in lines
     assert tables.answers({**groups, "none": {}}) == lines and tables.answers({"old": groups["old"]}) == []

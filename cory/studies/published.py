@@ -1,51 +1,100 @@
 """Runs out of the `runs.jsonl` of pages: what a study goes on from where the folders of its runs are not."""
-from dataclasses import replace
+import json
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Iterator
 
-from cory.config import portable
+from cory.config import as_config
 from cory.errors import UserError
-from cory.experiment.files import read_jsonl, readable
-from cory.studies.results import of_row
+from cory.experiment.files import read_text
+from cory.studies.results import Result, of_row, require_alike
 from cory.studies.runs import StudyRun, differing
+
+# What two rows of one run must have alike.
+FIGURES = ("agents", "roles", "responses", "diverged")
 
 
 def take(planned: list[StudyRun], files: list[Path]) -> list[StudyRun]:
     """The plan, with the rows that the files have of its runs. A run that has a folder stays as it is there,
-    and one of which something is to be measured that the files do not have is made. Raises `UserError`.
+    and one of which something is to be measured that no row has is made. Raises `UserError`.
     """
-    rows: dict[tuple, list[tuple[Path, dict]]] = {}
+    rows: dict[tuple, dict[str, dict]] = {}                     # task, seed, flags: where a row stands: it
     for file in files:
-        if not file.exists():
-            raise UserError("published", str(file), "is not there; give the runs.jsonl of a study's page")
-        with readable(file):
-            for row in read_jsonl(file):
-                rows.setdefault((row["task"], row["seed"], *row["flags"]), []).append((file, row))
+        found = read(file)
+        if not found.keys() & {key_of(run) for run in planned}:
+            way_out = "has no run of these tasks, variants, seeds, preset and flags; leave it out"
+            raise UserError("published", str(file), way_out)
+        for key, of_key in found.items():
+            rows.setdefault(key, {}).update(of_key)
 
     def taken(run: StudyRun) -> StudyRun:
-        found = rows.get((run.task, run.seed, *run.flags), [])
-        whole = [(file, row) for file, row in found if is_whole(run, row, file)]
+        whole = {where: row for where, row in rows.get(key_of(run), {}).items() if is_whole(run, row, where)}
         if run.started or not whole:
             return run
-        (first, row), *others = whole
-        for other, same in others:
-            if same["agents"] != row["agents"]:
-                why = f"has other figures of {run.task}, {run.variant}, seed {run.seed} than {first}"
-                raise UserError("published", str(other), f"{why}; leave one of the two out")
-        return replace(run, row=row)
+        first, *others = whole
+        for name in (*FIGURES, *(["measured"] if run.measure else [])):
+            for other in others:
+                if whole[other][name] != whole[first][name]:
+                    why = f"has other {name} than the same run at {first}"
+                    raise UserError("published", other, f"{why}; leave one of the two out")
+        most_known = max(whole.values(), key=lambda row: (row["unsteady"] is not None, len(row["answers"])))
+        return replace(run, row=most_known)
 
     return [taken(run) for run in planned]
 
 
-def is_whole(run: StudyRun, row: dict, file: Path) -> bool:
+def key_of(run: StudyRun) -> tuple:
+    return (run.task, run.seed, *run.flags)
+
+
+def read(file: Path) -> dict[tuple, dict[str, dict]]:
+    """{task, seed and flags: {FILE:LINE: row}}. Raises `UserError`."""
+    if not file.is_file():
+        raise UserError("published", str(file), "is no file; give the runs.jsonl of a study's page")
+    rows = {}
+    for number, line in enumerate(read_text(file.resolve()).split("\n"), start=1):
+        if line.strip():
+            where = f"{file}:{number}"
+            with understood(where):
+                row = json.loads(line)
+                rows.setdefault((row["task"], row["seed"], *row["flags"]), {})[where] = row
+    return rows
+
+
+@contextmanager
+def understood(where: str) -> Iterator[None]:
+    """Whatever is wrong with a row becomes a `UserError` that says where it stands."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        raise UserError("published", where, f"is no whole row of a study's runs.jsonl ({why}); put a copy of "
+                        "it back, or give such a file") from error
+
+
+def is_whole(run: StudyRun, row: dict, where: str) -> bool:
     """Whether a row has all that is asked of the run. Raises `UserError` for one that is damaged, or that was
     made with settings which these flags no longer mean.
     """
-    with readable(file):
+    with understood(where):
         found = of_row(run, row)
-        if not found.diverged:
-            _ = found.base, found.last, found.eta, found.dtype
+        require_figures(found)
+        differ = differing(run.asked, asdict(as_config(found.config))) if found.config else []
         measured = found.diverged or run.is_measured(found.measured, found.config)
-    if differ := differing(portable(run.asked), found.config):
-        why = f"has {run.task}, {run.variant}, seed {run.seed} made with {'; '.join(differ)}"
-        raise UserError("published", str(file), f"{why}: leave the file out")
+    if differ:
+        raise UserError("published", where, f"was made with {'; '.join(differ)}: leave the file out")
     return measured
+
+
+def require_figures(found: Result) -> None:
+    """A run that has not diverged was evaluated from its start to its end. Raises `ValueError`."""
+    if found.diverged:
+        return
+    for agent, points in found.agents.items():
+        if [points[0].iteration, points[-1].iteration] != [0, found.config["iterations"]]:
+            raise ValueError(f"the evaluations of {agent} do not go from 0 to {found.config['iterations']}")
+    require_alike([found])
+    _ = found.last, found.eta                                   # agents were evaluated at the same iterations

@@ -9,7 +9,7 @@ from cory.errors import UserError
 from cory.experiment.checkpoint import checkpoints_of
 from cory.experiment.files import read_json, read_log
 from cory.names import find
-from cory.studies.runs import MACHINE_SETTINGS, MEASURES, StudyRun
+from cory.studies.runs import MEASURES, StudyRun
 
 REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # of held-out bare queries
 NAMES = {"imdb": "task reward", "gsm8k": "greedy accuracy"}
@@ -127,9 +127,9 @@ def read(run: StudyRun) -> Result:
 
 
 def config_of(run: StudyRun) -> dict:
-    """Of one that diverged the log may be all there is."""
+    """What config.json holds of a run wherever it lies; of one that diverged the log may be all there is."""
     cfg = read_config(run.folder) if run.started else {}
-    return {name: value for name, value in cfg.items() if name != "run_dir"}
+    return portable({name: value for name, value in cfg.items() if name != "run_dir"})
 
 
 def answers_of(run: StudyRun, iteration: int) -> list[dict]:
@@ -159,16 +159,16 @@ def row_of(study: str, result: Result) -> dict:
 
 
 def of_row(run: StudyRun, row: dict) -> Result:
-    """The inverse of `row_of`. Older rows have no config, answers and unsteadiness: their settings are those
-    that the flags ask for, and of which data and weights they are is not known.
-    """
-    config = row.get("config")
-    if config is None:
-        config = portable(run.asked) | dict.fromkeys(MACHINE_SETTINGS) | {"dtype": row["made_by"]["dtype"]}
-    unsteady = row.get("unsteady")
-    return Result(run, {agent: [Point(**p) for p in points] for agent, points in row["agents"].items()},
-                  row["roles"], math.nan if unsteady is None else unsteady, row["measured"], row["responses"],
-                  config, row["made_by"], row.get("answers", []), row["diverged"])
+    """The inverse of `row_of`."""
+    agents = {agent: [Point(**p) for p in points] for agent, points in row["agents"].items()}
+    roles = {role: {name: float(of_role[name]) for name in ("task_reward", "kl")}
+             for role, of_role in row["roles"].items()}
+    unsteady = math.nan if row["unsteady"] is None else float(row["unsteady"])
+    answers = [{name: answer[name] for name in ("query", "answer", "reward", "base", "base_reward")}
+               for answer in row["answers"]]
+    made_by = {"commit": row["made_by"]["commit"]} | row["made_by"]
+    return Result(run, agents, roles, unsteady, row["measured"], int(row["responses"]), row["config"],
+                  made_by, answers, row["diverged"] is True)
 
 
 def rows_of(run: StudyRun) -> list[dict]:

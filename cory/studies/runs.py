@@ -112,7 +112,9 @@ class StudyRun:
         _, _, figures, how = MEASURES[self.measure]
         how = how | {key: cfg[of] for key, of in (("queries", "eval_queries"), ("temperature", "temperature"))
                      if key in found}
-        return {*figures} <= found.get("base", {}).keys() and how.items() <= found.items()
+        sides = ["base", *(["agents"] if self.measure == "team" else cfg["agents"])]
+        whole = all({*figures} <= found.get(side, {}).keys() for side in sides)
+        return whole and how.items() <= found.items()
 
     @property
     def finished(self) -> bool:
@@ -145,12 +147,9 @@ def require_as_defined(run: StudyRun) -> None:
 
 
 def differing(asked: dict, made: dict) -> list[str]:
-    """Settings of a run that are not what is asked for: `lam 0.9, not 1.0`. One that came later than the run
-    has its default there.
-    """
-    return [f"{name} {made[name]}, not {value}" for name, value in asked.items()
-            if name in made and value != made[name] and not (name in MACHINE_SETTINGS and value == "auto")
-            and name not in ("run_dir", "resume")]
+    """Settings of a run that are not what is asked for: `lam 0.9, not 1.0`."""
+    return [f"{name} {made[name]}, not {value}" for name, value in asked.items() if value != made[name]
+            and not (name in MACHINE_SETTINGS and value == "auto") and name not in ("run_dir", "resume")]
 
 
 def resolved(variant: str, task: str, common: list[str]) -> list[str]:

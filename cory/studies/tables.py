@@ -178,18 +178,16 @@ def measured_mean(run: Result, names: Iterable[str]) -> dict[str, float]:
 
 
 def answers(groups: Groups) -> list[str]:
-    """What the variants of the first seed that all have answered last, as pioneers, to queries they share."""
-    kept = {variant: {seed: run.answers for seed, run in of_seed.items() if run.answers}
-            for variant, of_seed in groups.items()}
-    kept = {variant: of_seed for variant, of_seed in kept.items() if of_seed}
-    seeds = set.intersection(*map(set, kept.values())) if kept else set()
-    if not seeds:
+    """What variants answered last, as pioneers, to queries they share: of the first seed that most have."""
+    have = Counter(seed for of_seed in groups.values() for seed, run in of_seed.items() if run.answers)
+    if not have:
         return []
+    seed = min(have, key=lambda seed: (-have[seed], seed))
     asked: dict[str, dict[str, dict]] = {}                  # query: variant: row
-    for variant, of_seed in kept.items():
-        for row in of_seed[min(seeds)]:
+    for variant, of_seed in groups.items():
+        for row in of_seed[seed].answers if seed in of_seed else ():
             asked.setdefault(row["query"], {})[variant] = row
-    lines = [f"Answers of the last iteration, seed {min(seeds)}:", ""]
+    lines = [f"Answers of the last iteration, seed {seed}:", ""]
     most = max(map(len, asked.values()))
     for query, rows in [(query, rows) for query, rows in asked.items() if len(rows) == most][:2]:
         base = next(iter(rows.values()))
@@ -226,7 +224,7 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
           drawn: list[str], out: Path) -> str:
     """Writes `results.md`, with the pictures `drawn`, and `runs.jsonl`; returns the text of the first."""
     ended = [r for r in results if not r.diverged]
-    published = sum(result.run.row is not None for result in results)
+    published = sum(result.run.row is not None for result in ended)
     before = f" Published before: {published}." if published else ""
     how = (f"{made_with(ended)}.{before} 95% intervals of the mean over seeds by the bootstrap; differences "
            "are paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, "

@@ -269,6 +269,8 @@ FAULTS = [
          "return max(self.mean_of_agents, key=lambda point: point.reward)", "study"),
         ("statistics of runs", "late = trained[-max(1, len(trained) // 4):]",
          "late = trained[:-max(1, len(trained) // 4)]", "study"),
+    ),
+    *of("cory/studies/comparison.py",
         ("statistics of runs", "x = min(max(point[0] for point in curve)",
          "x = max(max(point[0] for point in curve)", "study"),
     ),
