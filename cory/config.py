@@ -344,7 +344,8 @@ def as_config(saved: dict) -> Config:
     settings = {name: here(value) for name, value in saved.items() if name not in BESIDE_SETTINGS}
     if settings.get("role_exchange_every") == 0:        # older versions took both, and reset nothing
         settings["reset_on_exchange"] = False
-    hints = {f.name: get_type_hints(config_class)[f.name] for f in fields(config_class) if f.init}
+    of_class = get_type_hints(config_class)
+    hints = {f.name: of_class[f.name] for f in fields(config_class) if f.init}
     for name, value in settings.items():
         if name not in hints:
             raise ValueError(f"there is no setting {name}")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from cory.config import (
     GSM8K_PRESETS,
     IMDB_PRESETS,
     METHODS,
+    Config,
     Gsm8kConfig,
     ImdbConfig,
     load_config,
@@ -71,7 +73,7 @@ class StudyRun:
     @property
     def asked(self) -> dict:
         """The settings that its flags ask for. Raises `UserError`."""
-        return asdict(parse(*SCRIPTS[self.task], [*self.flags, "--seed", str(self.seed)]))
+        return asdict(settings_of(self.task, self.flags)) | {"seed": self.seed}
 
     @property
     def started(self) -> bool:
@@ -80,7 +82,7 @@ class StudyRun:
     @property
     def forgets(self) -> bool:
         """Whether the loop remembers what no checkpoint holds, so that it can only be made from its start."""
-        method = parse(*SCRIPTS[self.task], list(self.flags)).method
+        method = settings_of(self.task, self.flags).method
         return getattr(find("method", method, METHODS), "from_start", False)
 
     @property
@@ -121,20 +123,25 @@ class StudyRun:
         return self.row is not None or self.trained and self.measured
 
 
+@cache
+def settings_of(task: str, flags: tuple[str, ...]) -> Config:
+    return parse(*SCRIPTS[task], list(flags))
+
+
 def plan(study: Study, tasks: list[str], seeds: list[int], variants: list[str], preset: str,
          flags: list[str], out: Path) -> list[StudyRun]:
     """Every run of a study. One of the same flags in another study lies in the same folder, and is shared."""
+    common = ["--preset", preset, *ALWAYS.split(), *flags]
+    words = {(task, variant): common + resolved(study.variants[variant], task, common)
+             for task in tasks for variant in variants}
     found = []
     for seed in seeds:
-        for task in tasks:
-            for variant in variants:
-                common = ["--preset", preset, *ALWAYS.split(), *flags]
-                words = common + resolved(study.variants[variant], task, common)
-                folder = out / "runs" / f"{task}-{slug(words)}-seed{seed}"
-                measure = study.measure.get(task, "")
-                run = StudyRun(task, variant, seed, tuple(words), folder.absolute(), measure)
-                require_as_defined(run)
-                found.append(run)
+        for (task, variant), of_run in words.items():
+            folder = out / "runs" / f"{task}-{slug(of_run)}-seed{seed}"
+            measure = study.measure.get(task, "")
+            run = StudyRun(task, variant, seed, tuple(of_run), folder.absolute(), measure)
+            require_as_defined(run)
+            found.append(run)
     return found
 
 
