@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize(
     "task, method, iterations, learning_rate, eval_queries, gain",
-    [("imdb", "cory", 3, "5e-4", 64, 0.1), ("gsm8k", "ppo", 3, "1e-4", 128, 0.05)],
+    [("imdb", "cory", 5, "5e-4", 64, 0.2), ("gsm8k", "ppo", 3, "1e-4", 128, 0.05)],
 )
 def test_the_commands_of_the_readme_learn(
     task, method, iterations, learning_rate, eval_queries, gain, tmp_path
