@@ -454,6 +454,8 @@ def test_rows_of_a_page_stand_for_runs(tmp_path):
     (gone,) = published.take([imdb], [page("diverged", results.row_of("curves", diverged))])
     assert gone.diverged and runs.make([gone], 1) == [(gone, "diverged, as published")]
     assert results.read(gone).collapsed
+    unsolved = replace(diverged, run=gsm8k, config=of_gsm8k)        # of which nothing can be measured
+    assert published.take([gsm8k], [page("diverged", results.row_of("curves", unsolved))])[0].diverged
     imdb.folder.mkdir(parents=True)
     (imdb.folder / "config.json").write_text(json.dumps(config))
     assert published.take([imdb], [file])[0].row is None            # its folder is there, and goes on
