@@ -69,10 +69,13 @@ STUDIES = {
          "value coefficient 1": f"{CORY} --vf_coef 1",
          "value head's rate x 10": f"{OURS}train_fast_critic_cory",
          "16 more critic epochs": f"{OURS}train_long_critic_cory",
+         "ppo, value head's rate x 10": f"{OURS}train_fast_critic_ppo",
+         "ppo, 16 more critic epochs": f"{OURS}train_long_critic_ppo",
          "rloo, 4 responses": f"{CORY} --advantage rloo --responses_per_query 4",
          "ppo, rloo, 4 responses": f"{PPO} --advantage rloo --responses_per_query 4"},
         "cory", seeds=10, quick=("cory", "ppo", "partner by the critic"),
-        pairs={"rloo, 4 responses": "ppo, rloo, 4 responses"}),
+        pairs={f"ppo, {name}": name                     # what the same does for PPO, less CORY with it
+               for name in ("value head's rate x 10", "16 more critic epochs", "rloo, 4 responses")}),
     "critic": Study(
         "Does CORY do better than PPO of the same compute, if the pioneer's partner term is by the critic? "
         "Is that better than no partner's term?",

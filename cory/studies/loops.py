@@ -50,18 +50,18 @@ def train_noisy_ppo(run: Run) -> None:
 
 
 # --- better critics ---
-@trains("llm1", "llm2")
-def train_fast_critic_cory(run: Run) -> None:
+@contextmanager
+def fast_critic() -> Iterator[None]:
     """Value heads that learn at ten times the rate. Adam's steps are of one size whatever the gradient's, so
     a head that starts at 0 and is taken ten times is one of ten times the rate (but for Adam's epsilon).
     """
     values = PolicyWithValue.values
     with patch.object(PolicyWithValue, "values", lambda policy, hidden_NH: 10 * values(policy, hidden_NH)):
-        train_cory(run)
+        yield
 
 
-@trains("llm1", "llm2")
-def train_long_critic_cory(run: Run) -> None:
+@contextmanager
+def long_critic() -> Iterator[None]:
     """After each update, 16 passes of the value head alone over the same rollout, without a value clip."""
     def update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int, cfg: Config) -> dict:
         experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
@@ -78,7 +78,31 @@ def train_long_critic_cory(run: Run) -> None:
         return metrics
 
     with patch.object(cory.train, "ppo_update", update):
+        yield
+
+
+@trains("llm1", "llm2")
+def train_fast_critic_cory(run: Run) -> None:
+    with fast_critic():
         train_cory(run)
+
+
+@trains("llm1")
+def train_fast_critic_ppo(run: Run) -> None:
+    with fast_critic():
+        train_ppo(run)
+
+
+@trains("llm1", "llm2")
+def train_long_critic_cory(run: Run) -> None:
+    with long_critic():
+        train_cory(run)
+
+
+@trains("llm1")
+def train_long_critic_ppo(run: Run) -> None:
+    with long_critic():
+        train_ppo(run)
 
 
 # --- habits of the released code ---
