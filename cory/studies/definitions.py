@@ -52,6 +52,10 @@ ALONG_ETA = {f"eta x {eta}": multiples(init_kl_coef=eta) for eta in ETAS}
 RATE_AND_ETA = {f"rate x {rate}, eta x {eta}": multiples(learning_rate=rate, init_kl_coef=eta)
                 for rate in RATES for eta in ("0.1", "1")}
 
+# PPO that samples and trains on as many responses as CORY does in the same number of iterations.
+OF_TWICE = {"ppo, twice the iterations": f"{PPO} {multiples(iterations='2')}",
+            "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}"}
+
 STUDIES = {
     "curves": Study(
         "Figures 3 to 5: on IMDB CORY's task reward equals PPO's, at less than half of its KL, and its "
@@ -81,10 +85,19 @@ STUDIES = {
         "Is that better than no partner's term?",
         {"partner by the critic": f"{CORY} --partner_term critic", "cory": CORY,
          "cory, twice eta": f"{CORY} {multiples(init_kl_coef='2')}",
-         "no partner's reward": f"{CORY} --partner_reward 0", "ppo": PPO,
-         "ppo, twice the iterations": f"{PPO} {multiples(iterations='2')}",
-         "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}"},
+         "no partner's reward": f"{CORY} --partner_reward 0", "ppo": PPO, **OF_TWICE},
         "partner by the critic", quick=("partner by the critic", "ppo, twice the iterations")),
+    "compute": Study(
+        "Which variant of CORY does better than PPO that samples and trains on as many responses?",
+        {**OF_TWICE, "cory": CORY,
+         "observer on its own reward": f"{CORY} --partner_term sampled_to_pioneer",
+         "partner by the critic": f"{CORY} --partner_term critic",
+         "no partner's reward": f"{CORY} --partner_reward 0", "weight -0.5": f"{CORY} --partner_reward -0.5",
+         "value head's rate x 10": f"{OURS}train_fast_critic_cory",
+         "16 more critic epochs": f"{OURS}train_long_critic_cory",
+         "no transfer": f"{CORY} --knowledge_transfer false",
+         "one model in both roles": f"{CORY} --share_weights true"},
+        "ppo, twice the batch", quick=("ppo, twice the batch", "cory", "partner by the critic")),
     "reward": Study(
         "Camera-ready figure: cooperating agents (partner weight 1) do better than competing ones (below 0).",
         {"weight 1": CORY, "weight 0.5": f"{CORY} --partner_reward 0.5",
@@ -106,8 +119,7 @@ STUDIES = {
         only={"ppo, gpt2-xl": "gpt2-large", "ppo, llama2-13b": "llama2-7b"}),
     "controls": Study(
         "What the paper lacks: is CORY's effect that of its compute, of its doubled reward, or of noise?",
-        {"cory": CORY, "ppo": PPO, "ppo, twice the iterations": f"{PPO} {multiples(iterations='2')}",
-         "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}",
+        {"cory": CORY, "ppo": PPO, **OF_TWICE,
          "cory, twice eta": f"{CORY} {multiples(init_kl_coef='2')}",
          "ppo, a partner's noise": f"{OURS}train_noisy_ppo"},
         "cory", quick=("cory", "ppo", "cory, twice eta"),
