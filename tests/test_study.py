@@ -480,6 +480,7 @@ def test_rows_of_a_page_stand_for_runs(tmp_path):
             ([row | {"seed": "0"}], "has no run of these tasks, variants, seeds, preset and flags; leave")):
         with pytest.raises(UserError, match=says):
             published.take([imdb], [page("wrong", *rows)])
+    assert published.take([imdb], [file, page("else", row_of_gsm8k)])[0].finished     # one has runs of others
     lines = json.dumps(row)
     (tmp_path / "cut").write_text(f"{lines}\n\n{lines}")           # whole rows, of which the last has no end
     assert published.take([imdb], [tmp_path / "cut"])[0].finished

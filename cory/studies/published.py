@@ -21,12 +21,11 @@ def take(planned: list[StudyRun], files: list[Path]) -> list[StudyRun]:
     """
     rows: dict[tuple, dict[str, dict]] = {}                     # task, seed, flags: where a row stands: it
     for file in files:
-        found = read(file)
-        if not found.keys() & {key_of(run) for run in planned}:
-            way_out = "has no run of these tasks, variants, seeds, preset and flags; leave it out"
-            raise UserError("published", str(file), way_out)
-        for key, of_key in found.items():
+        for key, of_key in read(file).items():
             rows.setdefault(key, {}).update(of_key)
+    if files and not rows.keys() & {key_of(run) for run in planned}:
+        way_out = "has no run of these tasks, variants, seeds, preset and flags; leave it out"
+        raise UserError("published", ", ".join(map(str, files)), way_out)
 
     def taken(run: StudyRun) -> StudyRun:
         whole = {where: row for where, row in rows.get(key_of(run), {}).items() if is_whole(run, row, where)}
