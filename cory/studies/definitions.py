@@ -30,6 +30,7 @@ class Study:
 
 
 PPO, CORY, OURS = "--method ppo", "--method cory", "--method cory.studies.loops:"
+RLOO = "--advantage rloo --responses_per_query 4"
 ETAS, RATES = ("0.1", "0.3", "1", "3"), ("1", "4", "10")
 
 
@@ -75,8 +76,8 @@ STUDIES = {
          "16 more critic epochs": f"{OURS}train_long_critic_cory",
          "ppo, value head's rate x 10": f"{OURS}train_fast_critic_ppo",
          "ppo, 16 more critic epochs": f"{OURS}train_long_critic_ppo",
-         "rloo, 4 responses": f"{CORY} --advantage rloo --responses_per_query 4",
-         "ppo, rloo, 4 responses": f"{PPO} --advantage rloo --responses_per_query 4"},
+         "rloo, 4 responses": f"{CORY} {RLOO}",
+         "ppo, rloo, 4 responses": f"{PPO} {RLOO}"},
         "cory", seeds=10, quick=("cory", "ppo", "partner by the critic"),
         pairs={f"ppo, {name}": name                     # what the same does for PPO, less CORY with it
                for name in ("value head's rate x 10", "16 more critic epochs", "rloo, 4 responses")}),
@@ -96,8 +97,11 @@ STUDIES = {
          "value head's rate x 10": f"{OURS}train_fast_critic_cory",
          "16 more critic epochs": f"{OURS}train_long_critic_cory",
          "no transfer": f"{CORY} --knowledge_transfer false",
-         "one model in both roles": f"{CORY} --share_weights true"},
-        "ppo, twice the batch", quick=("ppo, twice the batch", "cory", "partner by the critic")),
+         "one model in both roles": f"{CORY} --share_weights true",
+         "rloo, 4 responses": f"{CORY} {RLOO}",
+         "ppo, rloo, twice the batch": f"{PPO} {RLOO} {multiples(batch_size='2', mini_batch_size='2')}"},
+        "ppo, twice the batch", quick=("ppo, twice the batch", "cory", "partner by the critic"),
+        pairs={"rloo, 4 responses": "ppo, rloo, twice the batch"}),
     "reward": Study(
         "Camera-ready figure: cooperating agents (partner weight 1) do better than competing ones (below 0).",
         {"weight 1": CORY, "weight 0.5": f"{CORY} --partner_reward 0.5",
