@@ -100,18 +100,14 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
     seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
     planned = runs.plan(study, tasks, seeds, variants, args.preset, flags, args.out)
     planned = published.take(planned, args.published)
-    known = f"{sum(run.row is not None for run in planned)} published, " if args.published else ""
     if args.dry_run:
         for run in runs.to_make(planned):
             print(runs.line_of(run))
-        if known:
-            print(f"{args.name}: {len(planned)} runs, {known}{len(runs.to_make(planned))} to make",
-                  file=sys.stderr)
         return
     n, minutes = runs.expected_minutes(planned, args.jobs)
     expected = "time unknown until one is finished" if minutes is None else f"about {minutes:.0f} minutes"
     results.require_alike(results.of_ended(planned))
-    print(f"{args.name}: {len(planned)} runs, {known}{n} to make, {args.jobs} at a time; {expected}",
+    print(f"{args.name}: {len(planned)} runs, {n} to make, {args.jobs} at a time; {expected}",
           flush=True)
     failed = runs.make(planned, args.jobs)
     for run, why in failed:

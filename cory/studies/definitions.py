@@ -53,7 +53,7 @@ ALONG_ETA = {f"eta x {eta}": multiples(init_kl_coef=eta) for eta in ETAS}
 RATE_AND_ETA = {f"rate x {rate}, eta x {eta}": multiples(learning_rate=rate, init_kl_coef=eta)
                 for rate in RATES for eta in ("0.1", "1")}
 
-# PPO that samples and trains on as many responses as CORY does in the same number of iterations.
+# PPO with as many responses as a run of CORY has: over twice the iterations, or in batches of twice the size.
 OF_TWICE = {"ppo, twice the iterations": f"{PPO} {multiples(iterations='2')}",
             "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}"}
 

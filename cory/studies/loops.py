@@ -1,7 +1,7 @@
 """Loops that only studies need: a control of the paper's idea, better critics, the released code's habits.
 
-Each is `train_cory` or `train_ppo` inside the habits that its name says. A habit changes one thing for as
-long as its block lasts, so that what differs can be read here in full, and habits add up.
+Each is `train_cory` or `train_ppo` inside the blocks that its name says. A block changes one thing for as
+long as it lasts, so that what differs can be read here in full, and blocks add up.
 """
 import math
 from contextlib import contextmanager

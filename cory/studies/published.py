@@ -1,5 +1,6 @@
 """Runs out of the `runs.jsonl` of pages: what a study goes on from where the folders of its runs are not."""
 import json
+import sys
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,13 +18,17 @@ FIGURES = ("agents", "roles", "responses", "diverged")
 
 def take(planned: list[StudyRun], files: list[Path]) -> list[StudyRun]:
     """The plan, with the rows that the files have of its runs. A run that has a folder stays as it is there,
-    and one of which something is to be measured that no row has is made. Raises `UserError`.
+    and one of which something is to be measured that no row has is made. Says how many runs were taken, and
+    how many files are of use. Raises `UserError`.
     """
     rows: dict[tuple, dict[str, dict]] = {}                     # task, seed, flags: where a row stands: it
+    asked, of_use = {key_of(run) for run in planned}, 0         # files that have a run of the plan
     for file in files:
-        for key, of_key in read(file).items():
+        of_file = read(file)
+        of_use += not asked.isdisjoint(of_file)
+        for key, of_key in of_file.items():
             rows.setdefault(key, {}).update(of_key)
-    if files and not rows.keys() & {key_of(run) for run in planned}:
+    if files and not of_use:
         way_out = "has no run of these tasks, variants, seeds, preset and flags; leave it out"
         raise UserError("published", ", ".join(map(str, files)), way_out)
 
@@ -40,7 +45,11 @@ def take(planned: list[StudyRun], files: list[Path]) -> list[StudyRun]:
         most_known = max(whole.values(), key=lambda row: (row["unsteady"] is not None, len(row["answers"])))
         return replace(run, row=most_known)
 
-    return [taken(run) for run in planned]
+    found = [taken(run) for run in planned]
+    if files:
+        n = sum(run.row is not None for run in found)
+        print(f"published: {n} of {len(found)} runs, in {of_use} of {len(files)} files", file=sys.stderr)
+    return found
 
 
 def key_of(run: StudyRun) -> tuple:
