@@ -643,6 +643,21 @@ def test_ten_times_the_heads_output_is_ten_times_its_rate(small):
     assert fast == pytest.approx(values_after(1e-2), rel=1e-4)
 
 
+@pytest.mark.parametrize("method", ["ppo", "cory"])
+def test_better_critics_bring_values_nearer_to_their_targets(method, small_flags, tmp_path):
+    """And change nothing before the first update."""
+    errors, first = {}, {}
+    for name in (method, f"cory.studies.loops:train_fast_critic_{method}",
+                 f"cory.studies.loops:train_long_critic_{method}"):
+        flags = ["--method", name, "--vf_coef", "1", "--cliprange_value", "100", "--iterations", "6"]
+        flags += ["--run_dir", str(tmp_path / str(len(errors)))]
+        train(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, *flags]))
+        rows = [json.loads(line) for line in open(tmp_path / str(len(errors)) / "metrics.jsonl")]
+        errors[name], first[name] = rows[-1]["pioneer/value_error"], rows[1]["pioneer/task_reward"]
+    plain, *better = errors.values()
+    assert len(set(first.values())) == 1 and max(better) < 0.9 * plain
+
+
 def test_16_passes_move_the_value_head_alone(small, monkeypatch):
     """By Adam's steps of full size, past the value clip; the update before them is the ordinary one."""
     cfg = settings(cliprange_value=1e-9, vf_coef=1.0)
