@@ -82,28 +82,35 @@ def of_other_eta(groups: Groups, study: Study) -> dict[str, float]:
     return {variant: own for variant, own in of.items() if own != usual}
 
 
+def curves_over_eta(groups: Groups, variants: list[str]) -> dict[int, dict[str, list[Curve]]]:
+    """{seed: {agent: a curve of reward against KL for each variant}}, of the seeds that all of them have."""
+    seeds = set.intersection(*(set(groups[variant]) for variant in variants))
+
+    def curve(variant: str, seed: int, agent: str) -> Curve:
+        return [(p.kl, p.reward) for p in groups[variant][seed].agents[agent]]
+
+    return {seed: {agent: [curve(variant, seed, agent) for variant in variants]
+                   for agent in groups[variants[0]][seed].agents} for seed in sorted(seeds)}
+
+
 def frontier_gap(groups: Groups, study: Study) -> Difference:
     """Height of CORY's frontier above PPO's, paired by seed: `frontier_height` of the runs over eta, the mean
     of CORY's agents. Each by itself, since the best of many points favours whoever has the noisier ones, and
     a mean of two agents has less noise than one. Of no seeds where the runs are not comparable.
     """
-    def curves(method: str, seed: int, agent: str) -> list[Curve]:
-        runs = [groups[f"{method}, {eta}"][seed] for eta in sorted(shared)]
-        return [[(p.kl, p.reward) for p in run.agents[agent]] for run in runs]
-
-    def height(seed: int) -> float:
-        agents = groups[f"cory, {min(shared)}"][seed].agents
-        (alone,) = groups[f"ppo, {min(shared)}"][seed].agents
-        return fmean(frontier_height(curves("cory", seed, agent), curves("ppo", seed, alone))
-                     for agent in agents)
-
     def etas(method: str) -> set[str]:
         return {variant.removeprefix(f"{method}, ") for variant in study.sweeps[method] if variant in groups}
 
-    shared = etas("cory") & etas("ppo")
+    shared = sorted(etas("cory") & etas("ppo"))
     names = [f"{method}, {eta}" for method in study.sweeps for eta in shared]
     if not names or any(other_yardstick(groups, name, names[0]) for name in names):
         return difference({}, {})
-    seeds = set.intersection(*(set(groups[name]) for name in names))
-    heights = {seed: height(seed) for seed in sorted(seeds)}
+    cory, ppo = (curves_over_eta(groups, [f"{method}, {eta}" for eta in shared])
+                 for method in ("cory", "ppo"))
+
+    def height(seed: int) -> float:
+        (alone,) = ppo[seed].values()
+        return fmean(frontier_height(curves, alone) for curves in cory[seed].values())
+
+    heights = {seed: height(seed) for seed in cory if seed in ppo}
     return difference(heights, dict.fromkeys(heights, 0.0))

@@ -6,11 +6,18 @@ from typing import Iterable
 import numpy as np
 
 from cory.experiment.plots import BASE, COLORS, LINES, MARKERS, grid, legend, look, save
-from cory.studies.comparison import differences, eta_of, of_other_eta, other_yardstick, same_runs
+from cory.studies.comparison import (
+    curves_over_eta,
+    differences,
+    eta_of,
+    of_other_eta,
+    other_yardstick,
+    same_runs,
+)
 from cory.studies.definitions import Study
 from cory.studies.results import NAMES, Groups, Result, by_variant
 from cory.studies.runs import MEASURES
-from cory.studies.statistics import interval
+from cory.studies.statistics import best_within, interval, shared_kls
 
 SHAPES = (*LINES, (":", "D"), ("-", "v"), ("--", "P"))
 PICTURES = ("curves", "frontier", "differences", "pass_at_k")
@@ -74,11 +81,12 @@ def kl_scale(groups: Groups) -> dict:
 
 
 def curves(groups: Groups, study: Study, task: str):
-    """Held-out reward, KL and combined reward against iterations: mean of seeds, band of its 95% interval.
-    The combined rewards are those with one eta.
+    """Held-out reward, KL and combined reward against iterations: mean of seeds, band of its 95% interval; of
+    more variants than there are colours, the baseline's band alone. Combined rewards are those with one eta.
     """
     figure, axes = grid(3, 3, 3.2, 2.9, below=0.3 + 0.12 * len(groups))
     others, looks = of_other_eta(groups, study), looks_of(groups)
+    banded = groups if len(groups) <= len(COLORS) else {study.baseline}
     for variant, of_seed in groups.items():
         runs = [run.mean_of_agents for run in of_seed.values()]
         shared = sorted(set.intersection(*({p.iteration for p in points} for points in runs)))
@@ -87,14 +95,16 @@ def curves(groups: Groups, study: Study, task: str):
                 continue
             table = np.array([[getattr(p, name) for p in points if p.iteration in shared] for points in runs])
             axis.plot(shared, table.mean(0), **looks[variant], **MARKERS[""], zorder=2 + 1 / (1 + shared[-1]))
-            low, high = zip(*(interval(column) for column in table.T), strict=True)
-            axis.fill_between(shared, low, high, color=looks[variant]["color"], alpha=0.15, linewidth=0)
+            if variant in banded:
+                low, high = zip(*(interval(column) for column in table.T), strict=True)
+                axis.fill_between(shared, low, high, color=looks[variant]["color"], alpha=0.15, linewidth=0)
     with_eta = next(eta_of(of_seed) for variant, of_seed in groups.items() if variant not in others)
     titles = (NAMES[task], "KL per response (nats)", f"combined reward, eta {with_eta:g}")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="iteration")
     axes[1].set_yscale(**kl_scale(groups))
-    figure.suptitle(f"{task}, held out, mean of a run's agents: mean of n seeds and its 95% interval")
+    whose = "its 95% interval" if banded is groups else f"{study.baseline}'s 95% interval"
+    figure.suptitle(f"{task}, held out, mean of a run's agents: mean of n seeds, and {whose}")
     legend(figure, {label_of(*group): looks[group[0]] for group in groups.items()})
     return figure
 
@@ -120,25 +130,36 @@ def frontier(groups: Groups, study: Study, task: str):
 
 
 def over_eta(groups: Groups, study: Study, task: str):
-    """Held-out reward against KL, a marker for each eta: means over seeds along training (pale), and at its
-    end; small: the end of each seed.
+    """Held-out reward against KL. A line for each method: its frontier, the best of any eta within a KL, mean
+    over seeds and agents, with its 95% interval. A marker for each eta: the mean end; small: of each seed.
     """
     figure, (axis,) = grid(1, 1, 7, 4.6, below=0.6)
-    styles, looks = looks_of(name for names in study.sweeps.values() for name in names), {}
+    styles = looks_of(name for names in study.sweeps.values() for name in names)
+    methods, etas = {}, {}                                          # what the legend shows
     for method, variants in study.sweeps.items():
-        there = {variant: groups[variant] for variant in variants if variant in groups}
-        fewest = min(map(len, there.values()), default=0)
-        looks[f"{method} (n = {fewest})"] = {"color": styles[variants[0]]["color"], "linewidth": 1.6}
-        for variant, of_seed in there.items():
-            runs = [[(p.kl, p.reward) for p in run.mean_of_agents] for run in of_seed.values()]
+        there = [variant for variant in variants if variant in groups]
+        if not there:
+            continue
+        color = styles[there[0]]["color"]
+        of_seeds = curves_over_eta(groups, there)
+        if of_seeds:
+            kls = shared_kls([side for of_seed in of_seeds.values() for side in of_seed.values()], 101)
+            table = np.array([np.mean([best_within(side, kls) for side in of_seed.values()], 0)
+                              for of_seed in of_seeds.values()])
+            axis.plot(kls, table.mean(0), color=color, linewidth=2)
+            low, high = zip(*(interval(column) for column in table.T), strict=True)
+            axis.fill_between(kls, low, high, color=color, alpha=0.15, linewidth=0)
+        methods[f"{method} (n = {len(of_seeds)})"] = {"color": color, "linewidth": 2}
+        for variant in there:
+            ends = np.array([(run.last.kl, run.last.reward) for run in groups[variant].values()])
             end = styles[variant] | {"linestyle": ""}
-            axis.plot(*np.mean(runs, 0).T, color=end["color"], alpha=0.5, linewidth=1)
-            axis.plot(*np.array([points[-1] for points in runs]).T, **end | {"markersize": 4}, alpha=0.35)
-            axis.plot(*np.mean(runs, 0)[-1], **end | {"markersize": 9}, **MARKERS[""], zorder=3)
-            looks[variant.removeprefix(f"{method}, ")] = end | {"color": "gray"}
+            axis.plot(*ends.T, **end | {"markersize": 4}, alpha=0.35)
+            axis.plot(*ends.mean(0), **end | {"markersize": 9}, **MARKERS[""], zorder=3)
+            etas[variant.removeprefix(f"{method}, ")] = end | {"color": "gray"}
     axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
-             title=f"{task}, held out: along training, and where each eta ends (small: each seed)")
-    legend(figure, looks)
+             title=f"{task}, held out: the best of any eta within a KL,\n"
+                   "and where runs of each eta end (small: each seed)")
+    legend(figure, methods | etas)
     return figure
 
 
@@ -180,32 +201,40 @@ def compared(groups: Groups, study: Study) -> list[str]:
 
 
 def forest(groups: Groups, study: Study, task: str):
-    """Each variant less its baseline, paired by seed, with 95% intervals."""
+    """Each variant less its baseline, paired by seed, with 95% intervals. Blue: one role, as in PPO; orange:
+    two. Below a line: variants with a baseline of their own.
+    """
     from matplotlib.ticker import MaxNLocator
-    names = compared(groups, study)
-    found = [differences(groups, study, variant) for variant in names]
-    bases = [study.baseline_of(name) for name in names]
-    of_method = names and all(f"cory, {base.removeprefix('ppo, ')}" == name
-                              for name, base in zip(names, bases, strict=True))
-    labels = names if of_method or len({*bases}) == 1 else [
-        name if base == study.baseline else f"{name}\n(less {base})"
-        for name, base in zip(names, bases, strict=True)]
+    names, base_of = compared(groups, study), study.baseline_of
+    of_method = names and all(f"cory, {base_of(name).removeprefix('ppo, ')}" == name for name in names)
+    bases = {base_of(name) for name in names}
+    common = base_of(names[0]) if len(bases) == 1 else study.baseline       # what the title names
+    names.sort(key=lambda name: not of_method and base_of(name) != common)
+    others = [name for name in names if not of_method and base_of(name) != common]
+    labels = [f"{name}\n(less {base_of(name)})" if name in others else name for name in names]
     titles = {"reward": NAMES[task], "reward at equal KL": f"{NAMES[task]} at equal KL",
               "kl": "KL per response (nats)"}
     figure, axes = grid(3, 3, 3.2, 1.2 + 0.35 * len(names), below=0.3)
+    found = {name: differences(groups, study, name) for name in names}
+    colors = {name: COLORS[len(next(iter(groups[name].values())).roles) > 1] for name in names}
     for axis, (key, title) in zip(axes, titles.items(), strict=True):
-        for y, difference in enumerate(d[key] for d in found):
+        for y, name in enumerate(names):
+            difference, color = found[name][key], colors[name]
             decided = difference.verdict in ("higher", "lower")
-            axis.plot([difference.low, difference.high], [y, y], color=COLORS[0], linewidth=2)
-            axis.plot(difference.mean, y, marker="o", color=COLORS[0], markersize=7,
-                      markerfacecolor=COLORS[0] if decided else "white")
+            axis.plot([difference.low, difference.high], [y, y], color=color, linewidth=2)
+            axis.plot(difference.mean, y, marker="o", color=color, markersize=7,
+                      markerfacecolor=color if decided else "white")
         axis.axvline(0, color="gray", linewidth=1)
+        if 0 < len(others) < len(names):
+            axis.axhline(len(names) - len(others) - 0.5, color="gray", linewidth=1)
         axis.set(title=title, ylim=(len(names) - 0.5, -0.5))
         axis.set_yticks(range(len(names)), labels if axis is axes[0] else [""] * len(names))
         if key == "kl" and kl_scale(groups)["value"] != "linear":
             axis.set_xscale(**kl_scale(groups))
         else:
             axis.xaxis.set_major_locator(MaxNLocator(5))
-    base = "PPO's of the same setting" if of_method else bases[0] if len({*bases}) == 1 else study.baseline
-    figure.suptitle(f"{task}: less {base}, paired by seed, 95% intervals (hollow: not decided)")
+    seeds = sorted({of["reward"].seeds for of in found.values()})
+    n = " to ".join(map(str, dict.fromkeys([seeds[0], seeds[-1]])))
+    figure.suptitle(f"{task}: difference to {'PPO of the same setting' if of_method else common}, paired by "
+                    f"seed (n = {n}), 95% intervals; hollow: not decided")
     return figure

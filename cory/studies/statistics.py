@@ -83,24 +83,28 @@ Curve = list[tuple[float, float]]       # (KL, reward) along training, the base 
 
 
 def frontier_height(curves: list[Curve], others: list[Curve]) -> float:
-    """Mean height of the frontier of some runs above that of others, from the first KL at which any of them
-    was evaluated to the largest that both reach.
-
-    The frontier at k is the highest reward that any of the runs has anywhere with a KL of k or less, linear
-    between evaluations.
+    """Mean height of the frontier of some runs, `best_within`, above that of others, from the first KL at
+    which any of them was evaluated to the largest that both reach.
     """
-    first = min(curve[1][0] for side in (curves, others) for curve in side)
-    largest = min(max(kl for curve in side for kl, _ in curve) for side in (curves, others))
-    grid = np.linspace(first, largest, 401)
+    kls = shared_kls([curves, others], 401)
+    return float(np.mean(best_within(curves, kls) - best_within(others, kls)))
 
-    def frontier(side: list[Curve]) -> np.ndarray:
-        best = np.full(grid.shape, max(curve[0][1] for curve in side))      # the base's: its KL is 0
-        for (x0, y0), (x1, y1) in (pair for curve in side for pair in pairwise(curve)):
-            on = (min(x0, x1) <= grid) & (grid <= max(x0, x1)) & (x0 != x1)
-            best[on] = np.maximum(best[on], y0 + (y1 - y0) * (grid[on] - x0) / (x1 - x0))
-        return np.maximum.accumulate(best)
 
-    return float(np.mean(frontier(curves) - frontier(others)))
+def shared_kls(sides: list[list[Curve]], n: int) -> np.ndarray:
+    """n KLs from the first at which any run was evaluated to the largest that every side has a run reach."""
+    first = min(curve[1][0] for side in sides for curve in side)
+    return np.linspace(first, min(max(kl for curve in side for kl, _ in curve) for side in sides), n)
+
+
+def best_within(curves: list[Curve], kls: np.ndarray) -> np.ndarray:
+    """The frontier of some runs: for each of rising KLs, the highest reward that any of them has anywhere
+    within it, linear between evaluations.
+    """
+    best = np.full(kls.shape, max(curve[0][1] for curve in curves))         # the base's: its KL is 0
+    for (x0, y0), (x1, y1) in (pair for curve in curves for pair in pairwise(curve)):
+        on = (min(x0, x1) <= kls) & (kls <= max(x0, x1)) & (x0 != x1)
+        best[on] = np.maximum(best[on], y0 + (y1 - y0) * (kls[on] - x0) / (x1 - x0))
+    return np.maximum.accumulate(best)
 
 
 def at(curve: Curve, x: float) -> float:
