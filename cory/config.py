@@ -296,7 +296,7 @@ class Gsm8kConfig(Config):
 LLAMA2 = dict(lora=True, load_in_4bit=True, dtype="bfloat16")
 
 GSM8K_PRESETS = {
-    # Chosen by measurement (docs/results.md, "Length and lambda"): minutes on 2 cores, and every agent
+    # Chosen by measurement (docs/single-runs.md, "Length and lambda"): minutes on 2 cores, and every agent
     # learns.
     "tiny": dict(model=str(ASSETS / "gsm8k/lm"), dataset=str(ASSETS / "gsm8k/problems"), one_shot=False,
                  max_response_length=48, iterations=40, batch_size=64, mini_batch_size=64,
