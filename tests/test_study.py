@@ -22,6 +22,7 @@ from cory import study
 from cory.command_line import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, METHODS, Gsm8kConfig, ImdbConfig, saved_config
 from cory.errors import UserError
+from cory.experiment.plots import COLORS
 from cory.experiment.run import Run
 from cory.loading import load_language_model
 from cory.names import find
@@ -1056,6 +1057,11 @@ def test_pictures_of_other_etas_and_of_sweeps():
         f"cory, eta x {eta}\n(less ppo, eta x {eta})" for eta in ("0.1", "0.3", "3")]
     (between,) = [line for line in figure.axes[0].lines if list(line.get_ydata()) == [3.5, 3.5]]
     assert between.get_color() == "gray"
+    two_roles = {seed: replace(run, roles={"pioneer": {}, "observer": {}})
+                 for seed, run in groups["cory, eta x 1"].items()}
+    figure = pictures.forest({**groups, "cory, eta x 1": two_roles}, STUDIES["frontier"], "imdb")
+    points = [line.get_color() for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert points == [COLORS[0]] * 2 + [COLORS[1]] + [COLORS[0]] * 4         # orange: a method of two roles
     pairs = {name: of_seed for name, of_seed in groups.items() if name[-1] == "3"}
     assert "difference to PPO of the same setting" in pictures.forest(
         pairs, STUDIES["frontier"], "imdb").get_suptitle()
@@ -1076,12 +1082,12 @@ def test_the_line_of_a_method_is_its_frontier_over_eta():
     ppo = {"ppo, eta x 1": seeds_of("ppo, eta x 1", [2.0] * 5, [2.0] * 5),
            "ppo, eta x 3": seeds_of("ppo, eta x 3", [4.0] * 5, [6.0, 8.0, 8.0, 8.0, 8.0])}
     pair = result("cory, eta x 1", [(0, 0.0, 0.0), (5, 2.0, 2.0), (10, 4.0, 4.0)],
-                  [(0, 0.0, 0.0), (5, 6.0, 2.0), (10, 12.0, 4.0)])
+                  [(0, 0.0, 0.0), (5, 6.0, 2.0), (10, 9.0, 3.0)])          # which goes no farther than 3
     (axis,) = pictures.over_eta({**ppo, "cory, eta x 1": {0: pair}}, STUDIES["frontier"], "imdb").axes
     of_ppo, of_cory = [line.get_xydata() for line in axis.lines if line.get_linestyle() == "-"]
     assert of_ppo[0] == pytest.approx([1.0, 1.0]) and of_ppo[-1] == pytest.approx([6.0, (4.0 + 4 * 3.0) / 5])
     assert of_cory == pytest.approx(np.stack([of_cory[:, 0], 2 * of_cory[:, 0]], 1))
-    assert of_cory[[0, -1], 0] == pytest.approx([2.0, 4.0])
+    assert of_cory[[0, -1], 0] == pytest.approx([2.0, 3.0])
     assert len(axis.collections) == 2
 
 
