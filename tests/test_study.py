@@ -1092,14 +1092,15 @@ def test_the_line_of_a_method_is_its_frontier_over_eta():
 
 
 def test_of_many_variants_the_baseline_alone_has_a_band():
-    def bands(n):
-        names = list(STUDIES["variance"].variants)[:n]
+    def bands(n, first=0):
+        names = list(STUDIES["variance"].variants)[first:first + n]
         groups = {name: seeds_of(name, [1.0] * 5, [2.0] * 5) for name in names}
         figure = pictures.curves(groups, STUDIES["variance"], "imdb")
         return len(figure.axes[0].collections), figure.get_suptitle().rpartition(" and ")[2]
 
     assert bands(7) == (7, "its 95% interval")
     assert bands(8) == (1, "cory's 95% interval")
+    assert bands(8, first=1) == (8, "its 95% interval")             # without the baseline
 
 
 def test_answers_are_of_a_seed_that_all_have():

@@ -86,7 +86,8 @@ def curves(groups: Groups, study: Study, task: str):
     """
     figure, axes = grid(3, 3, 3.2, 2.9, below=0.3 + 0.12 * len(groups))
     others, looks = of_other_eta(groups, study), looks_of(groups)
-    banded = groups if len(groups) <= len(COLORS) else {study.baseline}
+    crowded = len(groups) > len(COLORS) and study.baseline in groups
+    banded = {study.baseline} if crowded else groups
     for variant, of_seed in groups.items():
         runs = [run.mean_of_agents for run in of_seed.values()]
         shared = sorted(set.intersection(*({p.iteration for p in points} for points in runs)))
@@ -103,7 +104,7 @@ def curves(groups: Groups, study: Study, task: str):
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="iteration")
     axes[1].set_yscale(**kl_scale(groups))
-    whose = "its 95% interval" if banded is groups else f"{study.baseline}'s 95% interval"
+    whose = f"{study.baseline}'s 95% interval" if crowded else "its 95% interval"
     figure.suptitle(f"{task}, held out, mean of a run's agents: mean of n seeds, and {whose}")
     legend(figure, {label_of(*group): looks[group[0]] for group in groups.items()})
     return figure
@@ -209,8 +210,8 @@ def forest(groups: Groups, study: Study, task: str):
     of_method = names and all(f"cory, {base_of(name).removeprefix('ppo, ')}" == name for name in names)
     bases = {base_of(name) for name in names}
     common = base_of(names[0]) if len(bases) == 1 else study.baseline       # what the title names
-    names.sort(key=lambda name: not of_method and base_of(name) != common)
-    others = [name for name in names if not of_method and base_of(name) != common]
+    others = [] if of_method else [name for name in names if base_of(name) != common]
+    names = [name for name in names if name not in others] + others
     labels = [f"{name}\n(less {base_of(name)})" if name in others else name for name in names]
     titles = {"reward": NAMES[task], "reward at equal KL": f"{NAMES[task]} at equal KL",
               "kl": "KL per response (nats)"}
