@@ -3,6 +3,7 @@ import os
 import sys
 import time
 
+DIVERGED = "has diverged"
 speaks = os.environ.get("RANK", "0") == "0"             # of processes with the same fault one says it
 
 
@@ -21,6 +22,16 @@ class UserError(Exception):
         error = cls("", "", "")
         error.args = (line,)
         return error
+
+
+class Diverged(UserError):
+    """Training has led to numbers that are none: `weights is 'w': llm1 has diverged: start a new run`.
+
+    A study knows by the words `DIVERGED` that a run ended like this, and would do so again.
+    """
+
+    def __init__(self, field: str, value, who: str, way_out: str):
+        super().__init__(field, value, f"{who} {DIVERGED}: {way_out}")
 
 
 def exit_on_user_error(main):

@@ -8,12 +8,15 @@ What follows `--` goes to every run: `python -m cory.study curves -- --iteration
 not made again, an interrupted one goes on, a failed one is reported and the others go on.
 """
 import argparse
+import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from cory.command_line import OneLineParser
 from cory.errors import UserError, exit_on_user_error
+from cory.names import guess
 from cory.studies.definitions import STUDIES, Study
 
 QUICK = "20"                                # iterations of a quick study's runs, if no flag says otherwise
@@ -30,8 +33,9 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("studies"), help="folder of runs, tables and pictures")
     add("--tasks", nargs="+", choices=["imdb", "gsm8k"], help="those of the study if left out")
     add("--variants", nargs="+", help="those of the study if left out")
+    add("--baseline", metavar="VARIANT", help="what all are compared with; the study's own if left out")
     add("--preset", default="tiny")
-    add("--seeds", type=int, default=0, help="how many, from 0 on; the study's own number if left out")
+    add("--seeds", type=int, help="how many, from 0 on; the study's own number if left out")
     add("--jobs", type=int, default=1, help="runs at a time, with the cores divided")
     add("--quick", action="store_true", help=f"2 seeds, few variants, {QUICK} iterations")
     add("--published", nargs="+", type=Path, metavar="FILE", default=[],
@@ -46,8 +50,8 @@ def main(argv: list[str] | None = None) -> None:
     at = argv.index("--") if "--" in argv else len(argv)
     args, flags = parser().parse_args(argv[:at]), argv[at + 1:]
     command = shlex.join(["python", "-m", "cory.study", *argv])
-    if args.seeds < 0:
-        raise UserError("seeds", args.seeds, "must be 1 or more; 0 takes the study's own number")
+    if args.seeds is not None and args.seeds < 1:
+        raise UserError("seeds", args.seeds, "must be 1 or more; leave it out for the study's own number")
     if args.jobs < 1:
         raise UserError("jobs", args.jobs, "must be 1 or more")
     if any(flag.partition("=")[0] == "--preset" for flag in flags):
@@ -81,20 +85,27 @@ def folder_of(args: argparse.Namespace, flags: list[str]) -> Path:
     if args.quick and flags[:2] == ["--iterations", QUICK]:
         flags = flags[2:]                       # what `quick` says already
     words = [*(["quick"] if args.quick else []), *([args.preset] if args.preset != "tiny" else []),
-             *(args.tasks or ()), *(args.variants or ()), *([f"{args.seeds}-seeds"] if args.seeds else []),
-             *flags]
+             *(args.tasks or ()), *(args.variants or ()),
+             *([f"less {args.baseline}"] if args.baseline else []),
+             *([f"{args.seeds}-seeds"] if args.seeds else []), *flags]
     return args.out / (f"{args.name}-{slug(words)}" if words else args.name)
 
 
 def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None:
     study = STUDIES[args.name]
     variants = args.variants or study.variants_of(args.preset, args.quick)
+    known = study.variants_of(args.preset, quick=False)
     for variant in variants:
-        if variant not in study.variants or study.only.get(variant, args.preset) != args.preset:
-            known = ", ".join(study.variants_of(args.preset, quick=False))
-            raise UserError("variants", variant, f"choose from {known}")
+        if variant not in known:
+            raise UserError("variants", variant, f"{guess(variant, known)}choose from {', '.join(known)}")
+    if args.baseline:
+        if args.baseline not in variants:
+            way_out = f"is not among the variants; {guess(args.baseline, variants)}choose from "
+            raise UserError("baseline", args.baseline, way_out + ", ".join(variants))
+        study = replace(study, baseline=args.baseline, pairs={})
     tasks = tasks_of(study, args)
 
+    from cory.experiment.folder import locked
     from cory.studies import pictures, published, results, runs, tables
 
     seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
@@ -102,8 +113,12 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
     planned = published.take(planned, args.published)
     if args.dry_run:
         for run in runs.to_make(planned):
+            if run.started and run.forgets:
+                with locked(run.folder):                        # its line deletes the folder
+                    pass
             print(runs.line_of(run))
         return
+    require_place(args.out)
     n, minutes = runs.expected_minutes(planned, args.jobs)
     expected = "time unknown until one is finished" if minutes is None else f"about {minutes:.0f} minutes"
     results.require_alike(results.of_ended(planned))
@@ -123,12 +138,22 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
         raise SystemExit(1)
 
 
+def require_place(out: Path) -> None:
+    """The folder of runs and pages is there, or can be made. Raises `UserError`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError("out", str(out), f"cannot be made ({error.strerror}); name another folder") from error
+    if not os.access(out, os.W_OK):
+        raise UserError("out", str(out), "cannot be written to; name another folder")
+
+
 def hold_claims(args: argparse.Namespace, flags: list[str], command: str) -> None:
     """Of whatever runs are finished; makes none. Raises `UserError` for what a study alone can do."""
     from cory.experiment.files import replace_text
     from cory.studies import claims, published, results, runs
 
-    for name in ("variants", "dry_run"):
+    for name in ("variants", "baseline", "dry_run"):
         if getattr(args, name):
             raise UserError(name, getattr(args, name), "claims is a table of finished runs; leave it out")
     planned, of_study = [], []                  # every run, and the name of its study
@@ -141,7 +166,12 @@ def hold_claims(args: argparse.Namespace, flags: list[str], command: str) -> Non
     found: dict[str, list] = {}
     for name, run in zip(of_study, published.take(planned, args.published), strict=True):
         found.setdefault(name, []).extend(results.of_ended([run]))
-    results.require_alike([result for ended in found.values() for result in ended])
+    every = [result for ended in found.values() for result in ended]
+    if not every:
+        way_out = "holds no finished run; make studies first, or give --published docs/studies/*/runs.jsonl"
+        raise UserError("out", str(args.out), way_out)
+    results.require_alike(every)
+    require_place(args.out)
     text, out = claims.page(found, command), folder_of(args, flags)
     out.mkdir(parents=True, exist_ok=True)
     replace_text(out / "results.md", text)

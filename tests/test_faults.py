@@ -155,7 +155,8 @@ def test_a_diverged_agent_is_not_saved(small_flags, tmp_path, capsys, monkeypatc
     good = {path: path.read_bytes() for path in checkpoints.rglob("*.safetensors")}
     monkeypatch.setattr("cory.train.ppo_update", diverge)
     flags = ["--resume", "--run_dir", tmp_path / "r", "--iterations", "3"]
-    assert "llm2 has diverged and is not saved, older checkpoints stay" in refused(capsys, *flags)
+    said = refused(capsys, *flags)
+    assert "llm2 has diverged: these weights are not finite and not saved, older checkpoints stay" in said
     assert good == {path: path.read_bytes() for path in checkpoints.rglob("*.safetensors")}
 
 

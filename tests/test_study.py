@@ -21,7 +21,7 @@ import train_imdb
 from cory import study
 from cory.command_line import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, METHODS, Gsm8kConfig, ImdbConfig, saved_config
-from cory.errors import UserError
+from cory.errors import Diverged, UserError
 from cory.experiment.plots import COLORS
 from cory.experiment.run import Run
 from cory.loading import load_language_model
@@ -85,6 +85,8 @@ def test_height_of_a_frontier_by_hand():
     two, one = [[(0.0, 0.0), (4.0, 2.0)], [(0.0, 0.0), (2.0, 2.0), (6.0, 1.0)]], [[(0.0, 0.0), (4.0, 4.0)]]
     assert st.frontier_height(two, one) == pytest.approx(-1.0, abs=1e-3)
     assert st.frontier_height(one, two) == pytest.approx(1.0, abs=1e-3)
+    below = [[(0.0, 0.0), (4.0, 4.0), (1.0, 6.0)]]                  # 6 from 1 on: 3.5 above k in the mean
+    assert st.frontier_height(below, [[(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]]) == pytest.approx(3.5, abs=1e-2)
     back = [[(0.0, 0.0), (4.0, 4.0), (2.0, 6.0)]]                   # 6 at a KL of 2, which it had left
     assert st.frontier_height(back, [[(0.0, 0.0), (2.0, 2.0), (4.0, 4.0)]]) == pytest.approx(3.0, abs=1e-2)
     apart = [[(0.0, 0.0), (1.0, 1.0)]]                              # ends of 1 and 4: only 1 is shared
@@ -187,8 +189,46 @@ def test_multiples_are_of_what_a_run_would_have_otherwise():
         runs.resolved("--method ppo", "imdb", [*tiny, "--seed", "3"])
     for words in ("--share_weights", "--lora --share_weights", "--no_lora true", "--learning-rate 1e-3",
                   "--lam=0.9 --gamma=1", "ppo --method"):
-        with pytest.raises(UserError, match="must be flags as `--name value`"):
+        with pytest.raises(UserError, match="flags as `--name value`"):
             runs.resolved(words, "imdb", tiny)
+
+
+@pytest.mark.parametrize("variant, says", [
+    ("--knowlege_transfer false", "there is no setting knowlege_transfer; did you mean knowledge_transfer"),
+    ("--seed 5", "--seed is the study's to set"), ("--run_dir x", "--run_dir is the study's to set"),
+    ("--eval_every 5", "is the same in every run of a study; leave it out of the variant `--eval_every 5`"),
+    ("--init_kl_coef init_kl_coeff*3", "init_kl_coeff.3 must be a setting that is a number, times a number"),
+    ("--init_kl_coef init_kl_coef*x", "times a number"), ("--lam lam*nan", "times a number"),
+    ("--model model*2", "times a number"), ("--share_weights share_weights*2", "times a number"),
+    ("--batch_size batch_size*1.01", "batch_size.1.01 is 32, as without it"),
+    ("--model 'x", "cannot be read .No closing quotation")])
+def test_a_variant_that_is_not_what_it_says_is_one_line(variant, says):
+    with pytest.raises(UserError, match=says):
+        runs.resolved(variant, "imdb", ["--preset", "tiny", *runs.ALWAYS.split()])
+
+
+@pytest.mark.parametrize("change, says", [
+    ({"baseline": "weight1"}, "baseline is 'weight1': is unknown; did you mean weight 1"),
+    ({"quick": ("weight",)}, "quick is 'weight'"), ({"pairs": {"pp0": "weight 0"}}, "pairs is 'pp0'"),
+    ({"pairs": {"ppo": "weight0"}}, "pairs is 'weight0'"), ({"pairs": {"ppo": "ppo"}}, "is its own baseline"),
+    ({"only": {"ppo, gpt2xl": "gpt2-large"}}, "only is 'ppo, gpt2xl'"),
+    ({"only": {"ppo": "gpt2_large"}}, "only is 'gpt2_large': is unknown; did you mean gpt2-large"),
+    ({"measure": {"gms8k": "pass@k"}}, "measure is 'gms8k'"), ({"tasks": ("imbd",)}, "tasks is 'imbd'"),
+    ({"measure": {"gsm8k": "passk"}}, "measure is 'passk': is unknown; did you mean pass@k"),
+    ({"sweeps": {"ppo": ()}}, "must be of ppo and cory"),
+    ({"sweeps": {"ppo": ("ppo",), "cory": ()}}, "sweeps is 'ppo'"),
+    ({"variants": {"weight 1": "", "a | b": ""}, "pairs": {}, "quick": ()}, "must be one line without |")])
+def test_a_study_that_names_what_is_not_there_is_one_line(change, says, tmp_path):
+    study = replace(STUDIES["reward"], **change)
+    with pytest.raises(UserError, match=says.replace("|", "[|]")):
+        runs.plan(study, ["imdb"], [0], ["weight 1"], "tiny", [], tmp_path)
+
+
+def test_two_sets_of_flags_do_not_share_a_folder(tmp_path):
+    variants = {"one": "--model org/name", "two": "--model org_name"}
+    study = replace(STUDIES["curves"], variants=variants, baseline="one", quick=())
+    with pytest.raises(UserError, match="is of `.*org/name`, too: give one of them another name"):
+        runs.plan(study, ["imdb"], [0], list(variants), "tiny", [], tmp_path)
 
 
 def test_runs_of_the_same_flags_in_two_studies_share_a_folder(tmp_path):
@@ -208,14 +248,16 @@ def test_a_study_from_start_to_pictures_and_nothing_twice(small, tmp_path, capsy
     """Runs in this process, as a process each would take seconds to start; one of them fails once."""
     made = []
 
-    def run(command, **_):
+    def run(command, stderr=None, **_):
         if command[0] == "git":
             return SimpleNamespace(stdout="abc123\n")
         made.append(command)
         failed = len(made) == 2
-        if not failed:
+        if failed:
+            stderr.write("error: the machine fell over\n")
+        else:
             train_imdb.main(command[2:])
-        return SimpleNamespace(returncode=2 * failed, stderr="error: the machine fell over\n", stdout="")
+        return SimpleNamespace(returncode=2 * failed)
 
     monkeypatch.setattr(runs.subprocess, "run", run)
     with pytest.raises(SystemExit) as stopped:
@@ -285,10 +327,27 @@ def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch):
     assert not replace(run, flags=("--lam", "0.9")).forgets         # a variant that leaves the method open
 
 
+def test_what_a_run_says_goes_into_its_log_and_not_through_the_study(tmp_path, monkeypatch):
+    """A pipe would end with a study that is killed, and take the run along before it has saved."""
+    run, seen = runs.StudyRun("imdb", "ppo", 0, ("--method", "ppo"), tmp_path / "run"), []
+
+    def make(command, stdout, stderr, **_):
+        print("error: half a line", file=stderr, flush=True)
+        seen.append((stdout.fileno() == stderr.fileno(), run.said))
+        return SimpleNamespace(returncode=len(seen) % 2)
+
+    monkeypatch.setattr(runs.subprocess, "run", make)
+    assert runs.make([run], 1) == [(run, "status 1: error: half a line")] and run.log.exists()
+    assert runs.make([run], 1) == [] and not run.log.exists()
+    assert seen == [(True, "error: half a line\n")] * 2
+    run.log.write_bytes(b"\xff has diverged")                       # of a shell that redirects what it likes
+    assert run.diverged
+
+
 def test_a_run_that_variants_share_fails_for_each(tmp_path, monkeypatch):
     run = runs.StudyRun("imdb", "cory", 0, ("--method", "cory"), tmp_path / "run")
-    monkeypatch.setattr(runs.subprocess, "run", lambda command, **_: SimpleNamespace(
-        returncode=1, stdout="", stderr="error: no\n"))
+    monkeypatch.setattr(runs.subprocess, "run", lambda command, stderr, **_: (
+        stderr.write("error: no\n"), SimpleNamespace(returncode=1))[1])
     both = [run, replace(run, variant="sampled KL")]
     assert runs.make(both, 1) == [(one, "status 1: error: no") for one in both]
 
@@ -477,6 +536,7 @@ def test_rows_of_a_page_stand_for_runs(tmp_path, capsys):
             ([row | {"agents": {}}], "no whole row of a study's runs.jsonl .StopIteration"),
             ([row | {"made_by": {}}], "KeyError: 'commit'"), ([{"task": "imdb"}], "KeyError: 'seed'"),
             ([row | {"config": {}}], "KeyError: 'iterations'"),
+            ([row | {"metric": "accuracy"}], "wrong:1': is of accuracy, not of task_reward: leave"),
             ([row | {"config": config | {"fingerprints": None}}], "AttributeError"),
             ([row | {"roles": {"llm1": {}}}], "KeyError: 'task_reward'"),
             ([row | {"answers": [{}]}], "KeyError: 'query'"), ([row | {"responses": None}], "TypeError"),
@@ -574,6 +634,20 @@ def test_figures_of_a_role_are_of_the_last_quarter(small_flags, tmp_path):
     assert found.responses == 8                                     # an iteration's batch, of one role
 
 
+def test_a_role_need_not_play_in_every_iteration(small_flags, tmp_path):
+    folder = tmp_path / "run"
+    train_imdb.main([*small_flags, "--method", "cory", "--iterations", "8", "--run_dir", str(folder)])
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in rows[1::2]:                                          # the observer plays in 2, 4, 6 and 8
+        for key in [key for key in row if key.startswith("observer/")]:
+            del row[key]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = results.read(runs.StudyRun("imdb", "cory", 0, ("--method", "cory"), folder))
+    assert found.roles["observer"]["kl"] == rows[8]["observer/kl"]  # of the last quarter, 7 and 8
+    assert found.roles["pioneer"]["kl"] == (rows[7]["pioneer/kl"] + rows[8]["pioneer/kl"]) / 2
+
+
 def test_differences_at_equal_iterations_kl_and_compute_by_hand():
     ppo = result("ppo", [(0, 0.0, 0.0), (10, 2.0, 4.0)])
     pair = result("cory", [(0, 0.0, 0.0), (10, 3.0, 10.0)], [(0, 0.0, 0.0), (10, 1.0, 2.0)])
@@ -584,6 +658,13 @@ def test_differences_at_equal_iterations_kl_and_compute_by_hand():
     assert d["sampled reward at equal KL"].mean == pytest.approx(-0.1)      # half of all rewards here
     # 10 batches: PPO's iteration 10, CORY's iteration 5: (1.5 + 0.5) / 2 against 2
     assert d["reward at equal compute"].mean == pytest.approx(-1.0)
+    # but two of them were not evaluated before 4 and 10
+    groups = {"ppo": {0: ppo}, "cory": {0: pair}}
+    assert comparison.before_an_evaluation(groups, STUDIES["curves"], "cory") == 1
+    (row,) = tables.difference_table(groups, STUDIES["curves"], "imdb")[4:-1]
+    assert row.startswith("| cory | ppo | 1 | +0.00 (50%) | -0.20 (0%) | ") and "| 1 of 1 | not dec" in row
+    alike = {"ppo": {0: ppo}, "cory": {0: ppo}}                    # at 4, where they were
+    assert comparison.before_an_evaluation(alike, STUDIES["curves"], "cory") == 0
     groups = {"ppo": {0: ppo}, "cory": with_eta({0: pair}, 0.3)}
     assert comparison.differences(groups, STUDIES["curves"], "cory")["combined"] is None    # of another eta
     rows = tables.final_table(groups, groups, STUDIES["curves"], "imdb")
@@ -866,6 +947,35 @@ def test_claims_say_how_many_runs_diverged_and_compare_no_other_rewards():
         "of other rewards or evaluations", "not comparable")
 
 
+@pytest.mark.parametrize("change, says", [
+    ({"study": "rewards"}, "there is no study rewards; did you mean reward"),
+    ({"study": "released", "task": "gsm8k"}, "there is no task gsm8k"), ({"task": "imbd"}, "no task imbd"),
+    ({"variants": ("weight -.5",)}, "there is no variant weight -.5; did you mean weight -0.5"),
+    ({"low": -math.inf}, "where it should lie"), ({"low": 0.1, "high": -0.1}, "low below high")])
+def test_a_claim_of_nothing_is_one_line(change, says):
+    with pytest.raises(UserError, match=says):
+        replace(claim_of("cooperation is better"), **change)
+
+
+def test_a_frontier_says_what_diverged():
+    """One run less is a seed less; an eta without any run that ended leaves nothing to compare."""
+    groups = {name: seeds_of(name, [1.0] * 6, [2.0] * 6) for name in STUDIES["frontier"].variants}
+
+    def row(*seeds):
+        runs_of = groups["cory, eta x 0.1"]
+        gone = {seed: replace(runs_of[seed], agents={}, diverged=True) for seed in seeds}
+        every = {**groups, "cory, eta x 0.1": {**runs_of, **gone}}
+        found = [run for of_seed in every.values() for run in of_seed.values()]
+        text = claims.page({"frontier": found}, "")
+        return next(line for line in text.splitlines() if "As fig. 2c" in line).split(" | ")[-2:]
+
+    assert row() == ["+0.00 [+0.00, +0.00], 6 seeds", "not decided with 6 seeds |"]
+    assert row(3) == ["+0.00 [+0.00, +0.00], 5 seeds, 1 diverged", "not decided with 5 seeds |"]
+    assert row(*range(6)) == ["an eta has no run that ended, 6 diverged", "not decided |"]
+    del groups["ppo, eta x 3"]
+    assert comparison.etas_without_both(groups, STUDIES["frontier"]) == ["eta x 3"]
+
+
 def test_half_way_is_the_evaluation_nearest_to_it():
     points = [(0, 0.0, 0.0), (10, 1.0, 0.0), (20, 3.0, 0.0), (30, 5.0, 0.0), (60, 7.0, 0.0)]
     assert claims.since_the_middle("reward")(result("ppo", points)) == 2.0
@@ -887,16 +997,22 @@ def test_rows_of_what_cannot_be_compared():
     """Another reward, as the untrained model's shows; a baseline that is not there."""
     ppo, cory = seeds_of("ppo", [2.0] * 5, [4.0] * 5), seeds_of("cory", [1.9] * 5, [1.0] * 5)
     curves, other = STUDIES["curves"], of_another_reward(cory)
-    (row,) = tables.difference_table({"ppo": ppo, "cory": other}, curves, "imdb")[2:-1]
+    (row,) = tables.difference_table({"ppo": ppo, "cory": other}, curves, "imdb")[4:-1]
     assert row.startswith("| cory | ppo | other reward of the untrained model |  |")
     assert pictures.compared({"ppo": ppo, "cory": other}, curves) == []
     larger = {seed: replace(run, run=replace(run.run, flags=("--model", "gpt2-xl")))
               for seed, run in other.items()}
-    (row,) = tables.difference_table({"ppo": ppo, "cory": larger}, curves, "imdb")[2:-1]
-    assert row.startswith("| cory | ppo | +0.90 [")                 # 2.9 - 2.0
-    heads = [tables.difference_table({"ppo": ppo, "cory": cory}, curves, task)[0] for task in REWARD]
+    (row,) = tables.difference_table({"ppo": ppo, "cory": larger}, curves, "imdb")[4:-1]
+    assert row.startswith("| cory | ppo | 5 | +0.90 [")                 # 2.9 - 2.0
+    assert list(pictures.drawn({"ppo": ppo, "cory": other}, curves)) == ["ppo"]
+    of_k = {name: {f"pass@{k}": 0.5 for k in (1, 2, 4, 8, 16)} for name in ("base", "llm1")}
+    measured = {name: {seed: replace(run, measured=of_k) for seed, run in of_seed.items()}
+                for name, of_seed in (("ppo", ppo), ("cory", other))}
+    *_, row, _ = tables.measured_table(measured, curves, "gsm8k")
+    assert row == "| cory less ppo | other reward of the untrained model |  |  |  |  |"
+    heads = [tables.difference_table({"ppo": ppo, "cory": cory}, curves, task)[2] for task in REWARD]
     assert "at equal KL | at equal compute" in heads[0] and "at equal KL | sampled, at equal KL" in heads[1]
-    (row,) = tables.difference_table({"cory": cory}, curves, "imdb")[2:-1]
+    (row,) = tables.difference_table({"cory": cory}, curves, "imdb")[4:-1]
     assert row.startswith("| cory | ppo | no finished run of that |  |")
 
 
@@ -926,7 +1042,7 @@ def test_every_agent_has_a_column():
 
 def test_a_run_that_diverged_counts_as_collapsed(tmp_path):
     """What it said last may stand before the bar's line; it has no figures, and is in no mean."""
-    error = "error: grad_norm is nan: the gradient of llm1 is not finite; it was not applied. Start anew"
+    error = f"error: {Diverged('grad_norm', math.nan, 'llm1', 'the gradient was not applied. Start anew')}"
     said = f"{error}\nppo:   0%|   | 0/6 [00:00<?]\n"
     assert runs.last_words(said) == error
     planned = runs.StudyRun("imdb", "ppo, rate x 10, eta x 0.1", 3, ("--method", "ppo"), tmp_path / "run")
@@ -956,7 +1072,7 @@ def test_a_pair_is_held_against_two_answers_to_the_bare_query():
     groups = {name: seeds_of(name, [1.0], [1.0], measured={"base": found, "agents": found})
               for name, found in measured.items()}
     lines = tables.measured_table(groups, STUDIES["team"], "imdb")
-    assert "| cory's pair less ppo's two to the bare query |  |  | -0.50 |  |" in lines
+    assert "| cory's pair less ppo's two to the bare query |  |  | -0.50 (0%) |  |" in lines
 
 
 def test_commands_for_a_cluster_are_whole_lines(tmp_path, capsys):
@@ -987,17 +1103,20 @@ def test_commands_for_a_cluster_are_whole_lines(tmp_path, capsys):
     (["released", "--preset", "llama2-7b"], "preset is 'llama2-7b': choose from tiny, gpt2"),
     (["released", "--tasks", "gsm8k"], "is not of this study"),
     (["claims", "--variants", "ppo"], "variants is ['ppo']: claims is a table of finished runs"),
-    (["claims"], "dry_run is True: claims is a table")])
+    (["claims"], "dry_run is True: claims is a table"), (["curves", "--seeds", "0"], "must be 1 or more"),
+    (["reward", "--baseline", "weight1"], "baseline is 'weight1': is not among the variants; did you mean"),
+    (["reward", "--variants", "weight1"], "variants is 'weight1': did you mean weight 1?")])
 def test_what_a_study_cannot_do_is_one_line(argv, says, capsys, tmp_path):
     with pytest.raises(SystemExit) as stop:
         study.main([argv[0], "--out", str(tmp_path), "--dry_run", *argv[1:]])
     assert stop.value.code == 2 and says in capsys.readouterr().err
 
 
-def test_claims_hold_under_a_paper_preset(tmp_path, capsys):
-    study.main(["claims", "--preset", "gpt2-large", "--out", str(tmp_path)])
-    assert "twice the parameters" in capsys.readouterr().out
-    assert (tmp_path / "claims-gpt2-large" / "results.md").exists()
+def test_claims_are_planned_under_a_paper_preset_and_need_runs(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        study.main(["claims", "--preset", "gpt2-large", "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2 and not (tmp_path / "out").exists()
+    assert "out' : holds no finished run; make studies" in capsys.readouterr().err.replace("':", "' :")
 
 
 def test_pages_of_other_seeds_lie_apart_and_pictures_of_ones_own_stay(tmp_path):
@@ -1012,10 +1131,39 @@ def test_pages_of_other_seeds_lie_apart_and_pictures_of_ones_own_stay(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["slide.png"]
 
 
+def test_ppo_is_blue_and_cory_orange_wherever_they_stand():
+    for name, of_cory in (("compute", "cory"), ("variance", "cory"), ("reward", "weight 1")):
+        looks = pictures.looks_of(STUDIES[name].variants, STUDIES[name])
+        assert looks[of_cory]["color"] == COLORS[1]
+        assert name == "compute" or looks["ppo"]["color"] == COLORS[0]
+        every = [(look["color"], look["linestyle"], look["marker"]) for look in looks.values()]
+        assert len(set(every)) == len(every)
+        of_others = {variant: look["color"] for variant, look in looks.items() if variant not in ("ppo", of_cory)}
+        assert not {*of_others.values()} & {*COLORS[:2]}
+
+
+def test_a_variant_that_collapsed_does_not_stretch_the_pictures():
+    """Of four variants the one whose every run ends at a KL of 100; where half collapse, all are in."""
+    study = STUDIES["variance"]
+    names = list(study.variants)[:4]
+    groups = {name: seeds_of(name, [1.0] * 5, [2.0] * 5) for name in names[:3]}
+    groups[names[3]] = seeds_of(names[3], [-9.0] * 5, [100.0] * 5)
+    for picture in (pictures.curves, pictures.frontier):
+        figure = picture(groups, study, "imdb")
+        axis = figure.axes[0]
+        low = axis.get_ylim()[0]
+        title = figure.get_suptitle() or axis.get_title()
+        assert low > -1 and f"scaled without {names[3]}: most agents collapsed" in title
+    assert pictures.frontier(groups, study, "imdb").axes[0].get_xlim()[1] < 3
+    del groups[names[0]]
+    assert pictures.mostly_collapsed(groups) == []
+    assert pictures.curves(groups, study, "imdb").axes[0].get_ylim()[0] < -9
+
+
 def test_looks_tell_variants_apart():
-    several = pictures.looks_of(["cory", "ppo", "ppo, twice the batch"])
+    several = pictures.looks_of(["cory", "ppo", "ppo, twice the batch"], STUDIES["controls"])
     assert len({(look["linestyle"], look["marker"]) for look in several.values()}) == 3
-    grid = pictures.looks_of(STUDIES["stability"].variants)
+    grid = pictures.looks_of(STUDIES["stability"].variants, STUDIES["stability"])
     assert len({(look["color"], look["marker"]) for look in grid.values()}) == 12
     assert len({look["color"] for look in grid.values()}) == 2
     assert grid["ppo, rate x 4, eta x 1"]["marker"] == grid["cory, rate x 4, eta x 1"]["marker"]
@@ -1024,11 +1172,11 @@ def test_looks_tell_variants_apart():
 def test_what_is_the_baselines_own_runs_is_not_drawn_over_it(tmp_path, monkeypatch):
     cory = seeds_of("cory", [1.0] * 5, [2.0] * 5)
     groups = {"cory": cory, "no transfer": seeds_of("no transfer", [1.0] * 5, [2.0] * 5), "sampled KL": cory}
-    drawn = pictures.drawn_once(groups, STUDIES["ablations"])
+    drawn = pictures.drawn(groups, STUDIES["ablations"])
     assert list(drawn) == ["cory", "no transfer"]
     assert pictures.compared(drawn, STUDIES["ablations"]) == ["no transfer"]
     alone = {"sampled KL": cory}
-    assert pictures.drawn_once(alone, STUDIES["ablations"]) == alone
+    assert pictures.drawn(alone, STUDIES["ablations"]) == alone
     (axis,) = pictures.frontier(drawn, STUDIES["ablations"], "imdb").axes
     assert sorted(line.get_zorder() for line in axis.lines)[-2:] == [3, 4]      # the baseline's end on top
     asked = []
@@ -1053,15 +1201,15 @@ def test_pictures_of_other_etas_and_of_sweeps():
     figure = pictures.forest(groups, STUDIES["frontier"], "imdb")
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert figure.get_suptitle().startswith("imdb: difference to ppo, eta x 1, paired by seed (n = 5)")
-    assert labels == ["ppo, eta x 0.1", "ppo, eta x 0.3", "cory, eta x 1", "ppo, eta x 3"] + [
-        f"cory, eta x {eta}\n(less ppo, eta x {eta})" for eta in ("0.1", "0.3", "3")]
-    (between,) = [line for line in figure.axes[0].lines if list(line.get_ydata()) == [3.5, 3.5]]
+    assert labels == [f"ppo, eta x {eta}" for eta in ("0.1", "0.3", "3")] + [
+        f"cory, eta x {eta}\n(less ppo, eta x {eta})" for eta in ("0.1", "0.3", "1", "3")]
+    (between,) = [line for line in figure.axes[0].lines if list(line.get_ydata()) == [2.5, 2.5]]
     assert between.get_color() == "gray"
     two_roles = {seed: replace(run, roles={"pioneer": {}, "observer": {}})
                  for seed, run in groups["cory, eta x 1"].items()}
     figure = pictures.forest({**groups, "cory, eta x 1": two_roles}, STUDIES["frontier"], "imdb")
     points = [line.get_color() for line in figure.axes[0].lines if line.get_marker() == "o"]
-    assert points == [COLORS[0]] * 2 + [COLORS[1]] + [COLORS[0]] * 4         # orange: a method of two roles
+    assert points == [COLORS[0]] * 5 + [COLORS[1], COLORS[0]]                # orange: a method of two roles
     pairs = {name: of_seed for name, of_seed in groups.items() if name[-1] == "3"}
     assert "difference to PPO of the same setting" in pictures.forest(
         pairs, STUDIES["frontier"], "imdb").get_suptitle()

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cory.config import Config
-from cory.errors import UserError
+from cory.errors import Diverged, UserError
 from cory.experiment.files import own_folder, put_in_place, read_json, read_text, readable, remove, writable
 from cory.ppo.agent import Agent
 from cory.ppo.lora import select
@@ -268,13 +268,13 @@ def require_shapes(folder: Path, agent: Agent) -> None:
 
 
 def require_finite(agents: list[Agent]) -> None:
-    """No weight is NaN or infinite. Raises `UserError`: what was saved before stays."""
+    """No weight is NaN or infinite. Raises `Diverged`: what was saved before stays."""
     for agent in agents:
         for name, parameter in agent.policy.trained().items():
             if not world().full(parameter.detach().isfinite().all()):
-                way_out = (f"is not finite: {agent.name} has diverged and is not saved, older checkpoints "
-                           "stay. Start a new run with a lower --learning_rate")
-                raise UserError("weights", name, way_out)
+                way_out = ("these weights are not finite and not saved, older checkpoints stay. Start a new "
+                           "run with a lower --learning_rate")
+                raise Diverged("weights", name, agent.name, way_out)
 
 
 def save_final(run_dir: Path, agents: list[Agent]) -> None:

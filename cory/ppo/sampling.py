@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from cory.errors import UserError
+from cory.errors import Diverged, UserError
 from cory.ppo import formulas
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.minibatches import longest
@@ -79,7 +79,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     suppressed EOS. `generator` is a CPU generator; each token draws B numbers from it, whichever rows
     still run. `as_part`: the prompts are this process's part of a batch, and B counts the whole of that.
     R rows are computed: once a quarter of them have ended, those are dropped, and with them the columns that
-    hold no token of any other row. Raises `UserError` where log-probabilities are NaN.
+    hold no token of any other row. Raises `Diverged` where log-probabilities are NaN.
     """
     uniform_TB, B = None, len(prompts.ids_BP) * (world().size if as_part else 1)
     if generator is not None:
@@ -125,9 +125,9 @@ def sample_by(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prompts,
             first_R = mask.argmax(1).masked_fill(~running_R, mask.shape[1])
             left, first, broken = torch.stack([running_R.sum(), first_R.min(), any_nan]).tolist()
             if broken:
-                raise UserError("log-probability", float("nan"), "the model's logits are no numbers any "
-                                "more; go on from the last checkpoint or start anew, with a lower "
-                                "--learning_rate or --max_grad_norm 1")
+                way_out = ("go on from the last checkpoint or start anew, with a lower --learning_rate or "
+                           "--max_grad_norm 1")
+                raise Diverged("log-probability", float("nan"), "the model", way_out)
             if left == 0:
                 break
             if left <= 3 / 4 * len(row_R):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cory.config import LR_SCHEDULES, Config
-from cory.errors import UserError
+from cory.errors import Diverged, UserError
 from cory.names import find
 from cory.ppo import formulas
 from cory.ppo.advantages import asked_for, estimator
@@ -25,7 +25,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
     """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
 
     Losses are token means over a whole optimizer step, so that neither the mini-batch size nor the
-    accumulation changes the gradient. Raises `UserError` before a gradient that is not finite reaches a
+    accumulation changes the gradient. Raises `Diverged` before a gradient that is not finite reaches a
     parameter. Returns metrics (docs/metrics.md): means over the tokens of all epochs, as the update saw them.
     """
     experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
@@ -137,9 +137,9 @@ def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     parameters = [p for p in trained if p.grad is not None]
     norm = world().gradient_norm(parameters)
     if not norm.isfinite():
-        way_out = (f"the gradient of {agent.name} is not finite; it was not applied. Start a new run "
-                   "with a lower --learning_rate or with --max_grad_norm 1")
-        raise UserError("grad_norm", norm.item(), way_out)
+        way_out = ("the gradient was not applied. Start a new run with a lower --learning_rate or with "
+                   "--max_grad_norm 1")
+        raise Diverged("grad_norm", norm.item(), agent.name, way_out)
     if max_grad_norm > 0:
         for kind in world().kinds(parameters):
             torch.nn.utils.clip_grads_with_norm_(kind, max_grad_norm, norm)

@@ -14,10 +14,12 @@ is the paper's claim on the task that it did not test.
 import math
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Callable
+from typing import Callable, Iterable
 
 import numpy as np
 
+from cory.errors import UserError
+from cory.names import guess
 from cory.studies.comparison import frontier_gap, log_ratio, other_yardstick
 from cory.studies.definitions import STUDIES
 from cory.studies.results import Groups, Point, Result, by_variant
@@ -39,6 +41,20 @@ class Claim:
     high: float = math.inf
     shown: Callable[[float], float] = float     # math.exp of a figure that is a logarithm
     is_share: bool = False                  # of runs, also of those that diverged, which have no end
+
+    def __post_init__(self):
+        """Raises `UserError` for what names no study, task or variant, or says nothing of where it lies."""
+        def require(what: str, name: str, known: Iterable[str]) -> None:
+            if name not in known:
+                way_out = f"there is no {what} {name}; {guess(name, known)}choose from {', '.join(known)}"
+                raise UserError("claim", self.text, way_out)
+
+        require("study", self.study, STUDIES)
+        require("task", self.task, STUDIES[self.study].tasks)
+        for variant in self.variants:
+            require("variant", variant, STUDIES[self.study].variants)
+        if math.isinf(self.low) and math.isinf(self.high) or self.low >= self.high:
+            raise UserError("claim", self.text, "give low or high, or low below high: where it should lie")
 
     def outcome(self, groups: Groups) -> tuple[str, str]:
         """The mean of the figure with its interval and seeds; the verdict. Of all runs, the diverged too."""
@@ -221,9 +237,13 @@ def page(results: dict[str, list[Result]], command: str) -> str:
         rows.append([claim.text, claim.task, claim.means, claim.region, measured, verdict])
     for task in BOTH:
         study, measured, verdict = STUDIES["frontier"], "not run", "not run"
-        if groups("frontier", task).keys() >= {*study.variants}:    # of one eta it would be no frontier
-            height = frontier_gap(groups("frontier", task, diverged=False), study)
-            measured = f"{height}, {height.seeds} seeds"
+        every, ended = (groups("frontier", task, diverged) for diverged in (True, False))
+        lost = sum(run.diverged for of_seed in every.values() for run in of_seed.values())
+        if every.keys() >= {*study.variants}:                       # of one eta it would be no frontier
+            measured, verdict = f"an eta has no run that ended, {lost} diverged", "not decided"
+        if ended.keys() >= {*study.variants}:
+            height = frontier_gap(ended, study)
+            measured = f"{height}, {height.seeds} seeds" + (f", {lost} diverged" if lost else "")
             verdict = {"higher": "holds", "lower": "does not hold"}.get(height.verdict, height.verdict)
         rows.append([FRONTIER[task], task, "mean height, over the KL of both", "above 0", measured, verdict])
     rule = " ".join(__doc__.split("\n\n")[2].split())

@@ -8,13 +8,23 @@ from cory.studies.results import Groups, Result, unlike
 from cory.studies.statistics import Curve, Difference, at, difference, frontier_height
 
 
-def other_yardstick(groups: Groups, variant: str, base: str) -> list[str]:
+def other_yardstick(groups: Groups, variant: str, baseline: str) -> list[str]:
     """Figures that the untrained model has otherwise in one variant than in another: their runs are rewarded
     or evaluated in different ways, and not comparable. None between two models, which differ in themselves.
     """
-    run, other = (next(iter(groups[name].values())) for name in (variant, base))
+    run, other = (next(iter(groups[name].values())) for name in (variant, baseline))
     models = [dict(pairwise(side.run.flags)).get("--model") for side in (run, other)]
     return unlike(run.base, other.base, run.dtype) if models[0] == models[1] else []
+
+
+def why_not_compared(groups: Groups, variant: str, baseline: str) -> str:
+    """Why no difference of two variants can be taken; '' if it can."""
+    if baseline not in groups:
+        return "no finished run of that"
+    if same_runs(groups, variant, baseline):
+        return "the same runs"
+    others = other_yardstick(groups, variant, baseline)
+    return f"other {', '.join(others)} of the untrained model" if others else ""
 
 
 def of_last(of_seed: dict[int, Result], name: str) -> dict[int, float]:
@@ -29,15 +39,15 @@ def differences(groups: Groups, study: Study, variant: str) -> dict[str, Differe
     reaches the x that all agents of both runs of a seed reach; `sampled reward at equal KL` is of the same
     answers as KL is. None where a figure cannot be compared.
     """
-    base = study.baseline_of(variant)
-    runs, base_runs = groups[variant], groups[base]
+    baseline = study.baseline_of(variant)
+    of_variant, of_baseline = groups[variant], groups[baseline]
 
-    def at_equal(x_of_variant, x_of_base, y: str = "reward") -> Difference:
+    def at_equal(x_of_variant, x_of_baseline, y: str = "reward") -> Difference:
         ys = {}, {}
-        for seed in runs.keys() & base_runs.keys():
+        for seed in of_variant.keys() & of_baseline.keys():
             sides = [[[(x(p), getattr(p, y)) for p in points] for points in of_seed[seed].agents.values()]
-                     for of_seed, x in ((runs, x_of_variant), (base_runs, x_of_base))]
-            x = min(max(point[0] for point in curve) for side in sides for curve in side)
+                     for of_seed, x in ((of_variant, x_of_variant), (of_baseline, x_of_baseline))]
+            x = reached_by_all([curve for side in sides for curve in side])
             for found, side in zip(ys, sides, strict=True):
                 found[seed] = fmean(at(curve, x) for curve in side)
         return difference(*ys)
@@ -46,17 +56,34 @@ def differences(groups: Groups, study: Study, variant: str) -> dict[str, Differe
         per_iteration = next(iter(of_seed.values())).responses
         return lambda p: p.iteration * per_iteration
 
-    found = {name: difference(of_last(runs, name), of_last(base_runs, name)) for name in ("reward", "kl")}
-    same_eta = eta_of(runs) == eta_of(base_runs)
-    found["combined"] = None
-    if same_eta:
-        found["combined"] = difference(of_last(runs, "combined"), of_last(base_runs, "combined"))
-    kl, base_kl = of_last(runs, "kl"), of_last(base_runs, "kl")
-    times = {seed: log_ratio(kl[seed], base_kl[seed]) for seed in kl.keys() & base_kl.keys()}
+    found = {name: difference(of_last(of_variant, name), of_last(of_baseline, name))
+             for name in ("reward", "kl", "combined")}
+    if eta_of(of_variant) != eta_of(of_baseline):
+        found["combined"] = None
+    kl, kl_of_baseline = of_last(of_variant, "kl"), of_last(of_baseline, "kl")
+    times = {seed: log_ratio(kl[seed], kl_of_baseline[seed]) for seed in kl.keys() & kl_of_baseline.keys()}
     found["log KL ratio"] = difference(times, dict.fromkeys(times, 0.0))
     for name in ("reward", "sampled_reward"):
         found[f"{name.replace('_', ' ')} at equal KL"] = at_equal(lambda p: p.kl, lambda p: p.kl, name)
-    found["reward at equal compute"] = at_equal(responses(runs), responses(base_runs))
+    found["reward at equal compute"] = at_equal(responses(of_variant), responses(of_baseline))
+    return found
+
+
+def reached_by_all(curves: list[Curve]) -> float:
+    """The largest x that every curve reaches."""
+    return min(max(x for x, _ in curve) for curve in curves)
+
+
+def before_an_evaluation(groups: Groups, study: Study, variant: str) -> int:
+    """Seeds whose equal KL lies before the first evaluation of one of the agents, where its reward is read
+    off a straight line from the untrained model: too low for whoever learns fast at first.
+    """
+    of_variant, of_baseline = groups[variant], groups[study.baseline_of(variant)]
+    found = 0
+    for seed in of_variant.keys() & of_baseline.keys():
+        curves = [[(p.kl, p.reward) for p in points]
+                  for run in (of_variant[seed], of_baseline[seed]) for points in run.agents.values()]
+        found += any(reached_by_all(curves) < curve[1][0] for curve in curves)
     return found
 
 
@@ -65,9 +92,9 @@ def log_ratio(x: float, y: float) -> float:
     return math.log(x / y) if x > 0 and y > 0 else math.nan
 
 
-def same_runs(groups: Groups, variant: str, base: str) -> bool:
+def same_runs(groups: Groups, variant: str, baseline: str) -> bool:
     """Whether two variants are the same runs, under this preset."""
-    folders = [{run.run.folder for run in groups[name].values()} for name in (variant, base)]
+    folders = [{run.run.folder for run in groups[name].values()} for name in (variant, baseline)]
     return folders[0] == folders[1]
 
 
@@ -93,15 +120,21 @@ def curves_over_eta(groups: Groups, variants: list[str]) -> dict[int, dict[str, 
                    for agent in groups[variants[0]][seed].agents} for seed in sorted(seeds)}
 
 
+def etas_of(study: Study) -> list[str]:
+    """`eta x 0.1`, ...: what the variants of a sweep are called behind their method."""
+    return [variant.removeprefix("cory, ") for variant in study.sweeps["cory"]]
+
+
+def etas_without_both(groups: Groups, study: Study) -> list[str]:
+    return [eta for eta in etas_of(study) if any(f"{method}, {eta}" not in groups for method in study.sweeps)]
+
+
 def frontier_gap(groups: Groups, study: Study) -> Difference:
     """Height of CORY's frontier above PPO's, paired by seed: `frontier_height` of the runs over eta, the mean
     of CORY's agents. Each by itself, since the best of many points favours whoever has the noisier ones, and
     a mean of two agents has less noise than one. Of no seeds where the runs are not comparable.
     """
-    def etas(method: str) -> set[str]:
-        return {variant.removeprefix(f"{method}, ") for variant in study.sweeps[method] if variant in groups}
-
-    shared = sorted(etas("cory") & etas("ppo"))
+    shared = [eta for eta in etas_of(study) if eta not in etas_without_both(groups, study)]
     names = [f"{method}, {eta}" for method in study.sweeps for eta in shared]
     if not names or any(other_yardstick(groups, name, names[0]) for name in names):
         return difference({}, {})

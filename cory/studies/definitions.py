@@ -16,7 +16,7 @@ class Study:
     tasks: tuple[str, ...] = ("imdb", "gsm8k")
     quick: tuple[str, ...] = ()             # variants of the quick run, with 2 seeds; () = all
     pairs: dict[str, str] = field(default_factory=dict)         # variant: a baseline of its own
-    sweeps: dict[str, tuple[str, ...]] = field(default_factory=dict)    # method: its variants along eta
+    sweeps: dict[str, tuple[str, ...]] = field(default_factory=dict)    # ppo, cory: `METHOD, ...` along eta
     only: dict[str, str] = field(default_factory=dict)          # variant: the one preset that it is for
     measure: dict[str, str] = field(default_factory=dict)       # task: what is measured of finished runs
 

@@ -1,7 +1,8 @@
 """Pictures of a study, as PNG and PDF: curves with intervals, the frontier, differences to the baseline."""
 import math
+from itertools import count
 from pathlib import Path
-from typing import Iterable
+from typing import Iterable, Iterator
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from cory.studies.comparison import (
     of_other_eta,
     other_yardstick,
     same_runs,
+    why_not_compared,
 )
-from cory.studies.definitions import Study
+from cory.studies.definitions import CORY, PPO, Study
 from cory.studies.results import NAMES, Groups, Result, by_variant
 from cory.studies.runs import MEASURES
 from cory.studies.statistics import best_within, interval, shared_kls
@@ -31,7 +33,7 @@ def draw(study: Study, results: list[Result], out: Path) -> list[Path]:
     for task in dict.fromkeys(result.run.task for result in results):
         if study.measure.get(task) == "team":
             continue                            # `curves` has its runs' pictures
-        groups = drawn_once(by_variant(results, task), study)
+        groups = drawn(by_variant(results, task), study)
         pictures = {"curves": curves, "frontier": over_eta if study.sweeps else frontier}
         if compared(groups, study):
             pictures["differences"] = forest
@@ -50,9 +52,10 @@ def label_of(variant: str, of_seed: dict[int, Result]) -> str:
     return f"{variant} (n = {len(of_seed)})"
 
 
-def looks_of(names: Iterable[str]) -> dict[str, dict]:
-    """{variant: colour, dashes, marker}: neighbours differ in each, so that of lines which lie on one another
-    all show. Of `METHOD, SETTING` throughout, a colour for each method and a marker for each setting.
+def looks_of(names: Iterable[str], study: Study) -> dict[str, dict]:
+    """{variant: colour, dashes, marker}. PPO is blue and CORY orange, wherever they stand; others that are
+    neighbours differ in each, so that of lines which lie on one another all show. Of `METHOD, SETTING`
+    throughout, a colour for each method and a marker for each setting.
     """
     names = list(names)
     if all(name.startswith(("ppo, ", "cory, ")) for name in names):
@@ -61,7 +64,9 @@ def looks_of(names: Iterable[str]) -> dict[str, dict]:
         places = [(methods.index(method), settings.index(setting))
                   for method, _, setting in (name.partition(", ") for name in names)]
     else:
-        places = [(i, i % len(LINES)) for i in range(len(names))]
+        plain = {PPO: (0, 0), CORY: (1, 1)}
+        others = ((2 + i % (len(COLORS) - 2), (2 + i) % len(LINES)) for i in count())
+        places = [plain.get(study.variants[name]) or next(others) for name in names]
     found = {}
     for name, (color, shape) in zip(names, places, strict=True):
         dashes, marker = SHAPES[shape % len(SHAPES)]
@@ -80,15 +85,38 @@ def kl_scale(groups: Groups) -> dict:
     return {"value": "symlog", "linthresh": 10.0 ** math.ceil(math.log10(median))}
 
 
+def mostly_collapsed(groups: Groups) -> list[str]:
+    """Variants most of whose agents have collapsed, where those are the fewest: pictures are scaled for the
+    others, and these may run out of the frame.
+    """
+    found = [variant for variant, of_seed in groups.items()
+             if np.mean([run.share_collapsed for run in of_seed.values()]) > 0.5]
+    return found if len(found) <= len(groups) / 4 else []
+
+
+def drawn_last(groups: Groups, outside: list[str], axes) -> Iterator[tuple[str, dict[int, Result]]]:
+    """The variants and their runs, those `outside` last, for which no axis grows."""
+    yield from ((variant, of_seed) for variant, of_seed in groups.items() if variant not in outside)
+    for axis in axes:
+        axis.autoscale_view()
+        axis.autoscale(not outside)
+    yield from ((variant, groups[variant]) for variant in outside)
+
+
+def note_of(outside: list[str]) -> str:
+    return f"\nscaled without {', '.join(outside)}: most agents collapsed" if outside else ""
+
+
 def curves(groups: Groups, study: Study, task: str):
     """Held-out reward, KL and combined reward against iterations: mean of seeds, band of its 95% interval; of
     more variants than there are colours, the baseline's band alone. Combined rewards are those with one eta.
     """
     figure, axes = grid(3, 3, 3.2, 2.9, below=0.3 + 0.12 * len(groups))
-    others, looks = of_other_eta(groups, study), looks_of(groups)
+    others, looks = of_other_eta(groups, study), looks_of(groups, study)
+    outside = mostly_collapsed(groups)
     crowded = len(groups) > len(COLORS) and study.baseline in groups
     banded = {study.baseline} if crowded else groups
-    for variant, of_seed in groups.items():
+    for variant, of_seed in drawn_last(groups, outside, axes):
         runs = [run.mean_of_agents for run in of_seed.values()]
         shared = sorted(set.intersection(*({p.iteration for p in points} for points in runs)))
         for axis, name in zip(axes, ("reward", "kl", "combined"), strict=True):
@@ -103,9 +131,10 @@ def curves(groups: Groups, study: Study, task: str):
     titles = (NAMES[task], "KL per response (nats)", f"combined reward, eta {with_eta:g}")
     for axis, title in zip(axes, titles, strict=True):
         axis.set(title=title, xlabel="iteration")
-    axes[1].set_yscale(**kl_scale(groups))
+    axes[1].set_yscale(**kl_scale({name: groups[name] for name in groups if name not in outside}))
     whose = f"{study.baseline}'s 95% interval" if crowded else "its 95% interval"
-    figure.suptitle(f"{task}, held out, mean of a run's agents: mean of n seeds, and {whose}")
+    figure.suptitle(f"{task}, held out, mean of a run's agents: mean of n seeds, and {whose}"
+                    + note_of(outside))
     legend(figure, {label_of(*group): looks[group[0]] for group in groups.items()})
     return figure
 
@@ -114,8 +143,9 @@ def frontier(groups: Groups, study: Study, task: str):
     """Held-out reward against KL: pale lines along training, one marked point at each variant's end."""
     figure, (axis,) = grid(1, 1, 7, 4.6, below=0.3 + 0.15 * len(groups))
     ends = {variant: style | {"linestyle": "", "markersize": 9, **MARKERS[""]}
-            for variant, style in looks_of(groups).items()}
-    for variant, of_seed in groups.items():
+            for variant, style in looks_of(groups, study).items()}
+    outside = mostly_collapsed(groups)
+    for variant, of_seed in drawn_last(groups, outside, [axis]):
         for run in of_seed.values():
             points = run.mean_of_agents
             axis.plot([p.kl for p in points], [p.reward for p in points], color=ends[variant]["color"],
@@ -124,8 +154,8 @@ def frontier(groups: Groups, study: Study, task: str):
         axis.plot(np.mean([p.kl for p in last]), np.mean([p.reward for p in last]), **ends[variant],
                   zorder=4 if variant == study.baseline else 3)
     axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
-             title=f"{task}, held out: along training, and where each variant ends")
-    axis.set_xscale(**kl_scale(groups))
+             title=f"{task}, held out: along training, and where each variant ends" + note_of(outside))
+    axis.set_xscale(**kl_scale({name: groups[name] for name in groups if name not in outside}))
     legend(figure, {label_of(*group): ends[group[0]] for group in groups.items()})
     return figure
 
@@ -135,7 +165,7 @@ def over_eta(groups: Groups, study: Study, task: str):
     over seeds and agents, with its 95% interval. A marker for each eta: the mean end; small: of each seed.
     """
     figure, (axis,) = grid(1, 1, 7, 4.6, below=0.6)
-    styles = looks_of(name for names in study.sweeps.values() for name in names)
+    styles = looks_of((name for names in study.sweeps.values() for name in names), study)
     methods, etas = {}, {}                                          # what the legend shows
     for method, variants in study.sweeps.items():
         there = [variant for variant in variants if variant in groups]
@@ -170,35 +200,37 @@ def pass_at_k(groups: Groups, study: Study, task: str):
     base = next(iter(next(iter(groups.values())).values())).measured["base"]
     ks = [int(name.removeprefix("pass@")) for name in MEASURES["pass@k"][2]]
     axis.plot(ks, [base[f"pass@{k}"] for k in ks], **BASE)
-    for i, of_seed in enumerate(groups.values()):
+    looks = looks_of(groups, study)
+    for variant, of_seed in groups.items():
         table = np.array([[np.mean([run.measured[name][f"pass@{k}"] for name in run.agents]) for k in ks]
                           for run in of_seed.values()])
         low, high = zip(*(interval(column) for column in table.T), strict=True)
-        axis.plot(ks, table.mean(0), **look(i), **MARKERS[""])
-        axis.fill_between(ks, low, high, color=look(i)["color"], alpha=0.15, linewidth=0)
+        axis.plot(ks, table.mean(0), **looks[variant], **MARKERS[""])
+        axis.fill_between(ks, low, high, color=looks[variant]["color"], alpha=0.15, linewidth=0)
     axis.set_xscale("log", base=2)
     axis.set_xticks(ks, labels=ks)
     axis.set(xlabel="k answers to a query", ylabel="share of queries solved by one of k",
              title=f"{task}, held out: pass@k")
-    legend(figure, {"base": BASE} | {label_of(*group): look(i) for i, group in enumerate(groups.items())})
+    legend(figure, {"base": BASE} | {label_of(*group): looks[group[0]] for group in groups.items()})
     return figure
 
 
-def drawn_once(groups: Groups, study: Study) -> Groups:
-    """Without the variants that are the very runs of their baseline, which would hide it."""
-    def hides(variant: str, base: str) -> bool:
-        return variant != base and base in groups and same_runs(groups, variant, base)
+def drawn(groups: Groups, study: Study) -> Groups:
+    """Without the variants that are the very runs of their baseline, which would hide it, and those that are
+    rewarded or evaluated otherwise than the first: the tables say which these are.
+    """
+    def hides(variant: str, baseline: str) -> bool:
+        return variant != baseline and baseline in groups and same_runs(groups, variant, baseline)
 
+    first = study.baseline if study.baseline in groups else next(iter(groups), "")
     return {variant: of_seed for variant, of_seed in groups.items()
-            if not hides(variant, study.baseline_of(variant))}
+            if not hides(variant, study.baseline_of(variant)) and not other_yardstick(groups, variant, first)}
 
 
 def compared(groups: Groups, study: Study) -> list[str]:
     """The variants that there is a baseline for, and that can be compared with it."""
-    def is_compared(variant: str, base: str) -> bool:
-        return variant != base and base in groups and not other_yardstick(groups, variant, base)
-
-    return [variant for variant in groups if is_compared(variant, study.baseline_of(variant))]
+    return [variant for variant in groups if variant != study.baseline_of(variant)
+            and not why_not_compared(groups, variant, study.baseline_of(variant))]
 
 
 def forest(groups: Groups, study: Study, task: str):
@@ -210,7 +242,7 @@ def forest(groups: Groups, study: Study, task: str):
     of_method = names and all(f"cory, {base_of(name).removeprefix('ppo, ')}" == name for name in names)
     bases = {base_of(name) for name in names}
     common = base_of(names[0]) if len(bases) == 1 else study.baseline       # what the title names
-    others = [] if of_method else [name for name in names if base_of(name) != common]
+    others = [] if of_method or len(bases) == 1 else [name for name in names if name in study.pairs]
     names = [name for name in names if name not in others] + others
     labels = [f"{name}\n(less {base_of(name)})" if name in others else name for name in names]
     titles = {"reward": NAMES[task], "reward at equal KL": f"{NAMES[task]} at equal KL",
@@ -232,6 +264,7 @@ def forest(groups: Groups, study: Study, task: str):
         axis.set_yticks(range(len(names)), labels if axis is axes[0] else [""] * len(names))
         if key == "kl" and kl_scale(groups)["value"] != "linear":
             axis.set_xscale(**kl_scale(groups))
+            axis.set_xlim(*(1.6 * end for end in axis.get_xlim()))
         else:
             axis.xaxis.set_major_locator(MaxNLocator(5))
     seeds = sorted({of["reward"].seeds for of in found.values()})

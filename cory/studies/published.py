@@ -9,7 +9,7 @@ from typing import Iterator
 from cory.config import as_config
 from cory.errors import UserError
 from cory.experiment.files import read_text
-from cory.studies.results import Result, of_row, require_alike
+from cory.studies.results import REWARD, Result, of_row, require_alike
 from cory.studies.runs import StudyRun, differing
 
 # What two rows of one run must have alike.
@@ -77,7 +77,7 @@ def understood(where: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         raise UserError("published", where, f"is no whole row of a study's runs.jsonl ({why}); put a copy of "
                         "it back, or give such a file") from error
@@ -92,6 +92,9 @@ def is_whole(run: StudyRun, row: dict, where: str) -> bool:
         require_figures(found)
         differ = differing(run.asked, asdict(as_config(found.config))) if found.config else []
         measured = found.diverged or run.is_measured(found.measured, found.config)
+        metric = row["metric"]
+    if metric != REWARD[run.task]:
+        raise UserError("published", where, f"is of {metric}, not of {REWARD[run.task]}: leave the file out")
     if differ:
         raise UserError("published", where, f"was made with {'; '.join(differ)}: leave the file out")
     return measured

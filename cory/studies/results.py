@@ -116,10 +116,15 @@ def read(run: StudyRun) -> Result:
 
     trained = rows[1:]
     late = trained[-max(1, len(trained) // 4):]
-    roles = {role: {name: fmean(row[f"{role}/{name}"] for row in late) for name in ("task_reward", "kl")}
-             for role in trained[-1]["roles"]}
-    halves = [[row[f"{role}/task_reward"] for row in trained[len(trained) // 2:]] for role in roles]
-    unsteady = fmean(unsteadiness(half) for half in halves)
+    half = trained[len(trained) // 2:]
+
+    def played(role: str, name: str, some: list[dict]) -> list[float]:
+        """By iteration; a role of a loop of one's own need not play in each."""
+        return [row[f"{role}/{name}"] for row in some if f"{role}/{name}" in row]
+
+    roles = {role: {name: fmean(played(role, name, late)) for name in ("task_reward", "kl")}
+             for role in trained[-1]["roles"] if played(role, "kl", late)}
+    unsteady = fmean(unsteadiness(played(role, "task_reward", half)) for role in roles)
     measured = read_json(run.folder / MEASURES[run.measure][1]) if run.measure else {}
     responses = cfg["batch_size"] * len(find("method", cfg["method"], METHODS).agents)
     return Result(run, {name: points(name) for name in cfg["agents"]}, roles, unsteady, measured, responses,
@@ -150,7 +155,8 @@ def row_of(study: str, result: Result) -> dict:
     run = result.run
     if run.row is not None:
         return run.row | {"study": study, "variant": run.variant, "collapsed": result.collapsed}
-    return {"study": study, "task": run.task, "variant": run.variant, "seed": run.seed,
+    return {"study": study, "task": run.task, "metric": REWARD[run.task],
+            "variant": run.variant, "seed": run.seed,
             "folder": run.folder.name, "flags": list(run.flags), "made_by": result.made_by,
             "agents": {agent: [vars(p) for p in points] for agent, points in result.agents.items()},
             "roles": result.roles, "unsteady": None if math.isnan(result.unsteady) else result.unsteady,

@@ -1,5 +1,6 @@
 """Runs of a study as processes of the ordinary scripts, each in a folder of its own: made once, resumed."""
 import hashlib
+import math
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from typing import Iterable
 
 from tqdm import tqdm
 
@@ -24,10 +26,10 @@ from cory.config import (
     load_config,
     read_config,
 )
-from cory.errors import UserError
+from cory.errors import DIVERGED, UserError
 from cory.experiment.files import read_json, read_log
 from cory.experiment.folder import locked
-from cory.names import find
+from cory.names import find, guess
 from cory.studies.definitions import Study
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +42,6 @@ MEASURES = {"pass@k": ("cory.evaluate --samples 16 --k 1 2 4 8 16", "evaluation/
                        [f"pass@{k}" for k in (1, 2, 4, 8, 16)], {"samples": 16}),
             "team": ("cory.studies.team --rounds 4", "team.json", ["first", "second", "team", "alone"],
                      {"rounds": 4})}
-# What a run that has diverged says last; a model that was none from the start says something else.
-DIVERGED = re.compile("it was not applied|has diverged|no numbers any more")
 MACHINE_SETTINGS = ("device", "dtype", "head_precision", "cpu_matmul")      # whose `auto` the machine settles
 
 
@@ -87,14 +87,19 @@ class StudyRun:
 
     @property
     def log(self) -> Path:
-        """What the last try said, if it failed."""
+        """What the last try said, while it runs and if it failed."""
         return self.folder.with_name(self.folder.name + ".log")
 
     @property
     def diverged(self) -> bool:
         if self.row is not None:
             return self.row["diverged"]
-        return not self.trained and self.log.exists() and bool(DIVERGED.search(self.log.read_text()))
+        return not self.trained and DIVERGED in self.said
+
+    @property
+    def said(self) -> str:
+        """What stands in its log; '' if there is none."""
+        return self.log.read_text(errors="replace") if self.log.is_file() else ""
 
     @property
     def trained(self) -> bool:
@@ -130,19 +135,53 @@ def settings_of(task: str, flags: tuple[str, ...]) -> Config:
 
 def plan(study: Study, tasks: list[str], seeds: list[int], variants: list[str], preset: str,
          flags: list[str], out: Path) -> list[StudyRun]:
-    """Every run of a study. One of the same flags in another study lies in the same folder, and is shared."""
+    """Every run of a study. One of the same flags in another study lies in the same folder, and is shared.
+    Raises `UserError`, before anything is made, for whatever is wrong with the study or its flags.
+    """
+    require_sound(study)
     common = ["--preset", preset, *ALWAYS.split(), *flags]
     words = {(task, variant): common + resolved(study.variants[variant], task, common)
              for task in tasks for variant in variants}
-    found = []
+    found, flags_of = [], {}
     for seed in seeds:
         for (task, variant), of_run in words.items():
             folder = out / "runs" / f"{task}-{slug(of_run)}-seed{seed}"
+            if flags_of.setdefault(folder, of_run) != of_run:
+                way_out = f"is of `{shlex.join(flags_of[folder])}`, too: give one of them another name"
+                raise UserError("run_dir", str(folder), way_out)
             measure = study.measure.get(task, "")
             run = StudyRun(task, variant, seed, tuple(of_run), folder.absolute(), measure)
             require_as_defined(run)
             found.append(run)
     return found
+
+
+def require_sound(study: Study) -> None:
+    """Every name in it is of something that there is. Raises `UserError`."""
+    def require(field: str, names: Iterable[str], known: Iterable[str]) -> None:
+        for name in names:
+            if name not in known:
+                way_out = f"is unknown; {guess(name, known)}choose from {', '.join(known)}"
+                raise UserError(field, name, way_out)
+
+    require("tasks", study.tasks, SCRIPTS)
+    require("baseline", [study.baseline], study.variants)
+    for field in ("quick", "pairs", "only"):
+        require(field, getattr(study, field), study.variants)
+    require("pairs", study.pairs.values(), study.variants)
+    require("only", study.only.values(), {name for _, presets in SCRIPTS.values() for name in presets})
+    require("measure", study.measure, study.tasks)
+    require("measure", study.measure.values(), MEASURES)
+    for variant, baseline in study.pairs.items():
+        if variant == baseline:
+            raise UserError("pairs", variant, "is its own baseline; name another, or leave it out")
+    if study.sweeps and study.sweeps.keys() != {"ppo", "cory"}:
+        raise UserError("sweeps", list(study.sweeps), "must be of ppo and cory")
+    for method, names in study.sweeps.items():
+        require("sweeps", names, [name for name in study.variants if name.startswith(f"{method}, ")])
+    for variant in study.variants:
+        if "|" in variant or variant != " ".join(variant.split()):
+            raise UserError("variant", variant, "must be one line without | and without spaces around it")
 
 
 def require_as_defined(run: StudyRun) -> None:
@@ -166,10 +205,23 @@ def resolved(variant: str, task: str, common: list[str]) -> list[str]:
     is no list of `--name value`, and for a flag that is among the common ones: the variant would not be what
     its name says.
     """
-    settings, words = parse(*SCRIPTS[task], common), shlex.split(variant)
-    of_settings = all(word.startswith("--") and hasattr(settings, word[2:]) for word in words[::2])
-    if len(words) % 2 or not of_settings or any(word.startswith("--") for word in words[1::2]):
-        raise UserError("variant", variant, "must be flags as `--name value`, each with its value")
+    def refused(why: str) -> UserError:
+        return UserError("variant", variant, why)
+
+    settings = parse(*SCRIPTS[task], common)
+    try:
+        words = shlex.split(variant)
+    except ValueError as error:
+        raise refused(f"cannot be read ({error})") from error
+    pairs = len(words) % 2 == 0 and all(word.startswith("--") for word in words[::2])
+    if not pairs or any(word.startswith("--") for word in words[1::2]):
+        raise refused("must be flags as `--name value`, each with its value")
+    for name in (word[2:] for word in words[::2]):
+        if not hasattr(settings, name):
+            near = guess(name, vars(settings))
+            raise refused(f"there is no setting {name}; {near}give flags as `--name value`")
+        if name in ("seed", "run_dir", "resume", "task"):
+            raise refused(f"--{name} is the study's to set; leave it out")
     given = {word.split("=")[0].replace("-", "_").replace("__no_", "__") for word in common
              if word.startswith("--")}
     for flag in given & {f"__{name}" for name in ("seed", "run_dir", "resume", "task")}:
@@ -179,18 +231,31 @@ def resolved(variant: str, task: str, common: list[str]) -> list[str]:
         setting, star, factor = value.partition("*")
         if not star:
             return value
-        now = getattr(settings, setting)
+        now = getattr(settings, setting, None)
+        if isinstance(now, bool) or not isinstance(now, (int, float)) or not is_number(factor):
+            raise refused(f"{value} must be a setting that is a number, times a number")
+        if isinstance(now, int) and round(now * float(factor)) == now and float(factor) != 1:
+            raise refused(f"{value} is {now}, as without it; take another factor")
         return str(round(now * float(factor))) if isinstance(now, int) else f"{now * float(factor):g}"
 
     said = {flag: times(value) for flag, value in zip(words[::2], words[1::2], strict=True)}
     for flag, value in said.items():
         if flag.replace("-", "_") in given and value in words:
             way_out = f"is set by the variant `{variant}`; leave it out, or choose --variants"
+            if flag in ALWAYS:
+                way_out = f"is the same in every run of a study; leave it out of the variant `{variant}`"
             raise UserError("flag", flag, way_out)
     all_words = [word for pair in said.items() for word in pair]
     changed = parse(*SCRIPTS[task], [*common, *all_words])
     return [word for flag, value in said.items() for word in (flag, value)
             if flag == "--method" or getattr(changed, flag[2:]) != getattr(settings, flag[2:])]
+
+
+def is_number(word: str) -> bool:
+    try:
+        return math.isfinite(float(word))
+    except ValueError:
+        return False
 
 
 def slug(words: list[str]) -> str:
@@ -209,7 +274,7 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // jobs)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    why = {run.folder: "diverged, as published" if run.row else last_words(run.log.read_text())
+    why = {run.folder: "diverged, as published" if run.row else last_words(run.said)
            for run in runs if run.diverged}
 
     def work(run: StudyRun) -> None:
@@ -224,11 +289,12 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
                     why[run.folder] = str(error)
                     break
                 continue
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            with run.log.open("w") as log:      # no pipe: a study that is killed does not take its runs along
+                done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
             if done.returncode:
-                run.log.write_text(done.stdout + done.stderr)
-                why[run.folder] = f"status {done.returncode}: {last_words(done.stderr)}"
+                why[run.folder] = f"status {done.returncode}: {last_words(run.said)}"
                 break
+            run.log.unlink(missing_ok=True)
         bar.update()
 
     with tqdm(total=len(todo), desc="runs", disable=not todo) as bar, ThreadPoolExecutor(jobs) as pool:

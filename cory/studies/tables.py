@@ -9,12 +9,13 @@ import numpy as np
 
 from cory.experiment.files import replace_text
 from cory.studies.comparison import (
+    before_an_evaluation,
     differences,
+    etas_without_both,
     frontier_gap,
     of_last,
     of_other_eta,
-    other_yardstick,
-    same_runs,
+    why_not_compared,
 )
 from cory.studies.definitions import Study
 from cory.studies.results import NAMES, REWARD, Groups, Result, by_variant, row_of
@@ -71,26 +72,31 @@ def difference_table(groups: Groups, study: Study, task: str) -> list[str]:
                "combined": "combined reward"}
     if REWARD[task] == "task_reward":                               # is of sampled answers itself
         del columns["sampled reward at equal KL"]
-    head = ["variant", "less", *columns.values(), "reward is higher in", "verdict: reward", "verdict: KL"]
+    head = ["variant", "less", "seeds", *columns.values(), "equal KL before an evaluation",
+            "verdict: reward", "verdict: KL"]
     rows = []
     for variant in groups:
-        base = study.baseline_of(variant)
-        if variant == base:
+        baseline = study.baseline_of(variant)
+        if variant == baseline:
             continue
-        empty = [""] * (len(head) - 3)
-        if base not in groups:
-            rows.append([variant, base, "no finished run of that", *empty])
-        elif same_runs(groups, variant, base):
-            rows.append([variant, base, "the same runs", *empty])
-        elif others := other_yardstick(groups, variant, base):
-            rows.append([variant, base, f"other {', '.join(others)} of the untrained model", *empty])
-        else:
-            d = differences(groups, study, variant)
-            cells = {name: "other eta" if d[name] is None else str(d[name]) for name in columns}
-            cells["log KL ratio"] = as_times(d["log KL ratio"])
-            rows.append([variant, base, *cells.values(), f"{d['reward'].improved:.0%} of {d['reward'].seeds}",
-                         d["reward"].verdict, d["kl"].verdict])
-    return markdown(head, rows, texts=2) if rows else []
+        if why := why_not_compared(groups, variant, baseline):
+            rows.append([variant, baseline, why, *[""] * (len(head) - 3)])
+            continue
+        d = differences(groups, study, variant)
+        cells = {name: "other eta" if d[name] is None else with_share(d[name]) for name in columns}
+        cells["log KL ratio"] = as_times(d["log KL ratio"])
+        seeds, early = d["reward"].seeds, before_an_evaluation(groups, study, variant)
+        rows.append([variant, baseline, str(seeds), *cells.values(), f"{early} of {seeds}" if early else "",
+                     d["reward"].verdict, d["kl"].verdict])
+    if not rows:
+        return []
+    return ["Differences, in brackets behind them the share of seeds in which the variant is higher:", "",
+            *markdown(head, rows, texts=2)]
+
+
+def with_share(d: Difference) -> str:
+    """`+0.10 [-0.03, +0.24] (80%)`."""
+    return f"{d} ({d.improved:.0%})" if d.seeds else str(d)
 
 
 def as_times(d: Difference) -> str:
@@ -160,16 +166,20 @@ def measured_table(groups: Groups, study: Study, task: str) -> list[str]:
     for variant, of_seed in found.items():
         means = [mean_with_interval(row[name] for row in of_seed.values()) for name in names]
         rows.append([variant, *means])
-        base = study.baseline_of(variant)
-        if base != variant and base in found:
-            less = [difference(*({seed: row[name] for seed, row in found[side].items()}
-                                 for side in (variant, base))) for name in names]
-            rows.append([f"{variant} less {base}", *map(str, less)])
-            if kind == "team":
-                pair, two = ({seed: row[name] for seed, row in found[side].items()}
-                             for side, name in ((variant, "team"), (base, "alone")))
-                rows.append([f"{variant}'s pair less {base}'s two to the bare query", "", "",
-                             str(difference(pair, two)), ""])
+        baseline = study.baseline_of(variant)
+        if variant == baseline:
+            continue
+        if why := why_not_compared(groups, variant, baseline):
+            rows.append([f"{variant} less {baseline}", why, *[""] * (len(names) - 1)])
+            continue
+        less = [difference(*({seed: row[name] for seed, row in found[side].items()}
+                             for side in (variant, baseline))) for name in names]
+        rows.append([f"{variant} less {baseline}", *map(with_share, less)])
+        if kind == "team":
+            pair, two = ({seed: row[name] for seed, row in found[side].items()}
+                         for side, name in ((variant, "team"), (baseline, "alone")))
+            rows.append([f"{variant}'s pair less {baseline}'s two to the bare query", "", "",
+                         with_share(difference(pair, two)), ""])
     return [title, "", *markdown(["", *head], rows)]
 
 
@@ -226,9 +236,10 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
     ended = [r for r in results if not r.diverged]
     published = sum(result.run.row is not None for result in ended)
     before = f" Published before: {published}." if published else ""
-    how = (f"{made_with(ended)}.{before} 95% intervals of the mean over seeds by the bootstrap; differences "
-           "are paired by seed. Equal KL is the largest that every agent of both runs of a seed reaches, "
-           "reward interpolated between evaluations; equal compute counts responses sampled and trained on.")
+    how = (f"{made_with(ended) or 'No finished runs'}.{before} 95% intervals of the mean over seeds by the "
+           "bootstrap; differences are paired by seed. Equal KL is the largest that every agent of both runs "
+           "of a seed reaches, reward interpolated between evaluations; equal compute counts responses "
+           "sampled and trained on.")
     lines = [f"# {name}", "", study.claim, "", f"    {command}", "", how, ""]
     for task in dict.fromkeys(result.run.task for result in results):
         groups = by_variant(results, task)
@@ -239,7 +250,9 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
             height = frontier_gap(groups, study)
             lines += ["Height of CORY's frontier above PPO's, the best reward of any eta within a KL, mean "
                       "from the KL of the first evaluation to the largest that both reach: "
-                      f"{height} ({height.verdict}).", ""]
+                      f"{with_share(height)}, {height.verdict}.", ""]
+            if left_out := etas_without_both(groups, study):
+                lines[-2] += f" Without {', '.join(left_out)}, of which not both methods have finished runs."
         lines += [*measured_table(groups, study, task), *agents_table(groups), *pictures(drawn, task),
                   *answers(groups)]
     if failed:
