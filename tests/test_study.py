@@ -706,6 +706,16 @@ def test_what_the_loops_train_on(loop, monkeypatch):
         assert scored[1].tolist() == pytest.approx([1 / 5**0.5, 3 / 5**0.5], abs=1e-4)
 
 
+def test_loops_that_see_one_process_refuse_more(monkeypatch):
+    run = SimpleNamespace(cfg=settings(responses_per_query=4, batch_size=8), start=0)
+    with pytest.raises(UserError, match="responses_per_query is 4: makes a neighbour's reward one to the sa"):
+        loops.train_noisy_ppo(run)
+    monkeypatch.setattr(loops, "world", lambda: SimpleNamespace(size=2))
+    for name in ("noisy_ppo", "long_critic_ppo", "long_critic_cory", "normalised_cory", "released_cory"):
+        with pytest.raises(UserError, match="processes is 2: this loop is for one"):
+            getattr(loops, f"train_{name}")(run)
+
+
 def test_ten_times_the_heads_output_is_ten_times_its_rate(small):
     """Three updates of value heads that start at 0, with the body frozen: Adam's first steps are of the
     rate's size, whatever the gradient.
@@ -1098,6 +1108,7 @@ def test_commands_for_a_cluster_are_whole_lines(tmp_path, capsys):
 
 @pytest.mark.parametrize("argv, says", [
     (["curves", "--", "--preset", "gpt2"], "give it before the --"),
+    (["team", "--", "--knowledge_transfer", "false"], "an observer that sees no answer is no team"),
     (["ablations", "--variants", "ppo, gpt2-xl"], "variants is 'ppo, gpt2-xl'"),
     (["ablations", "--", "--no_knowledge_transfer"], "is set by the variant"),
     (["released", "--preset", "llama2-7b"], "preset is 'llama2-7b': choose from tiny, gpt2"),
@@ -1138,8 +1149,8 @@ def test_ppo_is_blue_and_cory_orange_wherever_they_stand():
         assert name == "compute" or looks["ppo"]["color"] == COLORS[0]
         every = [(look["color"], look["linestyle"], look["marker"]) for look in looks.values()]
         assert len(set(every)) == len(every)
-        of_others = {variant: look["color"] for variant, look in looks.items() if variant not in ("ppo", of_cory)}
-        assert not {*of_others.values()} & {*COLORS[:2]}
+        of_others = {look["color"] for variant, look in looks.items() if variant not in ("ppo", of_cory)}
+        assert not of_others & {*COLORS[:2]}
 
 
 def test_a_variant_that_collapsed_does_not_stretch_the_pictures():

@@ -21,6 +21,7 @@ from cory.ppo.model import LanguageModel, PolicyWithValue
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import STEPS_BETWEEN_LOOKS, Prompts, Sample, sample
 from cory.ppo.update import make_experience, ppo_update
+from cory.ppo.world import world
 from cory.train import score, train_cory, train_ppo, trains
 
 
@@ -35,6 +36,12 @@ def require_from_start(run: Run) -> None:
     run.cfg.require("method", run.start == 0, way_out)
 
 
+def require_one_process() -> None:
+    """For what looks at the rows of its own process alone, or steps without the others' gradients."""
+    if world().size > 1:
+        raise UserError("processes", world().size, "this loop is for one; run it without torchrun")
+
+
 # --- a control ---
 @trains("llm1")
 def train_noisy_ppo(run: Run) -> None:
@@ -42,6 +49,10 @@ def train_noisy_ppo(run: Run) -> None:
     query of the batch, which has the spread of r(s0, a2) and does not depend on the agent's own response. Nor
     on its query: a partner's reward is as high or low as the query is easy or hard, and so is one's own.
     """
+    require_one_process()
+    way_out = "makes a neighbour's reward one to the same query; take 1"
+    run.cfg.require("responses_per_query", run.cfg.responses_per_query == 1, way_out)
+
     def noisy(rollout, reward_B, partner_reward_B, cfg) -> Tensor:
         return score(rollout, reward_B, reward_B.roll(1), cfg)              # the neighbour's, never its own
 
@@ -95,12 +106,14 @@ def train_fast_critic_ppo(run: Run) -> None:
 
 @trains("llm1", "llm2")
 def train_long_critic_cory(run: Run) -> None:
+    require_one_process()
     with long_critic():
         train_cory(run)
 
 
 @trains("llm1")
 def train_long_critic_ppo(run: Run) -> None:
+    require_one_process()
     with long_critic():
         train_ppo(run)
 
@@ -113,6 +126,7 @@ def normalised_scores(run: Run) -> Iterator[None]:
     exchange.
     """
     require_from_start(run)
+    require_one_process()
     seen = []
 
     def normalised(rollout, reward_B, partner_reward_B, cfg) -> Tensor:

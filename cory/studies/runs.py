@@ -187,6 +187,9 @@ def require_sound(study: Study) -> None:
 def require_as_defined(run: StudyRun) -> None:
     """The flags are sound, and a run that is there was made with these settings. Raises `UserError`."""
     asked = run.asked
+    if run.measure == "team" and not asked["knowledge_transfer"]:
+        way_out = "an observer that sees no answer is no team; leave it out"
+        raise UserError("knowledge_transfer", False, way_out)
     if run.started and (differ := differing(asked, asdict(load_config(run.folder)))):
         way_out = f"was made with {'; '.join(differ)}: delete it, or take another --out"
         raise UserError("run_dir", str(run.folder), way_out)
