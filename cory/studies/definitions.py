@@ -30,7 +30,7 @@ class Study:
 
 
 PPO, CORY, OURS = "--method ppo", "--method cory", "--method cory.studies.loops:"
-RLOO = "--advantage rloo --responses_per_query 4"
+RLOO, GRPO = (f"--advantage {name} --responses_per_query 4" for name in ("rloo", "grpo"))
 ETAS, RATES = ("0.1", "0.3", "1", "3"), ("1", "4", "10")
 
 
@@ -77,10 +77,13 @@ STUDIES = {
          "ppo, value head's rate x 10": f"{OURS}train_fast_critic_ppo",
          "ppo, 16 more critic epochs": f"{OURS}train_long_critic_ppo",
          "rloo, 4 responses": f"{CORY} {RLOO}",
-         "ppo, rloo, 4 responses": f"{PPO} {RLOO}"},
+         "ppo, rloo, 4 responses": f"{PPO} {RLOO}",
+         "grpo, 4 responses": f"{CORY} {GRPO}",
+         "ppo, grpo, 4 responses": f"{PPO} {GRPO}"},
         "cory", seeds=10, quick=("cory", "ppo", "partner by the critic"),
         pairs={f"ppo, {name}": name                     # what the same does for PPO, less CORY with it
-               for name in ("value head's rate x 10", "16 more critic epochs", "rloo, 4 responses")}),
+               for name in ("value head's rate x 10", "16 more critic epochs", "rloo, 4 responses",
+                            "grpo, 4 responses")}),
     "critic": Study(
         "Does CORY do better than PPO of the same compute, if the pioneer's partner term is by the critic? "
         "Is that better than no partner's term?",
