@@ -1189,7 +1189,9 @@ def test_what_is_the_baselines_own_runs_is_not_drawn_over_it(tmp_path, monkeypat
     alone = {"sampled KL": cory}
     assert pictures.drawn(alone, STUDIES["ablations"]) == alone
     (axis,) = pictures.frontier(drawn, STUDIES["ablations"], "imdb").axes
-    assert sorted(line.get_zorder() for line in axis.lines)[-2:] == [3, 4]      # the baseline's end on top
+    assert sorted(line.get_zorder() for line in axis.lines)[-2:] == [3, 4]      # the baseline's end on top,
+    (ring,) = (line for line in axis.lines if line.get_zorder() == 4)
+    assert ring.get_markerfacecolor() == "none"                                 # through which others show
     asked = []
     for name in ("curves", "frontier", "forest"):
         monkeypatch.setattr(pictures, name, lambda groups, study, task: asked.append(list(groups)))

@@ -144,6 +144,9 @@ def frontier(groups: Groups, study: Study, task: str):
     figure, (axis,) = grid(1, 1, 7, 4.6, below=0.3 + 0.15 * len(groups))
     ends = {variant: style | {"linestyle": "", "markersize": 9, **MARKERS[""]}
             for variant, style in looks_of(groups, study).items()}
+    if ring := ends.get(study.baseline):                            # hides nothing that ends where it does
+        ring |= {"markersize": 12, "markerfacecolor": "none", "markeredgecolor": ring["color"],
+                 "markeredgewidth": 2}
     outside = mostly_collapsed(groups)
     for variant, of_seed in drawn_last(groups, outside, [axis]):
         for run in of_seed.values():
