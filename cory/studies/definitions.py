@@ -77,13 +77,17 @@ STUDIES = {
          "ppo, value head's rate x 10": f"{OURS}train_fast_critic_ppo",
          "ppo, 16 more critic epochs": f"{OURS}train_long_critic_ppo",
          "rloo, 4 responses": f"{CORY} {RLOO}",
-         "ppo, rloo, 4 responses": f"{PPO} {RLOO}",
-         "grpo, 4 responses": f"{CORY} {GRPO}",
-         "ppo, grpo, 4 responses": f"{PPO} {GRPO}"},
+         "ppo, rloo, 4 responses": f"{PPO} {RLOO}"},
         "cory", seeds=10, quick=("cory", "ppo", "partner by the critic"),
         pairs={f"ppo, {name}": name                     # what the same does for PPO, less CORY with it
-               for name in ("value head's rate x 10", "16 more critic epochs", "rloo, 4 responses",
-                            "grpo, 4 responses")}),
+               for name in ("value head's rate x 10", "16 more critic epochs", "rloo, 4 responses")}),
+    "groups": Study(
+        "A group of four responses to a query in the place of the critic: does it matter which baseline it "
+        "gives, RLOO's or GRPO's?",
+        {"cory": CORY, "ppo": PPO, "rloo": f"{CORY} {RLOO}", "grpo": f"{CORY} {GRPO}",
+         "ppo, rloo": f"{PPO} {RLOO}", "ppo, grpo": f"{PPO} {GRPO}"},
+        "cory", quick=("cory", "rloo", "grpo"),
+        pairs={"grpo": "rloo", "ppo, rloo": "rloo", "ppo, grpo": "grpo"}),
     "critic": Study(
         "Does CORY do better than PPO of the same compute, if the pioneer's partner term is by the critic? "
         "Is that better than no partner's term?",
