@@ -156,16 +156,14 @@ def hold_claims(args: argparse.Namespace, flags: list[str], command: str) -> Non
     for name in ("variants", "baseline", "dry_run"):
         if getattr(args, name):
             raise UserError(name, getattr(args, name), "claims is a table of finished runs; leave it out")
-    planned, of_study = [], []                  # every run, and the name of its study
+    plans = {}
     for name in dict.fromkeys([*(claim.study for claim in claims.CLAIMS), "frontier"]):
         study = STUDIES[name]
         seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
         variants = study.variants_of(args.preset, quick=False)
-        planned += runs.plan(study, tasks_of(study, args), seeds, variants, args.preset, flags, args.out)
-        of_study += [name] * (len(planned) - len(of_study))
-    found: dict[str, list] = {}
-    for name, run in zip(of_study, published.take(planned, args.published), strict=True):
-        found.setdefault(name, []).extend(results.of_ended([run]))
+        plans[name] = runs.plan(study, tasks_of(study, args), seeds, variants, args.preset, flags, args.out)
+    taken = iter(published.take([run for plan in plans.values() for run in plan], args.published))
+    found = {name: results.of_ended([next(taken) for _ in plan]) for name, plan in plans.items()}
     every = [result for ended in found.values() for result in ended]
     if not every:
         way_out = "holds no finished run; make studies first, or give --published docs/studies/*/runs.jsonl"

@@ -11,6 +11,7 @@ import pytest
 from cory import study
 from cory.config import Gsm8kConfig, ImdbConfig
 from cory.studies import pictures, runs
+from cory.studies.definitions import STUDIES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -134,6 +135,12 @@ def test_the_claims_are_held_against_the_pages(tmp_path, capsys):
     rows = [[line for line in page.read_text().splitlines() if line[:1] == "|" and "unsteady" not in line]
             for page in (made, text)]
     assert rows[0] == rows[1] and len(rows[0]) > 30
+
+
+def test_every_study_has_its_line():
+    text = (ROOT / "docs" / "studies.md").read_text()
+    for name, found in STUDIES.items():
+        assert f"| `{name}` | {found.claim} ({found.seeds} seeds, {' and '.join(found.tasks)}) |" in text
 
 
 def without_published(argv: list[str]) -> list[str]:

@@ -1,15 +1,6 @@
 """What the paper claims, held against the finished runs of the studies: one table.
 
     python -m cory.study claims
-
-A claim says where a figure, one for each seed, should lie. It **holds** if the 95% interval of the figure's
-mean lies there wholly, does **not** hold if it lies wholly elsewhere, and is **not decided** otherwise, or
-below five seeds. What "alike", "close", "as good" and "much higher" mean is ours to read. A gain is the mean
-of all seeds. Figures are of held-out bare queries, the mean of a run's agents, unless they say "in training":
-those are the mean of the roles, each played by whichever agent has it, in the last quarter of iterations.
-Runs that diverged have no figures, and are counted beside. A share of runs has Wilson's interval. All runs
-have the same settings, where the paper's PPO and CORY differ in some (GSM8K: the learning rate). "As fig. 6"
-is the paper's claim on the task that it did not test.
 """
 import math
 from dataclasses import dataclass
@@ -27,6 +18,15 @@ from cory.studies.statistics import LEAST_SEEDS, interval, share_interval
 from cory.studies.tables import markdown
 
 PerSeed = dict[int, float]
+RULE = """\
+A claim says where a figure, one for each seed, should lie. It **holds** if the 95% interval of the figure's
+mean lies there wholly, does **not** hold if it lies wholly elsewhere, and is **not decided** otherwise, or
+below five seeds. What "alike", "close", "as good" and "much higher" mean is ours to read. A gain is the mean
+of all seeds. Figures are of held-out bare queries, the mean of a run's agents, unless they say "in training":
+those are the mean of the roles, each played by whichever agent has it, in the last quarter of iterations.
+Runs that diverged have no figures, and are counted beside. A share of runs has Wilson's interval. All runs
+have the same settings, where the paper's PPO and CORY differ in some (GSM8K: the learning rate). "As fig. 6"
+is the paper's claim on the task that it did not test."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def page(results: dict[str, list[Result]], command: str) -> str:
             measured = f"{height}, {height.seeds} seeds" + (f", {lost} diverged" if lost else "")
             verdict = {"higher": "holds", "lower": "does not hold"}.get(height.verdict, height.verdict)
         rows.append([FRONTIER[task], task, "mean height, over the KL of both", "above 0", measured, verdict])
-    rule = " ".join(__doc__.split("\n\n")[2].split())
+    rule = " ".join(RULE.split())
     lines = ["# The paper's claims, measured", "", f"    {command}", "", rule, ""]
     head = ["the paper claims", "task", "figure", "should lie", "measured, 95% interval", "verdict"]
     return "\n".join([*lines, *markdown(head, rows, texts=6)])

@@ -201,7 +201,7 @@ def pass_at_k(groups: Groups, study: Study, task: str):
     """Share of held-out queries solved by one of k answers: mean over seeds of agents' mean, 95% interval."""
     figure, (axis,) = grid(1, 1, 7, 4.6, below=0.5)
     base = next(iter(next(iter(groups.values())).values())).measured["base"]
-    ks = [int(name.removeprefix("pass@")) for name in MEASURES["pass@k"][2]]
+    ks = [int(name.removeprefix("pass@")) for name in MEASURES["pass@k"].figures]
     axis.plot(ks, [base[f"pass@{k}"] for k in ks], **BASE)
     looks = looks_of(groups, study)
     for variant, of_seed in groups.items():
@@ -241,13 +241,13 @@ def forest(groups: Groups, study: Study, task: str):
     two. Below a line: variants with a baseline of their own.
     """
     from matplotlib.ticker import MaxNLocator
-    names, base_of = compared(groups, study), study.baseline_of
-    of_method = names and all(f"cory, {base_of(name).removeprefix('ppo, ')}" == name for name in names)
-    bases = {base_of(name) for name in names}
-    common = base_of(names[0]) if len(bases) == 1 else study.baseline       # what the title names
+    names, baseline_of = compared(groups, study), study.baseline_of
+    of_method = names and all(f"cory, {baseline_of(name).removeprefix('ppo, ')}" == name for name in names)
+    bases = {baseline_of(name) for name in names}
+    common = baseline_of(names[0]) if len(bases) == 1 else study.baseline       # what the title names
     others = [] if of_method or len(bases) == 1 else [name for name in names if name in study.pairs]
     names = [name for name in names if name not in others] + others
-    labels = [f"{name}\n(less {base_of(name)})" if name in others else name for name in names]
+    labels = [f"{name}\n(less {baseline_of(name)})" if name in others else name for name in names]
     titles = {"reward": NAMES[task], "reward at equal KL": f"{NAMES[task]} at equal KL",
               "kl": "KL per response (nats)"}
     figure, axes = grid(3, 3, 3.2, 1.2 + 0.35 * len(names), below=0.3)

@@ -13,7 +13,7 @@ from cory.studies.results import REWARD, Result, of_row, require_alike
 from cory.studies.runs import StudyRun, differing
 
 # What two rows of one run must have alike.
-FIGURES = ("agents", "roles", "responses", "diverged")
+SAME = ("agents", "roles", "responses", "diverged")
 
 
 def take(planned: list[StudyRun], files: list[Path]) -> list[StudyRun]:
@@ -37,7 +37,7 @@ def take(planned: list[StudyRun], files: list[Path]) -> list[StudyRun]:
         if run.started or not whole:
             return run
         first, *others = whole
-        for name in (*FIGURES, *(["measured"] if run.measure else [])):
+        for name in (*SAME, *(["measured"] if run.measure else [])):
             for other in others:
                 if whole[other][name] != whole[first][name]:
                     why = f"has other {name} than the same run at {first}"

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Iterable
+from typing import Iterable, NamedTuple
 
 from tqdm import tqdm
 
@@ -36,12 +36,20 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
 # More evaluations than a single run makes, for curves of reward against KL.
 ALWAYS = "--eval_every 10 --sample_rows 2 --save_every 20 --wandb disabled"
-# What is measured of a finished run: module and flags, the file that it writes, figures that this must hold,
-# and how they must have been made.
-MEASURES = {"pass@k": ("cory.evaluate --samples 16 --k 1 2 4 8 16", "evaluation/results.json",
-                       [f"pass@{k}" for k in (1, 2, 4, 8, 16)], {"samples": 16}),
-            "team": ("cory.studies.team --rounds 4", "team.json", ["first", "second", "team", "alone"],
-                     {"rounds": 4})}
+
+
+class Measure(NamedTuple):
+    """What is measured of a finished run."""
+    command: str                        # module and flags
+    file: str                           # which it writes into the run's folder
+    figures: list[str]                  # that this must hold
+    how: dict[str, int]                 # what the file must say of how they were made
+
+
+MEASURES = {"pass@k": Measure("cory.evaluate --samples 16 --k 1 2 4 8 16", "evaluation/results.json",
+                              [f"pass@{k}" for k in (1, 2, 4, 8, 16)], {"samples": 16}),
+            "team": Measure("cory.studies.team --rounds 4", "team.json", ["first", "second", "team", "alone"],
+                            {"rounds": 4})}
 MACHINE_SETTINGS = ("device", "dtype", "head_precision", "cpu_matmul")      # whose `auto` the machine settles
 
 
@@ -66,7 +74,7 @@ class StudyRun:
                 left.append(["rm", "-r", folder])
             left.append([*script, *how, "--run_dir", folder])
         if not self.measured:
-            module, *flags = MEASURES[self.measure][0].split()
+            module, *flags = MEASURES[self.measure].command.split()
             left.append([sys.executable, "-m", module, folder, *flags])
         return left
 
@@ -109,18 +117,18 @@ class StudyRun:
     def measured(self) -> bool:
         if not self.measure:
             return True
-        path = self.folder / MEASURES[self.measure][1]
+        path = self.folder / MEASURES[self.measure].file
         return path.exists() and self.is_measured(read_json(path), read_config(self.folder))
 
     def is_measured(self, found: dict, cfg: dict) -> bool:
         """Whether these figures, of a run of these settings, are what is to be measured."""
         if not self.measure:
             return True
-        _, _, figures, how = MEASURES[self.measure]
-        how = how | {key: cfg[of] for key, of in (("queries", "eval_queries"), ("temperature", "temperature"))
-                     if key in found}
+        measure = MEASURES[self.measure]
+        settings = {"queries": "eval_queries", "temperature": "temperature"}
+        how = measure.how | {key: cfg[name] for key, name in settings.items() if key in found}
         sides = ["base", *(["agents"] if self.measure == "team" else cfg["agents"])]
-        whole = all({*figures} <= found.get(side, {}).keys() for side in sides)
+        whole = all({*measure.figures} <= found.get(side, {}).keys() for side in sides)
         return whole and how.items() <= found.items()
 
     @property

@@ -150,7 +150,7 @@ def measured_table(groups: Groups, study: Study, task: str) -> list[str]:
     if not kind or not groups:
         return []
     some = next(iter(next(iter(groups.values())).values()))
-    names = MEASURES[kind][2]
+    names = MEASURES[kind].figures
     if kind == "team":
         what = "reward" if task == "imdb" else "share solved; the better of two is pass@2"
         title = f"Two answers together, held out, sampled ({what}):"
