@@ -25,7 +25,7 @@ class UserError(Exception):
 
 
 class Diverged(UserError):
-    """Training has led to numbers that are none: `weights is 'w': llm1 has diverged: start a new run`.
+    """A gradient, weight or log-probability is NaN or infinite: `weights is 'w': llm1 has diverged: WAY OUT`.
 
     A study knows by the words `DIVERGED` that a run ended like this, and would do so again.
     """

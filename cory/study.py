@@ -102,7 +102,8 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
         if args.baseline not in variants:
             way_out = f"is not among the variants; {guess(args.baseline, variants)}choose from "
             raise UserError("baseline", args.baseline, way_out + ", ".join(variants))
-        study = replace(study, baseline=args.baseline, pairs={})
+        claim = f"{study.claim} Here all are held against `{args.baseline}`."
+        study = replace(study, claim=claim, baseline=args.baseline, pairs={})
     tasks = tasks_of(study, args)
 
     from cory.experiment.folder import locked

@@ -340,7 +340,9 @@ def test_what_a_run_says_goes_into_its_log_and_not_through_the_study(tmp_path, m
     assert runs.make([run], 1) == [(run, "status 1: error: half a line")] and run.log.exists()
     assert runs.make([run], 1) == [] and not run.log.exists()
     assert seen == [(True, "error: half a line\n")] * 2
-    run.log.write_bytes(b"\xff has diverged")                       # of a shell that redirects what it likes
+    run.log.write_bytes(b"a sample says that it has diverged")
+    assert not run.diverged
+    run.log.write_bytes(b"\xff 1/6]error: llm1 has diverged")       # of a shell that redirects what it likes
     assert run.diverged
 
 
@@ -368,7 +370,9 @@ def test_a_run_in_use_does_not_stop_the_others(tmp_path, monkeypatch):
         yield
 
     monkeypatch.setattr(runs, "locked", locked)
+    used.log.write_text("what the other process says")
     ((failed, why),) = runs.make([used, free], 1)
+    assert used.log.read_text() == "what the other process says"
     assert failed == used and "is in use by another process" in why and used.folder.exists()
     assert [command[-1] for command in made] == [str(free.folder)]
 
@@ -1090,6 +1094,18 @@ def test_a_pair_is_held_against_two_answers_to_the_bare_query():
     assert "| cory's pair less ppo's two to the bare query |  |  | -0.50 (0%) |  |" in lines
 
 
+def test_another_baseline_takes_the_place_of_all(tmp_path, capsys):
+    """Of those with one of their own, too; its page lies apart and says so."""
+    rows = str(Path(__file__).parents[1] / "docs" / "studies" / "reward" / "runs.jsonl")
+    study.main(["reward", "--tasks", "gsm8k", "--baseline", "weight 0.5", "--published", rows,
+                "--out", str(tmp_path)])
+    (out,) = tmp_path.glob("reward-gsm8k_less_weight_0.5")
+    assert "Here all are held against `weight 0.5`." in (out / "results.md").read_text()
+    text = capsys.readouterr().out
+    assert text.count("| weight 0.5 | 5 | ") == 1 + 4               # its own row, and four differences
+    assert "| ppo | weight 0.5 | 5 | +" in text
+
+
 def test_commands_for_a_cluster_are_whole_lines(tmp_path, capsys):
     study.main(["team", "--tasks", "imdb", "--seeds", "1", "--dry_run", "--out", str(tmp_path)])
     first = capsys.readouterr().out.splitlines()[0]
@@ -1156,6 +1172,9 @@ def test_ppo_is_blue_and_cory_orange_wherever_they_stand():
         assert len(set(every)) == len(every)
         of_others = {look["color"] for variant, look in looks.items() if variant not in ("ppo", of_cory)}
         assert not of_others & {*COLORS[:2]}
+    for names in (["cory, eta x 1"], ["cory, eta x 1", "ppo, eta x 1"]):
+        looks = pictures.looks_of(names, STUDIES["frontier"])
+        assert looks["cory, eta x 1"]["color"] == COLORS[1]
 
 
 def test_a_variant_that_collapsed_does_not_stretch_the_pictures():

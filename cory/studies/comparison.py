@@ -83,7 +83,7 @@ def before_an_evaluation(groups: Groups, study: Study, variant: str) -> int:
     for seed in of_variant.keys() & of_baseline.keys():
         curves = [[(p.kl, p.reward) for p in points]
                   for run in (of_variant[seed], of_baseline[seed]) for points in run.agents.values()]
-        found += any(reached_by_all(curves) < curve[1][0] for curve in curves)
+        found += any(reached_by_all(curves) < curve[1][0] for curve in curves if len(curve) > 1)
     return found
 
 

@@ -59,7 +59,7 @@ def looks_of(names: Iterable[str], study: Study) -> dict[str, dict]:
     """
     names = list(names)
     if all(name.startswith(("ppo, ", "cory, ")) for name in names):
-        methods = list(dict.fromkeys(name.partition(", ")[0] for name in names))
+        methods = ["ppo", "cory"]
         settings = list(dict.fromkeys(name.partition(", ")[2] for name in names))
         places = [(methods.index(method), settings.index(setting))
                   for method, _, setting in (name.partition(", ") for name in names)]
@@ -86,8 +86,8 @@ def kl_scale(groups: Groups) -> dict:
 
 
 def mostly_collapsed(groups: Groups) -> list[str]:
-    """Variants most of whose agents have collapsed, where those are the fewest: pictures are scaled for the
-    others, and these may run out of the frame.
+    """Variants most of whose agents have collapsed, where those are a quarter of all at most: pictures are
+    scaled for the others, and these may run out of the frame.
     """
     found = [variant for variant, of_seed in groups.items()
              if np.mean([run.share_collapsed for run in of_seed.values()]) > 0.5]

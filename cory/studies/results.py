@@ -124,7 +124,7 @@ def read(run: StudyRun) -> Result:
 
     roles = {role: {name: fmean(played(role, name, late)) for name in ("task_reward", "kl")}
              for role in trained[-1]["roles"] if played(role, "kl", late)}
-    unsteady = fmean(unsteadiness(played(role, "task_reward", half)) for role in roles)
+    unsteady = fmean(unsteadiness(played(role, "task_reward", half)) for role in roles) if roles else math.nan
     measured = read_json(run.folder / MEASURES[run.measure].file) if run.measure else {}
     responses = cfg["batch_size"] * len(find("method", cfg["method"], METHODS).agents)
     return Result(run, {name: points(name) for name in cfg["agents"]}, roles, unsteady, measured, responses,

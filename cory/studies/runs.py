@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -102,7 +103,7 @@ class StudyRun:
     def diverged(self) -> bool:
         if self.row is not None:
             return self.row["diverged"]
-        return not self.trained and DIVERGED in self.said
+        return not self.trained and bool(re.search(f"error: .*{DIVERGED}", self.said))
 
     @property
     def said(self) -> str:
@@ -253,7 +254,7 @@ def resolved(variant: str, task: str, common: list[str]) -> list[str]:
     for flag, value in said.items():
         if flag.replace("-", "_") in given and value in words:
             way_out = f"is set by the variant `{variant}`; leave it out, or choose --variants"
-            if flag in ALWAYS:
+            if flag in ALWAYS.split():
                 way_out = f"is the same in every run of a study; leave it out of the variant `{variant}`"
             raise UserError("flag", flag, way_out)
     all_words = [word for pair in said.items() for word in pair]
@@ -290,16 +291,16 @@ def make(runs: list[StudyRun], jobs: int) -> list[tuple[StudyRun, str]]:
 
     def work(run: StudyRun) -> None:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
-        run.log.unlink(missing_ok=True)
-        for command in run.commands():
-            if command[0] == "rm":
-                try:
-                    with locked(run.folder):                    # no other process is at it
-                        shutil.rmtree(run.folder)
-                except UserError as error:
-                    why[run.folder] = str(error)
-                    break
-                continue
+        commands = run.commands()
+        try:
+            with locked(run.folder) if run.started else nullcontext():      # no other process is at it
+                run.log.unlink(missing_ok=True)
+                if commands[0][0] == "rm":
+                    shutil.rmtree(run.folder)
+                    commands = commands[1:]
+        except UserError as error:
+            why[run.folder], commands = str(error), []
+        for command in commands:
             with run.log.open("w") as log:      # no pipe: a study that is killed does not take its runs along
                 done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
             if done.returncode:

@@ -83,15 +83,15 @@ Curve = list[tuple[float, float]]       # (KL, reward) along training, the base 
 
 
 def frontier_height(curves: list[Curve], others: list[Curve]) -> float:
-    """Mean height of the frontier of some runs, `best_within`, above that of others, from the first KL at
-    which any of them was evaluated to the largest that both reach.
+    """Mean height of the frontier of some runs, `best_within`, above that of others, from the
+    smallest KL at which any of them was evaluated to the largest that both reach.
     """
     kls = shared_kls([curves, others], 401)
     return float(np.mean(best_within(curves, kls) - best_within(others, kls)))
 
 
 def shared_kls(sides: list[list[Curve]], n: int) -> np.ndarray:
-    """n KLs from the first at which any run was evaluated to the largest that every side has a run reach."""
+    """n KLs from the smallest at which any run was evaluated to the largest that some run of each side has."""
     first = min(kl for side in sides for curve in side for kl, _ in curve[1:])
     return np.linspace(first, min(max(kl for curve in side for kl, _ in curve) for side in sides), n)
 

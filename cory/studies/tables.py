@@ -72,7 +72,7 @@ def difference_table(groups: Groups, study: Study, task: str) -> list[str]:
                "combined": "combined reward"}
     if REWARD[task] == "task_reward":                               # is of sampled answers itself
         del columns["sampled reward at equal KL"]
-    head = ["variant", "less", "seeds", *columns.values(), "equal KL before an evaluation",
+    head = ["variant", "less", "seeds", *columns.values(), "equal KL before the first evaluation",
             "verdict: reward", "verdict: KL"]
     rows = []
     for variant in groups:
@@ -86,7 +86,7 @@ def difference_table(groups: Groups, study: Study, task: str) -> list[str]:
         cells = {name: "other eta" if d[name] is None else with_share(d[name]) for name in columns}
         cells["log KL ratio"] = as_times(d["log KL ratio"])
         seeds, early = d["reward"].seeds, before_an_evaluation(groups, study, variant)
-        rows.append([variant, baseline, str(seeds), *cells.values(), f"{early} of {seeds}" if early else "",
+        rows.append([variant, baseline, str(seeds), *cells.values(), f"{early} of {seeds}",
                      d["reward"].verdict, d["kl"].verdict])
     if not rows:
         return []
@@ -249,7 +249,7 @@ def write(name: str, study: Study, results: list[Result], failed: list[tuple[Stu
         if study.sweeps:
             height = frontier_gap(groups, study)
             lines += ["Height of CORY's frontier above PPO's, the best reward of any eta within a KL, mean "
-                      "from the KL of the first evaluation to the largest that both reach: "
+                      "from the smallest KL evaluated to the largest that both reach: "
                       f"{with_share(height)}, {height.verdict}.", ""]
             if left_out := etas_without_both(groups, study):
                 lines[-2] += f" Without {', '.join(left_out)}, of which not both methods have finished runs."
