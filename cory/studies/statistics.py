@@ -91,7 +91,7 @@ def frontier_height(curves: list[Curve], others: list[Curve]) -> float:
 
 
 def shared_kls(sides: list[list[Curve]], n: int) -> np.ndarray:
-    """n KLs from the smallest at which any run was evaluated to the largest that some run of each side has."""
+    """n KLs from the smallest at which any run was evaluated to the largest that every side reaches."""
     first = min(kl for side in sides for curve in side for kl, _ in curve[1:])
     return np.linspace(first, min(max(kl for curve in side for kl, _ in curve) for side in sides), n)
 
