@@ -98,6 +98,8 @@ class Config:
     whiten_advantages: Literal["auto", "true", "false"] = setting(
         "auto", "mean 0 and variance 1 over the batch; auto: yes, but for rloo and grpo (TRL: yes)")
     learning_rate: float = setting(1.41e-5, "Adam step size (paper: 1.41e-5)")
+    critic_learning_rate: float = setting(0.0,
+        "Adam step size of the value head; with a critic. 0 = learning_rate (paper: one rate)")
     lr_schedule: str = setting("constant", "constant (paper), linear, cosine, or a function of yours as "
                                            "module:function")
     warmup_iterations: int = setting(0, "iterations in which the rate rises to learning_rate (paper: 0)")
@@ -122,7 +124,10 @@ class Config:
     ent_coef: float = setting(0.0, "weight of the entropy bonus in the loss, per nat (paper: none)")
     max_grad_norm: float = setting(0.0, "clip the gradient's norm to this; 0 = off (paper: off)")
     # evaluation, saving, logging
+    eval_split: Literal["test", "validation"] = setting(
+        "test", "held-out queries that are measured: validation to choose settings by, test to report (ours)")
     eval_queries: int = setting(256, "held-out queries per evaluation (ours)")
+    eval_samples: int = setting(1, "answers to each held-out query per evaluation (ours)")
     eval_every: int = setting(20, "iterations between evaluations; 0 = only before and after training (ours)")
     save_every: int = setting(20, "iterations between checkpoints; 0 = only the final models (ours)")
     sample_rows: int = setting(4, "queries per iteration whose texts are kept in samples.jsonl (ours)")
@@ -171,11 +176,12 @@ class Config:
             if isinstance(value, str) and value.startswith(EMBEDDED):
                 setattr(self, f.name, here(value))
         for name in ("iterations", "batch_size", "mini_batch_size", "gradient_accumulation_steps",
-                     "num_ppo_epochs", "max_response_length", "eval_queries", "lora_rank",
-                     "responses_per_query"):
+                     "num_ppo_epochs", "max_response_length", "eval_queries", "eval_samples",
+                     "lora_rank", "responses_per_query"):
             self.require(name, getattr(self, name) >= 1, "must be 1 or more")
         for name in ("role_exchange_every", "eval_every", "save_every", "sample_rows", "init_kl_coef",
-                     "vf_coef", "max_grad_norm", "min_response_length", "ent_coef", "warmup_iterations"):
+                     "vf_coef", "critic_learning_rate", "max_grad_norm", "min_response_length", "ent_coef",
+                     "warmup_iterations"):
             self.require(name, getattr(self, name) >= 0, "must be 0 or more")
         for name in ("learning_rate", "temperature", "cliprange", "cliprange_value", "kl_target",
                      "lora_alpha"):
@@ -251,11 +257,12 @@ class ImdbConfig(Config):
 
 
 IMDB_PRESETS = {
-    # Chosen by measurement (docs/results.md): minutes on 2 cores, and readable at the end.
+    # Chosen on validation queries (docs/learning.md): CORY in three minutes on 2 cores.
     "tiny": dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openings"),
-                 reward_model=str(ASSETS / "imdb/classifier"), iterations=60, batch_size=32,
-                 mini_batch_size=32, learning_rate=1e-4, init_kl_coef=0.15, kl_penalty="k1",
-                 adap_kl_ctrl=False),
+                 reward_model=str(ASSETS / "imdb/classifier"), iterations=36, batch_size=128,
+                 mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora=True, learning_rate=1e-3,
+                 critic_learning_rate=5e-3, lr_schedule="linear", init_kl_coef=0.15, kl_penalty="k1",
+                 adap_kl_ctrl=False, eval_queries=128, eval_samples=2, eval_every=12, save_every=12),
     "gpt2": dict(model="gpt2"),
     "gpt2-large": dict(),                       # the paper's setting: the class's own defaults
     "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO with twice the parameters

@@ -111,11 +111,14 @@ def evaluate_run(run_dir: Path, cfg: Config, args: argparse.Namespace, base_from
     task_class = find_task(cfg)
     data = task_class.load_data(cfg)            # divided as in the run: nothing it trained on is held out now
     queries = args.queries or cfg.eval_queries
-    if queries > len(data.held_out):
-        raise UserError("queries", queries, f"the run held out {len(data.held_out)} rows; ask for fewer")
+    rows_held_out = len(getattr(data, cfg.eval_split))
+    if queries > rows_held_out:
+        way_out = f"the run's {cfg.eval_split} part has {rows_held_out} rows; ask for fewer"
+        raise UserError("queries", queries, way_out)
     rows = args.rows or rows_at_once(256, cfg.max_response_length)
     agents = read_config(run_dir)["agents"]
     settings = {"iteration": read_eval(run_dir, agents)["iteration"], "queries": queries,
+                "split": cfg.eval_split,
                 "temperature": cfg.temperature, "rows": rows, "max_response_length": cfg.max_response_length}
     folder = run_dir / "evaluation"
     require_same_evaluation(folder, settings)

@@ -16,6 +16,7 @@ from cory.config import BESIDE_SETTINGS, read_config
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment.files import read_json, read_log
 from cory.experiment.groups import grouped
+from cory.experiment.limit import limit_of
 from cory.experiment.plots import draw_comparison
 from cory.experiment.tables import groups_table
 from cory.names import guess
@@ -107,7 +108,9 @@ def main(argv: list[str] | None = None) -> None:
     runs = [read_run(run_dir) for run_dir in args.run_dirs]
     require_same_settings(args.run_dirs, [config for config, _, _ in runs], args.by)
     print(groups_table("held-out", grouped([(config, held_out) for config, _, held_out in runs], args.by)))
-    draw_comparison([(config, rows) for config, rows, _ in runs], args.out, args.by)
+    limits = [limit_of(run_dir, config["init_kl_coef"])
+              for run_dir, (config, _, _) in zip(args.run_dirs, runs, strict=True)]
+    draw_comparison([(config, rows) for config, rows, _ in runs], args.out, args.by, limits)
     print(f"written: {args.out}")
 
 

@@ -93,7 +93,10 @@ def save_small(folder: Path) -> Path:
     rng = random.Random(0)
     (folder / "openings").mkdir()
     for split, rows in (("train", 40), ("test", 20)):
-        lines = [json.dumps({"text": " ".join(rng.choices(words, k=10))}) for _ in range(rows)]
+        texts = [" ".join(rng.choices(words, k=10)) for _ in range(rows)]
+        # in capitals, so that no training text begins with a held-out query
+        texts = [text.upper() for text in texts] if split == "test" else texts
+        lines = [json.dumps({"text": text}) for text in texts]
         (folder / "openings" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 

@@ -82,7 +82,7 @@ def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
         mean = (rows[2][f"pioneer/{key}"] + rows[2][f"observer/{key}"]) / 2
         assert rows[2][f"llm1/{key}"] == pytest.approx(mean, rel=1e-12)
     held_out = json.loads((tmp_path / "r" / "eval.json").read_text())
-    assert set(held_out) == {"iteration", "queries", "base", "llm1"}
+    assert set(held_out) == {"iteration", "split", "queries", "samples", "base", "llm1"}
     assert [p.name for p in (tmp_path / "r" / "final").iterdir()] == ["llm1"]
     saved = {p.name for p in (tmp_path / "r" / "checkpoints").rglob("*.safetensors")}
     assert saved == {"llm1.safetensors", "llm1.moments.safetensors"}
@@ -125,8 +125,10 @@ def test_each_of_the_pioneers_answers_gets_its_observers_answer(small_flags, tmp
 
 
 def test_no_two_agents_of_any_two_runs_share_a_seed():
+    """Draws are compared, not seeds: PyTorch's CPU generator uses the low 32 bits of its seed alone."""
     seeds = [agent_seed(seed, index) for seed in (0, 1, 2, 2**31 - 1) for index in range(5)]
-    assert len(set(seeds)) == len(seeds)
+    draws = [torch.rand(4, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    assert len({tuple(draw.tolist()) for draw in draws}) == len(seeds)
     # what runs of two agents have always had
     assert [agent_seed(3, 0), agent_seed(3, 1)] == [6, 7]
 

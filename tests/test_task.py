@@ -90,11 +90,50 @@ def test_rows_are_needed_for_the_distinct_queries_alone(small):
         imdb(small, batch_size=82, mini_batch_size=2, responses_per_query=2)
 
 
-def test_held_out_queries_are_never_trained_on(small, tmp_path):
-    rows = [f"review number {i:04d} of a film" for i in range(60)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": r}) + "\n" for r in rows))
-    task = imdb(small, dataset=str(tmp_path))                   # one split only: its last rows are held out
-    assert len(task.train) == 52 and not set(task.train) & set(rows[52:]) and len(task.held_out_queries) == 8
+def write_splits(folder, **splits):
+    for name, rows in splits.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": r}) + "\n" for r in rows))
+    return str(folder)
+
+
+def test_held_out_rows_are_divided_once_and_never_trained_on(small, tmp_path):
+    rows = [f"{i:04d} is the number of a film" for i in range(60)]
+    of_one = write_splits(tmp_path, train=rows)                 # one split only: its last rows are held out
+    parts = {}
+    for part in ("test", "validation"):
+        for seed in (0, 1):
+            task = imdb(small, dataset=of_one, eval_split=part, seed=seed, min_query_length=4)
+            assert task.train == rows[:28] and len(task.held_out_queries) == 8
+            parts.setdefault(part, []).append(task.held_out_queries)
+    assert parts["test"][0] == parts["test"][1] and parts["validation"][0] == parts["validation"][1]
+    first_words = {part: {query[:4] for query in queries[0]} for part, queries in parts.items()}
+    assert first_words["test"] <= {row[:4] for row in rows[28::2]}
+    assert first_words["validation"] <= {row[:4] for row in rows[29::2]}
+    # a split that is there is taken as it is
+    data = Imdb.load_data(settings(dataset=write_splits(tmp_path, validation=rows[40:50], test=rows[50:])))
+    assert (data.validation, data.test) == (rows[40:50], rows[50:])
+    # with one of them it is divided
+    (tmp_path / "validation.jsonl").unlink()
+    data = Imdb.load_data(settings(dataset=str(tmp_path), eval_queries=5))
+    assert (data.validation, data.test) == (rows[51::2], rows[50::2])
+
+
+def test_a_query_that_training_may_ask_is_not_held_out(small, tmp_path):
+    train = ["the film was good", "the story was bad", "one man and his dog"] * 4
+    test = ["the film of a man", "a film", "one MAN", "The film", "his dog", "dogs", "in it", "it was"] * 2
+    task = imdb(small, dataset=write_splits(tmp_path, train=train, test=test), eval_queries=5)
+    assert not any(text.startswith(query) for query in task.held_out_queries for text in train)
+    seen = [query for query in ("th", "the film", "one", "a", "The", "the film of")
+            if task.is_seen_in_training(query)]
+    assert seen == ["th", "the film", "one"]
+    with pytest.raises(UserError, match="eval_queries is 8: .* test queries that training never asks"):
+        imdb(small, dataset=str(tmp_path), eval_queries=8)
+    # a task with one query a row leaves out the training rows themselves
+    rows = ["ab", "ba", "cc", "ca", "bb", "aa", "ac", "bc", "abc"]
+    cfg = settings(dataset=write_splits(tmp_path, train=rows, test=["ab", "d", "cc", "da", "e", "f"]),
+                   eval_queries=2)
+    assert set(Letters(cfg, Letters.load_data(cfg)._replace(train=[*rows]), bigram()).held_out_queries) <= {
+        "d", "da", "e", "f"}
 
 
 # --- rewards ------------------------------------------------------------------------------------------------
@@ -219,7 +258,7 @@ class Pairs(Letters):
 
     def __init__(self, cfg, data, model):
         super().__init__(cfg, data, model)
-        self.gold = dict([*data.train, *data.held_out])
+        self.gold = dict([*data.train, *data.validation, *data.test])
 
     def query(self, row, rng):
         return row[0]
@@ -231,9 +270,10 @@ class Pairs(Letters):
 
 @pytest.fixture
 def words(tmp_path):
-    """12 words over the toy model's letters, each with an answer; the last 3 are held out."""
+    """12 words over the toy model's letters, each with an answer; the last 3 are for testing."""
     rows = [{"word": "abcdef"[i % 6] * (1 + i // 6), "answer": "abcdef"[i % 5]} for i in range(12)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, part in (("train", rows[:9]), ("validation", rows[9:10]), ("test", rows[9:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return settings(dataset=str(tmp_path), eval_queries=3)
 
 

@@ -23,7 +23,7 @@ def rows_at_once(most: int, length: int) -> int:
 
 @torch.no_grad()
 def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Config) -> dict[str, float]:
-    """Samples a response of at most `max_response_length` tokens per held-out query, at `temperature`.
+    """Samples `eval_samples` responses of at most `max_response_length` tokens to each held-out query.
 
     task_reward: mean r(s0, a). kl: exact KL(pi || pi0) summed over each response's tokens, nats, mean over
     responses. combined_reward: task_reward - init_kl_coef kl. length: tokens per response, EOS included.
@@ -32,15 +32,17 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
     under the base, at the same temperature. Then the task's own metrics, and, if it asks for them, those of
     greedy answers as greedy_NAME.
     """
-    queries, limit = task.held_out_queries, cfg.max_response_length
-    starts = range(0, len(queries), rows_at_once(64, limit))
+    queries, limit, k = task.held_out_queries, cfg.max_response_length, cfg.eval_samples
+    starts = range(0, len(queries), max(1, rows_at_once(64, limit) // k))
     with world().gathered_weights(model, reference):
         batches = world().shared(len(starts), lambda part: [
-            answered(model, reference, task, queries[at:at + starts.step], at, limit) for at in starts[part]])
+            answered(model, reference, task, queries[at:at + starts.step], at, k, limit)
+            for at in starts[part]])
     texts, greedy, ids = ([x for batch in batches for x in batch[i]] for i in range(3))
     kl, ref_logp = (sum(batch[i] for batch in batches) for i in (3, 4))
 
     of_greedy = with_metrics({}, task, queries, greedy) if task.greedy else {}
+    queries = [query for query in queries for _ in range(k)]
     reward, tokens, n = task.reward(queries, texts).mean().item(), sum(map(len, ids)), len(queries)
     own = {"task_reward": reward, "kl": kl / n, "combined_reward": reward - cfg.init_kl_coef * kl / n,
            "length": tokens / n, "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
@@ -50,12 +52,13 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
 
 
 def answered(model: LanguageModel, reference: LanguageModel, task: Task, queries: list[str], at: int,
-             limit: int) -> tuple[list[str], list[str], list[list[int]], float, float]:
-    """Sampled responses to one batch of held-out queries, the first of which is number `at`; greedy ones, if
+             k: int, limit: int) -> tuple[list[str], list[str], list[list[int]], float, float]:
+    """k sampled responses to each of some held-out queries, the first of which is number `at`; greedy ones, if
     the task asks for them; the tokens, and over these sums of the exact KL and of log pi0, nats.
     """
     generator = torch.Generator().manual_seed(EVALUATION_SEED + at)
-    prompts = encode_prompts(model, task.pioneer_prompts(queries), limit)
+    sampled = [query for query in queries for _ in range(k)]
+    prompts = encode_prompts(model, task.pioneer_prompts(sampled), limit)
     response_BT, mask_BT, _ = sample(model, prompts, limit, generator)
     real = mask_BT.bool()
     hidden = model.response_hidden(*prompts, response_BT)[real]

@@ -8,10 +8,13 @@ import numpy as np
 from cory.config import read_config
 from cory.experiment.files import read_log, replaced
 from cory.experiment.groups import grouped, shown
+from cory.experiment.limit import Limit, limit_of
 from cory.names import short_name
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")  # Okabe and Ito's
 LINES = (("-", "o"), ("--", "s"), ("-.", "^"))
+LIMIT = {"color": "gray", "linewidth": 3, "alpha": 0.5}
+BEST_OF = {"color": "gray", "linestyle": "", "marker": "x", "markersize": 7}
 BASE = {"color": "gray", "linestyle": ":", "linewidth": 1.2}
 MARKERS = {"": {"markeredgecolor": "white"}, "greedy_": {"markerfacecolor": "white"}}       # filled, hollow
 FIRST = {"task_reward": "task reward", "kl": "KL per response (nats)", "combined_reward": "combined reward",
@@ -82,6 +85,18 @@ def grid(panels: int, columns: int, width: float, height: float, below: float = 
     for place in range(panels):
         figure.add_subplot(rows, columns, place + 1).grid(alpha=0.3)
     return figure, figure.axes
+
+
+def draw_limits(ax, limits: Collection[Limit | None]) -> dict[str, dict]:
+    """What the base's own answers reach, in a panel of reward against KL. Returns the legend's looks."""
+    looks = {}
+    for limit in {tuple(limit.tilts): limit for limit in limits if limit}.values():
+        ax.plot([p.kl for p in limit.tilts], [p.reward for p in limit.tilts], **LIMIT, zorder=1)
+        best = limit.best_of.values()
+        ax.plot([p.kl for p in best], [p.reward for p in best], **BEST_OF, zorder=1)
+        looks["limit: the base tilted by reward"] = LIMIT
+        looks[f"the base's best of {', '.join(map(str, limit.best_of))}"] = BEST_OF
+    return looks
 
 
 def legend(figure, looks: dict[str, dict], rows: Sequence[dict] = ()) -> None:
@@ -161,7 +176,8 @@ def draw_curves(run_dir: Path):
             ax.broken_barh(iterations, (0, 1), transform=ax.get_xaxis_transform(), **style, antialiased=False)
     leads = {f"{agent} is {role}": {"color": looks[agent]["color"], "alpha": 0.15, "linewidth": 8}
              for agent, role in spans}
-    legend(figure, looks | leads, rows)
+    limits = draw_limits(axes[-1], [limit_of(run_dir, config["init_kl_coef"])])
+    legend(figure, looks | leads | limits, rows)
     method, task = short_name(config["method"]).upper(), short_name(config["task"])
     figure.suptitle(f"{method} on {task}, preset {config['preset']}, seed {config['seed']}\nlines: training "
                     f"batches, and their mean over {2 * half + 1} iterations; points: held-out queries")
@@ -169,8 +185,10 @@ def draw_curves(run_dir: Path):
     return figure
 
 
-def draw_comparison(runs: list[tuple[dict, list[dict]]], out: Path, by: Sequence[str] = ()):
-    """`panels` of the groups of runs, each (config.json as a dict, rows of metrics.jsonl)."""
+def draw_comparison(runs: list[tuple[dict, list[dict]]], out: Path, by: Sequence[str] = (),
+                    limits: Collection[Limit | None] = ()):
+    """`panels` of the groups of runs, each (config.json as a dict, rows of metrics.jsonl), with their limits.
+    """
     of_agents = [(config, {agent: (rows, agent) for agent in config["agents"]}) for config, rows in runs]
     once = [({**config, "agents": config["agents"][:1]}, of_agent) for config, of_agent in of_agents]
     all_rows = [row for _, rows in runs for row in rows]
@@ -178,8 +196,9 @@ def draw_comparison(runs: list[tuple[dict, list[dict]]], out: Path, by: Sequence
     if any("eval/base/repeated_tokens" in row for row in all_rows):
         names.insert(3, "repeated_tokens")                          # the collapse that the paper warns of
     groups, half = grouped(of_agents, by), max(half_window(rows) for _, rows in runs)
-    figure, _, looks = panels(groups, grouped(once, by), names, of_loop, half)
-    legend(figure, {f"{label} (n = {len(groups[label])})": looks[label] for label in groups}, all_rows)
+    figure, axes, looks = panels(groups, grouped(once, by), names, of_loop, half)
+    looks = {f"{label} (n = {len(groups[label])})": looks[label] for label in groups}
+    legend(figure, looks | draw_limits(axes[-1], limits), all_rows)
     task, preset = values_of(runs, "task"), values_of(runs, "preset")
     figure.suptitle(f"{task}, preset {preset}: mean and sample std over n seeds\nlines: training batches, "
                     f"mean over {2 * half + 1} iterations; points: held-out queries")

@@ -31,6 +31,7 @@ from cory.experiment.held_out import (
     require_same_reward,
     with_metrics,
 )
+from cory.experiment.limit import embedded_rewards, limit_of
 from cory.experiment.log import NoLog, RunLog
 from cory.experiment.machine import described, peak_memory, prepare_device, settled
 from cory.experiment.plots import draw_curves
@@ -120,12 +121,14 @@ class Run:
         self.reference = load_language_model(cfg.model, cfg.temperature, cfg.precision, self.device,
                                              cfg.storage)
         self.task = task_class(cfg, data, self.reference)
+        # of the base as it was loaded: LoRA's agents put their adapters into it
+        fingerprints = {"data": of_data(data), "model": of_model(self.reference, self.task)}
         self.agents = [Agent(name, self.reference, cfg, i) for i, name in enumerate(self.agent_names)]
         self.roles = self.agents * len(self.loop.agents) if cfg.share_weights else self.agents
         world().leader(lambda: require_disk(cfg, self.run_dir, self.agents))
-        fingerprints = {"data": of_data(data), "model": of_model(self.reference, self.task)}
         if cfg.shard:
             world().shard(self.reference.lm, cfg)       # the agents have had their copies
+        self.base_print = fingerprints["model"]
         self.start, wandb_id = self.resume(fingerprints) if cfg.resume else (0, "")
         if world().leads:
             saved = saved_config(cfg, self.agent_names, fingerprints)
@@ -293,10 +296,15 @@ class Run:
             metrics |= self.evaluate_agents()           # resumed at its end, which was not an end before
         if not world().leads:
             return
-        held_out = {"iteration": rows[-1]["iteration"], "queries": self.cfg.eval_queries}
+        held_out = {"iteration": rows[-1]["iteration"], "split": self.cfg.eval_split,
+                    "queries": self.cfg.eval_queries, "samples": self.cfg.eval_samples}
         for name in ["base", *self.agent_names]:
             prefix = f"eval/{name}/"
             held_out[name] = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+        if known := embedded_rewards(self.cfg, self.task, self.base_print):
+            replace_text(self.run_dir / "limit.json", json.dumps(known))
+        if limit := limit_of(self.run_dir, self.cfg.init_kl_coef):
+            held_out |= {name: limit.with_share(held_out[name]) for name in ["base", *self.agent_names]}
         replace_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_curves(self.run_dir)
         print(results_table(held_out))

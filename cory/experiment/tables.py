@@ -7,7 +7,7 @@ from cory.experiment.groups import grouped
 
 SHARES = ("distinct_1", "distinct_2", "repeated_tokens", "accuracy", "strict_accuracy", "unparsed", "solved")
 FORMATS = {"task_reward": "{:.2f}", "kl": "{:.1f}", "combined_reward": "{:.2f}", "length": "{:.1f}",
-           "base_perplexity": "{:.0f}", **dict.fromkeys(SHARES, "{:.3f}")}
+           "base_perplexity": "{:.0f}", "share_of_limit": "{:.2f}", **dict.fromkeys(SHARES, "{:.3f}")}
 
 
 def results_table(held_out: dict) -> str:

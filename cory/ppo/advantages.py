@@ -62,13 +62,15 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
 
         A_i = (R_i - mean_group R) / (std_group R + 1e-6)
 
-    with the population's standard deviation; equal returns give 0. All tokens of a response get the same
-    advantage. Two remarks of Dr. GRPO (Liu et al., arXiv:2503.20783): dividing by the std gives queries
+    with the population's standard deviation; equal returns give exactly 0. All tokens of a response get the
+    same advantage. Two remarks of Dr. GRPO (Liu et al., arXiv:2503.20783): dividing by the std gives queries
     that are nearly solved or nearly never solved more weight; without it the advantage is `rloo`'s times
     (k-1)/k. And GRPO's mean within each response favours short right answers and long wrong ones; it is
     not done here: every loss in `cory.ppo.update` is a mean over all tokens of an optimizer step.
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
+    # From the largest down: the float mean of equal returns misses them by an ulp, which 1e-6 does not hide.
+    return_Gk = return_Gk - return_Gk.amax(1, keepdim=True)
     centred_Gk = return_Gk - return_Gk.mean(1, keepdim=True)
     std_G1 = return_Gk.std(1, correction=0, keepdim=True)
     return (centred_Gk / (std_G1 + 1e-6)).view(-1, 1) * mask_BT

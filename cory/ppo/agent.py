@@ -7,6 +7,8 @@ from cory.ppo.lora import add_adapter
 from cory.ppo.model import LanguageModel, PolicyWithValue
 from cory.ppo.world import world
 
+SEED_STEP = 2 * 0x4F1BBCDD          # twice an odd number: it comes back to 0 after 2^31 pairs of agents
+
 
 class Agent:
     """One LLM of the team (`llm1`, `llm2`, ...), whichever role it plays.
@@ -29,12 +31,20 @@ class Agent:
 
     def reset(self) -> None:
         """Everything but the weights as at the start: Adam's moments, KL coefficient, random stream."""
-        groups = [{"params": kind} for kind in world().kinds(list(self.policy.trained().values()))]
+        trained = self.policy.trained()
+        critic = [p for name, p in trained.items() if name.startswith("value_head.")]
+        policy = [p for name, p in trained.items() if not name.startswith("value_head.")]
+        groups = [{"params": kind, "is_critic": part is critic}
+                  for part in (policy, critic) for kind in world().kinds(part)]
         self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
         self.generator = torch.Generator().manual_seed(self.seed)
 
 
 def agent_seed(seed: int, index: int) -> int:
-    """A seed that no other agent (index 0, 1, 2, ...) and no other run's seed (below 2^31) has."""
-    return 2 * seed + index % 2 + 2**32 * (index // 2)
+    """A seed below 2^32 that no other agent (index 0, 1, 2, ...) of a run has.
+
+    PyTorch's CPU generator uses the low 32 bits of its seed. The first two agents of two runs (seeds below
+    2^31) never share one. A step of each further pair is so large that runs of small seeds share none.
+    """
+    return (2 * seed + index % 2 + index // 2 * SEED_STEP) % 2**32

@@ -149,18 +149,20 @@ def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
 
 
 def set_learning_rate(agent: Agent, iteration: int, cfg: Config) -> float:
-    """Sets and returns this iteration's step size."""
+    """Sets this iteration's step sizes, of policy and critic, and returns the policy's."""
     schedule = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)
     total, warmup = cfg.iterations, cfg.warmup_iterations
+    bases = cfg.learning_rate, cfg.critic_learning_rate or cfg.learning_rate
     try:
-        rate = float(formulas.learning_rate(cfg.learning_rate, iteration, total, warmup, schedule))
+        rate, critic_rate = (float(formulas.learning_rate(base, iteration, total, warmup, schedule))
+                             for base in bases)
     except (TypeError, ValueError):
         rate = math.nan                                 # no number, or no function of one number
     if not 0 <= rate < math.inf:
         way_out = "must be a function from progress (0 to 1) to a factor of 0 or more"
         raise UserError("lr_schedule", cfg.lr_schedule, way_out)
     for group in agent.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = critic_rate if group["is_critic"] else rate
     return rate
 
 

@@ -79,7 +79,7 @@ class World:
 
     def kinds(self, parameters: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Parameters that one operation can take together."""
-        return [list(parameters)]
+        return [list(parameters)] if parameters else []
 
     def gradient_norm(self, parameters: Collection[nn.Parameter]) -> Tensor:
         return nn.utils.get_total_norm([p.grad for p in parameters])

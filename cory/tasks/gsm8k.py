@@ -38,7 +38,7 @@ class Gsm8k(Task):
 
     def __init__(self, cfg: Gsm8kConfig, data: Data, model: LanguageModel):
         super().__init__(cfg, data, model)
-        self.gold = dict([*data.train, *data.held_out])
+        self.gold = dict([*data.train, *data.validation, *data.test])
         self.checker = find("checker", cfg.checker, CHECKERS)
         self.example = EXAMPLE if cfg.one_shot else ""
         if cfg.chat_template and not self.tokenizer.chat_template:

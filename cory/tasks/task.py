@@ -3,7 +3,8 @@ in and numbers come out: a task knows nothing of agents or loops.
 """
 import inspect
 import random
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import islice
 from typing import ClassVar, Iterable, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from cory.tasks.data import DataError, load_columns
 class Data(NamedTuple):
     """Rows to make queries of: strings, tuples of strings, or whatever the task's `query` takes."""
     train: list
-    held_out: list
+    validation: list            # to choose settings by
+    test: list                  # to report
 
 
 class Batch(NamedTuple):
@@ -29,19 +31,27 @@ class Batch(NamedTuple):
 
 
 def checked_sizes(cfg: Config, splits: dict[str, list]) -> Data:
-    """Splits `train` and `test`, else `validation`, else the last `eval_queries` rows. Raises `UserError`."""
+    """Rows to train on, to choose by and to report: the splits `train`, `validation` and `test`.
+
+    If validation or test is missing, the one that is there is divided: every second row is for validation. If
+    both are missing, the last `4 * eval_queries` rows of train are taken and divided. Raises `UserError`.
+    """
     if "train" not in splits:
         raise DataError(cfg.dataset, f"has no split named train; splits found: "
                         f"{printable(', '.join(splits))[:300]}")
-    train, held_out = splits["train"], splits.get("test") or splits.get("validation")
-    if held_out is None:
-        train, held_out = train[:-cfg.eval_queries], train[-cfg.eval_queries:]
-    for name, need, rows in (("eval_queries", cfg.eval_queries, held_out),
+    train, validation, test = (splits.get(name, []) for name in ("train", "validation", "test"))
+    if not (validation and test):
+        held_out = validation or test
+        if not held_out:
+            train, held_out = train[:-4 * cfg.eval_queries], train[-4 * cfg.eval_queries:]
+        validation, test = held_out[1::2], held_out[::2]
+    data = Data(train, validation, test)
+    for name, need, rows in (("eval_queries", cfg.eval_queries, getattr(data, cfg.eval_split)),
                              ("batch_size", cfg.batch_size // cfg.responses_per_query, train)):
         if len(rows) < need:
             raise UserError(name, getattr(cfg, name), f"{cfg.dataset} leaves only {len(rows)} rows for its "
                             f"{need} queries; lower it or bring more data")
-    return Data(train, held_out)
+    return data
 
 
 class Task:
@@ -73,7 +83,14 @@ class Task:
         self.cfg, self.train = cfg, data.train
         self.tokenizer, self.device = model.tokenizer, model.device
         rng = random.Random("held-out queries")     # the same for every seed: all seeds share one yardstick
-        self.held_out_queries = [self.query(row, rng) for row in rng.sample(data.held_out, cfg.eval_queries)]
+        rows = getattr(data, cfg.eval_split)
+        queries = (self.query(row, rng) for row in rng.sample(rows, len(rows)))
+        unseen = (query for query in queries if not self.is_seen_in_training(query))
+        self.held_out_queries = list(islice(unseen, cfg.eval_queries))
+        if len(self.held_out_queries) < cfg.eval_queries:
+            way_out = (f"{cfg.dataset} has {len(self.held_out_queries)} {cfg.eval_split} queries that training "
+                       "never asks; lower it or bring more data")
+            raise UserError("eval_queries", cfg.eval_queries, way_out)
 
     @classmethod
     def load_data(cls, cfg: Config) -> Data:
@@ -89,6 +106,16 @@ class Task:
             return row
         way_out = "has rows that are no plain text; define query(self, row, rng) -> str"
         raise UserError("task", type(self).__name__, way_out)
+
+    @cached_property
+    def training_queries(self) -> set[str]:
+        return {self.query(row, random.Random(0)) for row in self.train}
+
+    def is_seen_in_training(self, query: str) -> bool:
+        """Whether training may ask this query: then it is not held out. A task whose `query` makes several of
+        a row defines this, too.
+        """
+        return query in self.training_queries
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:
         """What the pioneer reads: the bare queries."""

@@ -1,0 +1,111 @@
+"""How far the objective `E[r] - eta KL(pi || pi0)` can rise, from the base's own answers.
+
+Its maximum is at `pi*(a|s) = pi0(a|s) exp(r(s, a) / eta) / Z(s)`. The estimates below need no training.
+Shapes: Q held-out queries, n answers of the base to each. Rewards are the task's, KL is in nats.
+"""
+import math
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from cory.config import ASSETS, Config
+from cory.experiment.files import read_json
+from cory.tasks.task import Task
+
+LEAST_ESS = 8.0         # effective samples per query, below which a tilt is not trusted
+
+
+class Point(NamedTuple):
+    """Means over queries; `ess`: effective samples per query."""
+    kl: float
+    reward: float
+    ess: float
+
+
+def best_of(reward_Qn: np.ndarray, m: int) -> Point:
+    """The best of m answers: its expected reward over all subsets of m of the n, and a bound of its KL.
+
+        E[max] = sum_i C(i - 1, m - 1) / C(n, m) r_(i), r_(1) <= ... <= r_(n)        KL <= log m - (m - 1) / m
+
+    The bound is Beirami et al.'s, arXiv:2401.01879. 1 <= m <= n.
+    """
+    n = reward_Qn.shape[1]
+    weight_n = np.array([math.comb(i, m - 1) / math.comb(n, m) for i in range(n)])
+    return Point(math.log(m) - (m - 1) / m, float((np.sort(reward_Qn, 1) @ weight_n).mean()), n / m)
+
+
+def tilted(reward_Qn: np.ndarray, temperature: float) -> Point:
+    """The base tilted by its rewards, by self-normalised importance weights over the n answers to a query.
+
+        w_i = exp(r_i / temperature) / sum_j exp(r_j / temperature)
+        reward = sum_i w_i r_i        KL = sum_i w_i log(n w_i)        effective samples = 1 / sum_i w_i^2
+    """
+    weight_Qn = np.exp((reward_Qn - reward_Qn.max(1, keepdims=True)) / temperature)
+    weight_Qn /= weight_Qn.sum(1, keepdims=True)
+    log_Qn = np.log(np.maximum(weight_Qn, 1e-300) * reward_Qn.shape[1])
+    sums = (weight_Qn * log_Qn).sum(1), (weight_Qn * reward_Qn).sum(1), 1 / (weight_Qn**2).sum(1)
+    return Point(*(float(x_Q.mean()) for x_Q in sums))
+
+
+class Limit:
+    """What the objective can reach: a lower bound, since nothing outside the n answers is seen.
+
+    `tilts` lead from the base to the strongest tilt, at a temperature of eta or more, that has `LEAST_ESS`
+    effective samples. `combined` is the objective there.
+    """
+
+    def __init__(self, rewards: list[list[float]], eta: float):
+        reward_Qn = np.array(rewards, dtype=np.float64)
+        coldest = max(eta, 1e-3 * float(reward_Qn.std()), 1e-9)
+        points = [tilted(reward_Qn, coldest * 2 ** (i / 8)) for i in reversed(range(120))]
+        self.eta, self.base, n = eta, float(reward_Qn.mean()), reward_Qn.shape[1]
+        self.tilts = [Point(0.0, self.base, n), *(p for p in points if p.ess >= LEAST_ESS)]
+        self.best_of = {m: best_of(reward_Qn, m) for m in (4, 16, 32) if m <= n / 2}
+        self.combined = self.tilts[-1].reward - eta * self.tilts[-1].kl
+
+    def share(self, combined: float) -> float:
+        """`(combined - base) / (limit - base)`: 0 is the base, 1 the limit. 0 where all answers score alike.
+        """
+        room = self.combined - self.base
+        return (combined - self.base) / room if room > 1e-9 else 0.0
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Of base, best of n and tilt, by the names of held-out metrics."""
+        points = {"base": self.tilts[0], **{f"best of {m}": point for m, point in self.best_of.items()}}
+        return {name: self.with_share({"task_reward": p.reward, "kl": p.kl,
+                                       "combined_reward": p.reward - self.eta * p.kl})
+                for name, p in {**points, "tilt": self.tilts[-1]}.items()}
+
+    def with_share(self, metrics: dict[str, float]) -> dict[str, float]:
+        return {**metrics, "share_of_limit": self.share(metrics["combined_reward"])}
+
+
+def made_with(cfg: Config, task: Task, model: str) -> dict:
+    """All that a base's rewards depend on but the reward itself. `model`: the fingerprint of its weights."""
+    prompts = task.pioneer_prompts(task.held_out_queries)
+    return {"model": model, "temperature": cfg.temperature, "max_response_length": cfg.max_response_length,
+            "prompts": [f"{zlib.crc32(prompt.encode('utf-8', 'replace')):08x}" for prompt in prompts]}
+
+
+def embedded_rewards(cfg: Config, task: Task, model: str) -> dict | None:
+    """The rewards of an embedded base that answers as this run's does, on this run's queries; else None.
+
+    One answer to each query is scored again: an edited reward has no limit rather than a wrong one.
+    """
+    queries = task.held_out_queries
+    for path in sorted(ASSETS.glob(f"*/limit-{cfg.eval_split}.json")):
+        found = read_json(path)
+        examples, rewards = (found[name][:len(queries)] for name in ("examples", "rewards"))
+        there = {**found["made_with"], "prompts": found["made_with"]["prompts"][:len(queries)]}
+        if there == made_with(cfg, task, model) and np.allclose(
+                task.checked(queries, examples), [row[0] for row in rewards], atol=5e-3):
+            return {"made_with": there, "examples": examples, "rewards": rewards}
+    return None
+
+
+def limit_of(run_dir: Path, eta: float) -> Limit | None:
+    """The limit of a run whose folder holds a limit.json, else None."""
+    path = run_dir / "limit.json"
+    return Limit(read_json(path)["rewards"], eta) if path.exists() else None

@@ -1,0 +1,128 @@
+"""The yardstick: best of n and the tilt by hand, on a policy whose optimum is known, and in a run's files."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import train_imdb
+from cory import limit as command
+from cory.config import ASSETS
+from cory.experiment.limit import Limit, best_of, tilted
+from cory.tasks.imdb import Imdb
+
+
+def test_best_of_by_hand():
+    # pairs of 1 2 3 4: their maxima are 2, 3, 3, 4, 4, 4
+    point = best_of(np.array([[3.0, 1.0, 4.0, 2.0]]), 2)
+    assert point.reward == pytest.approx(20 / 6) and point.kl == pytest.approx(math.log(2) - 1 / 2)
+    # one answer is the base itself; all of them are the maximum
+    assert best_of(np.array([[3.0, 1.0], [0.0, 2.0]]), 1)[:2] == (0.0, 1.5)
+    assert best_of(np.array([[3.0, 1.0], [0.0, 2.0]]), 2).reward == 2.5
+
+
+def test_the_tilt_by_hand():
+    # weights 1/4 and 3/4 of the first query, 1/2 and 1/2 of the second
+    point = tilted(np.array([[0.0, math.log(3)], [5.0, 5.0]]), 1.0)
+    assert point.reward == pytest.approx((0.75 * math.log(3) + 5) / 2)
+    assert point.kl == pytest.approx((0.25 * math.log(0.5) + 0.75 * math.log(1.5)) / 2)
+    assert point.ess == pytest.approx((1 / (1 / 16 + 9 / 16) + 2) / 2)
+    # a temperature of half the size squares the odds
+    assert tilted(np.array([[0.0, math.log(3)]]), 0.5).reward == pytest.approx(0.9 * math.log(3))
+
+
+P = np.array([0.3, 0.2, 0.1, 0.1, 0.08, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01, 0.01])
+R = np.array([0.0, -1.0, 0.5, 1.0, 0.2, 2.0, -2.0, 1.5, 2.5, 0.7, 3.0, -0.5])
+ETA = 0.8
+BEST = ETA * math.log((P * np.exp(R / ETA)).sum())          # max of E[r] - eta KL over all policies
+
+
+def test_both_estimates_come_to_the_optimum_of_a_dozen_answers_from_below():
+    optimum = P * np.exp(R / ETA) / (P * np.exp(R / ETA)).sum()
+    kl = (optimum * np.log(optimum / P)).sum()
+    assert BEST == pytest.approx((optimum * R).sum() - ETA * kl)
+    rng, found = np.random.default_rng(0), {}
+    for n in (16, 64, 1024):
+        limit = Limit(rng.choice(R, p=P, size=(4096, n)).tolist(), ETA)
+        found[n] = limit.combined
+        assert limit.base == pytest.approx((P * R).sum(), abs=0.02)
+        # KL is bounded from above, so that no best of n exceeds the optimum
+        assert all(p.reward - ETA * p.kl < BEST for p in limit.best_of.values())
+    assert found[16] < found[64] < found[1024] < BEST + 0.005
+    assert found[1024] == pytest.approx(BEST, abs=0.01) and found[16] < BEST - 0.05
+    # by best of n: the rewards of all subsets come to the maximum
+    rewards = rng.choice(R, p=P, size=(512, 1024))
+    climb = [best_of(rewards, m).reward for m in (1, 4, 16, 64, 512)]
+    assert climb == sorted(climb) and climb[-1] == pytest.approx(3.0, abs=0.05)
+
+
+def test_the_limit_is_where_the_effective_samples_still_allow_it():
+    rng = np.random.default_rng(1)
+    rewards = rng.normal(size=(64, 64)).tolist()
+    limit = Limit(rewards, 0.05)
+    assert limit.tilts[-1].ess >= 8 > tilted(np.array(rewards), 0.05).ess
+    assert limit.tilts[0][:2] == (0.0, limit.base)
+    kls = [point.kl for point in limit.tilts]
+    assert kls == sorted(kls) and limit.combined == limit.tilts[-1].reward - 0.05 * limit.tilts[-1].kl
+    # an optimum that lies nearer than that is not passed
+    near = Limit(rewards, 5.0)
+    assert near.combined == pytest.approx(near.base + 1 / (2 * 5.0), abs=0.02)      # Var / (2 eta)
+    assert limit.share(limit.base) == 0 and limit.share(limit.combined) == 1
+    assert Limit([[2.0] * 16] * 3, 0.1).share(2.5) == 0.0           # nothing to gain, and no division by 0
+
+
+TINY = "--method ppo --iterations 1 --max_response_length 15 --batch_size 8 --mini_batch_size 8 --eval_queries 16 --eval_samples 1 "
+TINY += "--wandb disabled --sample_rows 0 --save_every 0 --lr_schedule constant"
+
+
+def test_a_run_of_the_embedded_base_has_its_share(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "r"
+    train_imdb.main([*TINY.split(), "--run_dir", str(folder)])
+    known, held_out = (json.loads((folder / f"{name}.json").read_text()) for name in ("limit", "eval"))
+    limit = Limit(known["rewards"], 0.15)
+    assert np.array(known["rewards"]).shape == (16, 64) and len(known["examples"]) == 16
+    for name in ("base", "llm1"):
+        share = (held_out[name]["combined_reward"] - limit.base) / (limit.combined - limit.base)
+        assert held_out[name]["share_of_limit"] == pytest.approx(share)
+    assert "| share of limit" in capsys.readouterr().out
+    # another reward or another length: no limit rather than a wrong one
+    train_imdb.main([*TINY.split(), "--max_response_length", "14", "--run_dir", str(tmp_path / "length")])
+    reward_of = Imdb.reward_of
+    monkeypatch.setattr(Imdb, "reward_of", lambda *args: [2 * r for r in reward_of(*args)])
+    train_imdb.main([*TINY.split(), "--run_dir", str(tmp_path / "reward")])
+    for name in ("length", "reward"):
+        assert not (tmp_path / name / "limit.json").exists()
+        assert "share_of_limit" not in json.loads((tmp_path / name / "eval.json").read_text())["llm1"]
+
+
+def test_the_embedded_rewards_are_what_the_command_draws(tmp_path, capsys):
+    """Of the first 16 test queries."""
+    out = tmp_path / "limit.json"
+    command.main(["imdb", "--eval_queries", "16", "--out", str(out)])
+    drawn = json.loads(out.read_text())
+    known = json.loads((ASSETS / "imdb" / "limit-test.json").read_text())
+    assert drawn["made_with"]["prompts"] == known["made_with"]["prompts"][:16]
+    assert drawn["rewards"][0] == pytest.approx(known["rewards"][0], abs=2e-3)
+    assert "best of 16" in capsys.readouterr().out
+
+
+def test_the_command_gives_a_finished_run_its_limit(small_flags, tmp_path, capsys):
+    folder = tmp_path / "r"
+    train_imdb.main([*small_flags, "--iterations", "1", "--run_dir", str(folder)])
+    picture = (folder / "curves.png").read_bytes()
+    assert "share of limit" not in capsys.readouterr().out
+    command.main([str(folder), "--samples", "16"])
+    assert "share of limit" in capsys.readouterr().out
+    held_out = json.loads((folder / "eval.json").read_text())
+    assert all("share_of_limit" in held_out[name] for name in ("base", "llm1", "llm2"))
+    assert (folder / "curves.png").read_bytes() != picture
+
+
+@pytest.mark.parametrize("words, said", [
+    (["nowhere"], "is no finished run"), (["imdb", "--samples", "8"], "must be 16 or more"),
+    (["nowhere", "--eta", "1"], "unknown: --eta 1"), (["imdb", "--modell", "x"], "did you mean")])
+def test_what_the_command_refuses(words, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(words)
+    assert stop.value.code == 2 and said in capsys.readouterr().err
