@@ -30,7 +30,8 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a script or nohup ignores them,
 
 SIZES = (
     "--batch_size 8 --mini_batch_size 4 --gradient_accumulation_steps 2 --eval_queries 8 --eval_every 3 "
-    "--save_every 1 --learning_rate 1e-3 --role_exchange_every 2 --wandb disabled --device cpu"
+    "--save_every 1 --learning_rate 1e-3 --role_exchange_every 2 --wandb disabled --device cpu "
+    "--num_ppo_epochs 4 --lr_schedule constant --critic_learning_rate 0 --lora false --eval_samples 1"
 ).split()
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

@@ -64,11 +64,11 @@ def test_an_epoch_visits_every_row_once_before_the_next_begins(small):
 
 
 def test_the_stream_is_the_one_that_finished_runs_were_trained_on(small):
-    """Written down on commit 10706cc: whoever changes the order of draws changes the run of every seed."""
+    """Training's of commit 10706cc: whoever changes the order of draws changes the run of every seed."""
     task = imdb(small)
     assert task.batch(1) == (["every ", "in his ", "and man", "in an", "in", "sce", "ev", "the was"], 15)
     assert task.batch(6) == (["bad", "in ", "ol", "and", "who o", "and e", "sc", "of "], 14)
-    assert task.held_out_queries == ["of ma", "his", "saw", "man e", "in ", "was ", "was in s", "saw ma"]
+    assert task.held_out_queries == ["OF ", "OLD", "SAW D", "ONE", "IT W", "AND SCEN", "SAW MA", "THE"]
 
 
 @pytest.mark.parametrize("k", [2, 4, 8])
@@ -121,19 +121,17 @@ def test_held_out_rows_are_divided_once_and_never_trained_on(small, tmp_path):
 def test_a_query_that_training_may_ask_is_not_held_out(small, tmp_path):
     train = ["the film was good", "the story was bad", "one man and his dog"] * 4
     test = ["the film of a man", "a film", "one MAN", "The film", "his dog", "dogs", "in it", "it was"] * 2
-    task = imdb(small, dataset=write_splits(tmp_path, train=train, test=test), eval_queries=5)
+    task = imdb(small, dataset=write_splits(tmp_path, train=train, validation=test, test=test),
+                eval_queries=5)
     assert not any(text.startswith(query) for query in task.held_out_queries for text in train)
     seen = [query for query in ("th", "the film", "one", "a", "The", "the film of")
             if task.is_seen_in_training(query)]
     assert seen == ["th", "the film", "one"]
-    with pytest.raises(UserError, match="eval_queries is 8: .* test queries that training never asks"):
-        imdb(small, dataset=str(tmp_path), eval_queries=8)
+    with pytest.raises(UserError, match="eval_queries is 16: .* test queries that training never asks"):
+        imdb(small, dataset=str(tmp_path), eval_queries=16)
     # a task with one query a row leaves out the training rows themselves
-    rows = ["ab", "ba", "cc", "ca", "bb", "aa", "ac", "bc", "abc"]
-    cfg = settings(dataset=write_splits(tmp_path, train=rows, test=["ab", "d", "cc", "da", "e", "f"]),
-                   eval_queries=2)
-    assert set(Letters(cfg, Letters.load_data(cfg)._replace(train=[*rows]), bigram()).held_out_queries) <= {
-        "d", "da", "e", "f"}
+    data = Data(train=["ab", "ba", "cc"], validation=[], test=["ab", "d", "cc", "da"])
+    assert sorted(Letters(settings(eval_queries=2), data, bigram()).held_out_queries) == ["d", "da"]
 
 
 # --- rewards ------------------------------------------------------------------------------------------------
@@ -339,8 +337,9 @@ BAD_DATA = {
     "empty prompt": ({"train.jsonl": GOOD * 2 + b'{"text": "  "}\n'}, "row 3': its 'text' is empty"),
     "undecodable": ({"train.jsonl": GOOD + b'{"text": "\xff"}\n'}, "train.jsonl:2': is not UTF-8"),
     "no text": ({"train.jsonl": b'{"text": 5}\n'}, "row 1': its 'text' is 5, not text"),
-    "too few rows": ({"train.jsonl": GOOD * 5, "test.jsonl": GOOD * 9}, "batch_size is 8: "),
-    "nothing left to train on": ({"train.jsonl": GOOD * 8}, "leaves only 0 rows for it"),
+    "too few rows": ({"train.jsonl": GOOD * 5, "test.jsonl": GOOD * 16}, "batch_size is 8: "),
+    "nothing left to train on": ({"train.jsonl": GOOD * 32}, "leaves only 0 rows for it"),
+    "all seen in training": ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 16}, "that training never asks"),
     "no split to train on": ({"test.jsonl": GOOD * 20}, "has no split named train; splits found: test"),
     "too few held out": ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 5}, "eval_queries is 8: "),
     "csv without the column": ({"train.csv": b"review\nx\n"}, "columns found: review"),

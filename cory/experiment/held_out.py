@@ -53,8 +53,8 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
 
 def answered(model: LanguageModel, reference: LanguageModel, task: Task, queries: list[str], at: int,
              k: int, limit: int) -> tuple[list[str], list[str], list[list[int]], float, float]:
-    """k sampled responses to each of some held-out queries, the first of which is number `at`; greedy ones, if
-    the task asks for them; the tokens, and over these sums of the exact KL and of log pi0, nats.
+    """k sampled responses to each of some held-out queries, the first of which is number `at`; greedy ones,
+    if the task asks for them; the tokens, and over these sums of the exact KL and of log pi0, nats.
     """
     generator = torch.Generator().manual_seed(EVALUATION_SEED + at)
     sampled = [query for query in queries for _ in range(k)]
