@@ -72,8 +72,8 @@ def test_the_limit_is_where_the_effective_samples_still_allow_it():
     assert Limit([[2.0] * 16] * 3, 0.1).share(2.5) == 0.0           # nothing to gain, and no division by 0
 
 
-TINY = "--method ppo --iterations 1 --max_response_length 15 --batch_size 8 --mini_batch_size 8 --eval_queries 16 --eval_samples 1 "
-TINY += "--wandb disabled --sample_rows 0 --save_every 0 --lr_schedule constant"
+TINY = "--method ppo --iterations 1 --batch_size 8 --mini_batch_size 8 --eval_queries 16 "
+TINY += "--eval_samples 1 --wandb disabled --sample_rows 0 --save_every 0"
 
 
 def test_a_run_of_the_embedded_base_has_its_share(tmp_path, monkeypatch, capsys):

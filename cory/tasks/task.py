@@ -44,7 +44,7 @@ def checked_sizes(cfg: Config, splits: dict[str, list]) -> Data:
         held_out = validation or test
         if not held_out:
             train, held_out = train[:-4 * cfg.eval_queries], train[-4 * cfg.eval_queries:]
-        validation, test = held_out[1::2], held_out[::2]
+        validation, test = held_out[::2], held_out[1::2]
     data = Data(train, validation, test)
     for name, need, rows in (("eval_queries", cfg.eval_queries, getattr(data, cfg.eval_split)),
                              ("batch_size", cfg.batch_size // cfg.responses_per_query, train)):
