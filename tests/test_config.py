@@ -156,7 +156,7 @@ BAD = [(["--learning_rat", "1"], ["--learning_rat", "did you mean --learning_rat
        (["--lam", "-0.5"], ["lam is -0.5", "between 0 and 1"]),
        (["--init_kl_coef", "-1"], ["init_kl_coef is -1.0", "0 or more"]),
        (["--kl_target", "0"], ["kl_target is 0.0", "above 0"]),
-       (["--adap_kl_ctrl", "true", "--kl_horizon", "6"], ["kl_horizon is 6.0", "0.2 x batch_size = 6.4"]),
+       (["--adap_kl_ctrl", "true", "--kl_horizon", "6"], ["kl_horizon is 6.0", "0.2 x batch_size = 25.6"]),
        (["--temperature", "0"], ["temperature is 0.0", "above 0"]),
        (["--min_response_length", "9", "--max_response_length", "8"],
         ["min_response_length is 9", "max_response_length = 8"],
@@ -174,7 +174,7 @@ BAD = [(["--learning_rat", "1"], ["--learning_rat", "did you mean --learning_rat
        (["--advantage", "rlo"], ["advantage is 'rlo'", "did you mean rloo?", "gae, rloo, grpo, reinforce"]),
        (["--advantage", "rloo"], ["advantage is 'rloo'", "--responses_per_query"]),
        (["--advantage", "grpo", "--responses_per_query", "3"],
-        ["responses_per_query is 3", "batch_size = 32"]),
+        ["responses_per_query is 3", "batch_size = 128"]),
        (["--advantage", "rloo", "--responses_per_query", "4", "--gamma", "0.9"], ["gamma is 0.9", "rloo"]),
        (["--advantage", "grpo", "--responses_per_query", "4", "--whiten_advantages", "true"],
         ["whiten_advantages is 'true'", "grpo"],),
@@ -182,14 +182,16 @@ BAD = [(["--learning_rat", "1"], ["--learning_rat", "did you mean --learning_rat
        (["--ent_coef", "-0.1"], ["ent_coef is -0.1", "0 or more"]),
        (["--kl_in", "rewards"], ["--kl_in", "rewards"]),
        (["--lr_schedule", "cosin"], ["lr_schedule is 'cosin'", "did you mean cosine?"]),
-       (["--warmup_iterations", "60"], ["warmup_iterations is 60", "iterations = 60"]),
+       (["--warmup_iterations", "36"], ["warmup_iterations is 36", "iterations = 36"]),
+       (["--critic_learning_rate", "-1"], ["critic_learning_rate is -1.0", "0 or more"]),
+       (["--eval_samples", "0"], ["eval_samples is 0", "1 or more"]),
        (["--method", "ppo", "--share_weights", "true"], ["share_weights is True", "--method cory"]),
        (["--share_weights", "true", "--reset_on_exchange", "true"],
         ["reset_on_exchange is True", "nothing to exchange"]),
        (["--role_exchange_every", "0", "--reset_on_exchange", "true"],
         ["reset_on_exchange is True", "there is no exchange; leave one out"]),
        (["--task", "imbd"], ["task is 'imbd'", "did you mean imdb?"]),
-       (["--load_in_4bit", "true"], ["load_in_4bit is True", "add --lora true"]),]
+       (["--load_in_4bit", "true", "--lora", "false"], ["load_in_4bit is True", "add --lora true"]),]
 
 
 @pytest.mark.parametrize("argv, says", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else None)
