@@ -108,8 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     runs = [read_run(run_dir) for run_dir in args.run_dirs]
     require_same_settings(args.run_dirs, [config for config, _, _ in runs], args.by)
     print(groups_table("held-out", grouped([(config, held_out) for config, _, held_out in runs], args.by)))
-    limits = [limit_of(run_dir, config["init_kl_coef"])
-              for run_dir, (config, _, _) in zip(args.run_dirs, runs, strict=True)]
+    limits = [limit_of(run_dir) for run_dir in args.run_dirs]
     draw_comparison([(config, rows) for config, rows, _ in runs], args.out, args.by, limits)
     print(f"written: {args.out}")
 

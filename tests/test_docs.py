@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ["report.py", "evaluate.py", "benchmark.py", "assets/make_imdb_assets.py",
-            "assets/make_gsm8k_assets.py", "plan.py", "gpu_check.py", "study.py"]
+            "assets/make_gsm8k_assets.py", "plan.py", "gpu_check.py", "study.py", "limit.py"]
 OF_OTHERS = {"help", "local-dir", "repo-type", "project", "append",            # argparse's, hf's, wandb's
              "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "shutdown_timeout",
              "nodes", "ntasks-per-node", "gpus-per-node", "signal"}             # torchrun's, Slurm's

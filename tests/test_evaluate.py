@@ -160,7 +160,7 @@ def test_runs_of_imdb_are_evaluated_too(small_flags, tmp_path, capsys):
     [
         (["--k", "0"], "k is [0]: must be 1 or more"),
         (["--samples", "3"], "samples is 3: must be at least the largest k = 32"),
-        (["--queries", "500"], "queries is 500: the run held out 20 rows"),
+        (["--queries", "500"], "queries is 500: the run's test part has 10 rows"),
         (["--rows", "-1"], "rows is -1"),
         (["--out", "/nowhere/p.png"], "out is '/nowhere/p.png'"),
         (["--out", "p.txt"], "must end in .png"),
@@ -206,7 +206,7 @@ def test_rows_the_run_trained_on_are_never_evaluated(problem_flags, problems, tm
     )
     with pytest.raises(SystemExit):
         evaluate.main([str(tmp_path / "r"), *FLAGS, "--queries", "20"])
-    assert "queries is 20: the run held out 8 rows" in capsys.readouterr().err
+    assert "queries is 20: the run's test part has 16 rows" in capsys.readouterr().err
     evaluate.main([str(tmp_path / "r"), *FLAGS])
 
 

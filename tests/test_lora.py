@@ -117,8 +117,9 @@ def test_one_model_is_in_memory_and_each_agent_adds_its_adapter_alone(base):
         for agent in agents
     ]
     assert own[0] == own[1] < size and sum(p.numel() for p in reference.lm.parameters()) == size + sum(own)
-    moments = agents[0].optimizer.param_groups[0]["params"]
-    assert sum(p.numel() for p in moments) == own[0] + 33
+    groups = {group["is_critic"]: sum(p.numel() for p in group["params"])
+              for group in agents[0].optimizer.param_groups}
+    assert groups == {False: own[0], True: 33}
 
 
 def test_adapters_are_drawn_by_agent_and_seed_alone(problems):

@@ -200,7 +200,7 @@ def test_multiples_are_of_what_a_run_would_have_otherwise():
     ("--init_kl_coef init_kl_coeff*3", "init_kl_coeff.3 must be a setting that is a number, times a number"),
     ("--init_kl_coef init_kl_coef*x", "times a number"), ("--lam lam*nan", "times a number"),
     ("--model model*2", "times a number"), ("--share_weights share_weights*2", "times a number"),
-    ("--batch_size batch_size*1.01", "batch_size.1.01 is 32, as without it"),
+    ("--batch_size batch_size*1.001", "batch_size.1.001 is 128, as without it"),
     ("--model 'x", "cannot be read .No closing quotation")])
 def test_a_variant_that_is_not_what_it_says_is_one_line(variant, says):
     with pytest.raises(UserError, match=says):
@@ -502,7 +502,7 @@ def test_rows_of_a_page_stand_for_runs(tmp_path, capsys):
     imdb, gsm8k = plan()
     config = saved_config(parse(ImdbConfig, IMDB_PRESETS, [*imdb.flags, "--dtype", "bfloat16"]), ["llm1"], {})
     of_gsm8k = saved_config(parse(Gsm8kConfig, GSM8K_PRESETS, list(gsm8k.flags)), ["llm1"], {})
-    whole = replace(result("ppo", [(0, 0.0, 0.0), (60, 3.0, 1.0)]), run=imdb, config=config)
+    whole = replace(result("ppo", [(0, 0.0, 0.0), (36, 3.0, 1.0)]), run=imdb, config=config)
     solved = replace(result("ppo", [(0, 0.0, 0.0), (40, 3.0, 1.0)]), run=gsm8k, config=of_gsm8k)
     row = results.row_of("curves", whole)
     file = page("runs.jsonl", row, results.row_of("curves", solved))
@@ -530,7 +530,7 @@ def test_rows_of_a_page_stand_for_runs(tmp_path, capsys):
     assert math.isnan(found.unsteady) and results.row_of("team", found) == older | {"study": "team"}
     for rows in ([row, older], [older, row]):                       # of the same run: more is known of one
         assert published.take([imdb], [page("both", *rows)])[0].row == row
-    points, cut = row["agents"]["llm1"], "the evaluations of llm1 do not go from 0 to 60"
+    points, cut = row["agents"]["llm1"], "the evaluations of llm1 do not go from 0 to 36"
     for rows, says in (
             ([row | {"config": config | {"lam": 0.9}}], "wrong:1': was made with lam 0.9, not 0.95: leave"),
             ([row | {"config": config | {"lambda": 1.0}}], "there is no setting lambda"),
@@ -587,7 +587,7 @@ def test_rows_of_embedded_models_are_taken_again(tmp_path, capsys):
 def test_a_run_made_with_other_settings_is_refused(small_flags, tmp_path):
     (planned,) = runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
     train_imdb.main([*small_flags, "--method", "ppo", "--iterations", "1", "--run_dir", str(planned.folder)])
-    with pytest.raises(UserError, match="was made with model .*lm, not .*; iterations 1, not 60"):
+    with pytest.raises(UserError, match="was made with model .*lm, not .*; iterations 1, not 36"):
         runs.plan(STUDIES["curves"], ["imdb"], [0], ["ppo"], "tiny", [], tmp_path)
     cfg = parse(ImdbConfig, IMDB_PRESETS, [*planned.flags, "--dtype", "bfloat16"])
     saved = saved_config(cfg, ["llm1"], {})
@@ -1094,8 +1094,11 @@ def test_a_pair_is_held_against_two_answers_to_the_bare_query():
     assert "| cory's pair less ppo's two to the bare query |  |  | -0.50 (0%) |  |" in lines
 
 
-def test_another_baseline_takes_the_place_of_all(tmp_path, capsys):
-    """Of those with one of their own, too; its page lies apart and says so."""
+def test_another_baseline_takes_the_place_of_all(tmp_path, capsys, monkeypatch):
+    """Of those with one of their own, too; its page lies apart and says so. On rows of an older preset."""
+    changed = dict(learning_rate=5e-5, batch_size=64, mini_batch_size=64, lora=False, num_ppo_epochs=4,
+                   critic_learning_rate=0.0, lr_schedule="constant", eval_queries=256, eval_samples=1)
+    monkeypatch.setitem(GSM8K_PRESETS, "tiny", GSM8K_PRESETS["tiny"] | changed)
     rows = str(Path(__file__).parents[1] / "docs" / "studies" / "reward" / "runs.jsonl")
     study.main(["reward", "--tasks", "gsm8k", "--baseline", "weight 0.5", "--published", rows,
                 "--out", str(tmp_path)])

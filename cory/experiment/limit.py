@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cory.config import ASSETS, Config
+from cory.config import ASSETS, Config, read_config
 from cory.experiment.files import read_json
 from cory.tasks.task import Task
 
@@ -105,7 +105,9 @@ def embedded_rewards(cfg: Config, task: Task, model: str) -> dict | None:
     return None
 
 
-def limit_of(run_dir: Path, eta: float) -> Limit | None:
-    """The limit of a run whose folder holds a limit.json, else None."""
+def limit_of(run_dir: Path) -> Limit | None:
+    """The limit of a run whose folder holds a limit.json, at the run's eta; else None."""
     path = run_dir / "limit.json"
-    return Limit(read_json(path)["rewards"], eta) if path.exists() else None
+    if not path.exists():
+        return None
+    return Limit(read_json(path)["rewards"], read_config(run_dir)["init_kl_coef"])

@@ -176,7 +176,7 @@ def draw_curves(run_dir: Path):
             ax.broken_barh(iterations, (0, 1), transform=ax.get_xaxis_transform(), **style, antialiased=False)
     leads = {f"{agent} is {role}": {"color": looks[agent]["color"], "alpha": 0.15, "linewidth": 8}
              for agent, role in spans}
-    limits = draw_limits(axes[-1], [limit_of(run_dir, config["init_kl_coef"])])
+    limits = draw_limits(axes[-1], [limit_of(run_dir)])
     legend(figure, looks | leads | limits, rows)
     method, task = short_name(config["method"]).upper(), short_name(config["task"])
     figure.suptitle(f"{method} on {task}, preset {config['preset']}, seed {config['seed']}\nlines: training "

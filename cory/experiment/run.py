@@ -303,7 +303,7 @@ class Run:
             held_out[name] = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
         if known := embedded_rewards(self.cfg, self.task, self.base_print):
             replace_text(self.run_dir / "limit.json", json.dumps(known))
-        if limit := limit_of(self.run_dir, self.cfg.init_kl_coef):
+        if limit := limit_of(self.run_dir):
             held_out |= {name: limit.with_share(held_out[name]) for name in ["base", *self.agent_names]}
         replace_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_curves(self.run_dir)
