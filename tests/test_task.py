@@ -15,7 +15,7 @@ from cory.errors import UserError
 from cory.loading import load_language_model
 from cory.tasks.data import load_columns
 from cory.tasks.imdb import Imdb, SentimentReward
-from cory.tasks.task import Task
+from cory.tasks.task import Data, Task
 
 
 def imdb(small, reward=None, **changes) -> Imdb:
@@ -173,7 +173,7 @@ def test_a_tensor_on_a_gpu_is_a_reward():
             return torch.ones(len(responses), device="cuda")
 
     model = bigram()
-    task = OnGpu(settings(), Data(["a"] * 8, ["b"] * 8), model)
+    task = OnGpu(settings(), Data(["a"] * 8, [], ["b"] * 8), model)
     assert task.reward(["a"], ["b"]).device.type == "cpu"
     task.device = torch.device("cuda")
     assert task.reward(["a"], ["b"]).device.type == "cuda"

@@ -58,9 +58,9 @@ class Task:
     """Queries, a prompt for each role, and a reward.
 
     A task of your own defines `observer_prompts` and `reward_of`, and may define `columns`, `query`,
-    `is_seen_in_training`, `pioneer_prompts` and `metrics`. If it has an `__init__`, this takes (self, cfg, data, model) and begins
-    with `super().__init__(cfg, data, model)`, which already calls `query`. A response counts as solved
-    (greedy accuracy, pass@k) if its reward is above 0.
+    `is_seen_in_training`, `pioneer_prompts` and `metrics`. If it has an `__init__`, this takes (self, cfg,
+    data, model) and begins with `super().__init__(cfg, data, model)`, which already calls `query`. A response
+    counts as solved (greedy accuracy, pass@k) if its reward is above 0.
     """
     columns: ClassVar[list[str]] = ["text"]     # what is read of each row of the data set
     greedy: ClassVar[bool] = False              # whether held-out evaluation also answers greedily
@@ -108,7 +108,7 @@ class Task:
         raise UserError("task", type(self).__name__, way_out)
 
     def is_seen_in_training(self, query: str) -> bool:
-        """Whether training may ask this query: then it is not held out. Here none is, since rows are apart."""
+        """Whether training may ask this query: then it is not held out. Here: never."""
         return False
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:
