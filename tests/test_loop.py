@@ -408,7 +408,8 @@ def test_what_is_saved_of_a_divided_model_is_what_transformers_saves(small, tmp_
 def test_local_files_are_all_there_and_agree(whole):
     for method, folder in whole.items():
         held_out, last = json.loads((folder / "eval.json").read_text()), metrics(folder)[-1]
-        assert held_out["iteration"] == 7 and set(held_out) == {"iteration", "queries", "base", "llm1"} | (
+        of_all = {"iteration", "split", "queries", "samples", "base", "llm1"}
+        assert held_out["iteration"] == 7 and set(held_out) == of_all | (
             {"llm2"} if method == "cory" else set()
         )
         assert held_out["llm1"]["kl"] == last["eval/llm1/kl"] and held_out["base"]["kl"] == 0

@@ -68,7 +68,7 @@ def test_the_stream_is_the_one_that_finished_runs_were_trained_on(small):
     task = imdb(small)
     assert task.batch(1) == (["every ", "in his ", "and man", "in an", "in", "sce", "ev", "the was"], 15)
     assert task.batch(6) == (["bad", "in ", "ol", "and", "who o", "and e", "sc", "of "], 14)
-    assert task.held_out_queries == ["OF ", "OLD", "SAW D", "ONE", "IT W", "AND SCEN", "SAW MA", "THE"]
+    assert task.held_out_queries == ["WAS", "HIS", "MAN E", "THE", "IT W", "AND A TH", "IN DOG", "IN "]
 
 
 @pytest.mark.parametrize("k", [2, 4, 8])
