@@ -1,7 +1,7 @@
 """Pinned runs: a few iterations of the embedded models, compared with stored metrics, so that no change
 stays unseen.
 
-After a change that is meant to move them: `python tests/test_trajectory.py` writes tests/trajectory.json
+After a change that is meant to move them: `PYTHONPATH=. python tests/test_trajectory.py` writes tests/trajectory.json
 anew; say in the commit message what moved it.
 """
 
