@@ -1,8 +1,8 @@
 """Pinned runs: a few iterations of the embedded models, compared with stored metrics, so that no change
 stays unseen.
 
-After a change that is meant to move them: `PYTHONPATH=. python tests/test_trajectory.py` writes tests/trajectory.json
-anew; say in the commit message what moved it.
+After a change that is meant to move them: `PYTHONPATH=. python tests/test_trajectory.py` writes
+tests/trajectory.json anew; say in the commit message what moved it.
 """
 
 import json
