@@ -6,7 +6,8 @@ from typing import Iterable, Iterator
 
 import numpy as np
 
-from cory.experiment.plots import BASE, COLORS, LINES, MARKERS, grid, legend, look, save
+from cory.experiment.limit import Limit, limit_of
+from cory.experiment.plots import BASE, COLORS, LINES, MARKERS, draw_limits, grid, legend, look, save
 from cory.studies.comparison import (
     curves_over_eta,
     differences,
@@ -159,8 +160,14 @@ def frontier(groups: Groups, study: Study, task: str):
     axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
              title=f"{task}, held out: along training, and where each variant ends" + note_of(outside))
     axis.set_xscale(**kl_scale({name: groups[name] for name in groups if name not in outside}))
-    legend(figure, {label_of(*group): ends[group[0]] for group in groups.items()})
+    looks = {label_of(*group): ends[group[0]] for group in groups.items()}
+    legend(figure, looks | draw_limits(axis, limits_of(groups)))
     return figure
+
+
+def limits_of(groups: Groups) -> list[Limit | None]:
+    """The limit of a run of each variant, where its folder is here and has one."""
+    return [limit_of(next(iter(of_seed.values())).run.folder) for of_seed in groups.values()]
 
 
 def over_eta(groups: Groups, study: Study, task: str):
@@ -193,7 +200,7 @@ def over_eta(groups: Groups, study: Study, task: str):
     axis.set(xlabel="KL per response (nats)", ylabel=NAMES[task],
              title=f"{task}, held out: the best of any eta within a KL,\n"
                    "and where runs of each eta end (small: each seed)")
-    legend(figure, methods | etas)
+    legend(figure, methods | etas | draw_limits(axis, limits_of(groups)))
     return figure
 
 
