@@ -9,7 +9,8 @@ import pytest
 import train_imdb
 from cory import limit as command
 from cory.config import ASSETS
-from cory.experiment.limit import Limit, best_of, tilted
+from cory.errors import UserError
+from cory.experiment.limit import Limit, best_of, limit_of, tilted
 from cory.tasks.imdb import Imdb
 
 
@@ -116,6 +117,14 @@ def test_the_command_gives_a_finished_run_its_limit(small_flags, tmp_path, capsy
     held_out = json.loads((folder / "eval.json").read_text())
     assert all("share_of_limit" in held_out[name] for name in ("base", "llm1", "llm2"))
     assert (folder / "curves.png").exists()
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"rewards": [[1.0], [1.0, 2.0]]}', '{"rewards": []}', "{"])
+def test_a_damaged_file_is_one_line(content, tmp_path):
+    (tmp_path / "config.json").write_text('{"config": "x", "agents": ["llm1"], "init_kl_coef": 0.1}')
+    (tmp_path / "limit.json").write_text(content)
+    with pytest.raises(UserError, match="limit.json"):
+        limit_of(tmp_path)
 
 
 @pytest.mark.parametrize("words, said", [

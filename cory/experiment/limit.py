@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cory.config import ASSETS, Config, read_config
+from cory.errors import UserError
 from cory.experiment.files import read_json
 from cory.tasks.task import Task
 
@@ -106,8 +107,13 @@ def embedded_rewards(cfg: Config, task: Task, model: str) -> dict | None:
 
 
 def limit_of(run_dir: Path) -> Limit | None:
-    """The limit of a run whose folder holds a limit.json, at the run's eta; else None."""
+    """The limit of a run whose folder holds a limit.json, at the run's eta; else None. Raises `UserError`."""
     path = run_dir / "limit.json"
     if not path.exists():
         return None
-    return Limit(read_json(path)["rewards"], read_config(run_dir)["init_kl_coef"])
+    found, eta = read_json(path), read_config(run_dir)["init_kl_coef"]
+    try:
+        return Limit(found["rewards"], eta)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        way_out = "holds no rewards of a base; remove it, then `python -m cory.limit` makes it anew"
+        raise UserError("file", str(path), way_out) from error
