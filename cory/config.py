@@ -2,13 +2,12 @@
 
 Nothing here imports PyTorch, so that `--help` and a bad flag are answered at once.
 """
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal, NamedTuple
 
 from cory.errors import UserError
-from cory.experiment.files import read_json
-from cory.names import find, name_of, unknown
+from cory.names import unknown
 
 ASSETS, EMBEDDED = Path(__file__).parent / "assets", "embedded:"      # embedded:imdb/lm is ASSETS/imdb/lm
 
@@ -174,7 +173,7 @@ class Config:
             if isinstance(value, int) and abs(value) >= 2**31:
                 raise UserError(f.name, value, "must be below 2^31")
             if isinstance(value, str) and value.startswith(EMBEDDED):
-                setattr(self, f.name, here(value))
+                setattr(self, f.name, str(ASSETS / value.removeprefix(EMBEDDED)))
         for name in ("iterations", "batch_size", "mini_batch_size", "gradient_accumulation_steps",
                      "num_ppo_epochs", "max_response_length", "eval_queries", "eval_samples",
                      "lora_rank", "responses_per_query"):
@@ -312,95 +311,3 @@ GSM8K_PRESETS = {
     "llama2-7b": LLAMA2,                        # the paper's table 2, PPO's learning rate
     "llama2-7b-lr1e-4": dict(learning_rate=1e-4, **LLAMA2),         # the paper's learning rate for CORY
 }
-
-
-# What older versions did without saying so, where that is not the default: their config.json lacks these.
-BEFORE_THEY_WERE_SETTINGS = {"head_precision": "float32", "cpu_matmul": "onednn", "shard": False}
-BESIDE_SETTINGS = {"config", "agents", "fingerprints"}      # what config.json holds beside the settings
-
-
-def saved_config(cfg: Config, agents: list[str], fingerprints: dict[str, str]) -> dict:
-    """What config.json holds."""
-    class_name = name_of(type(cfg))
-    return {"config": class_name, "agents": agents, "fingerprints": fingerprints, **portable(asdict(cfg))}
-
-
-def portable(settings: dict) -> dict:
-    """Settings with embedded assets by short name: a moved folder finds its own."""
-    return {name: EMBEDDED + Path(value).relative_to(ASSETS).as_posix()
-            if isinstance(value, str) and value.startswith(f"{ASSETS}/") else value
-            for name, value in settings.items()}
-
-
-def load_config(run_dir: Path) -> Config:
-    """The settings a run was started with. Raises `UserError`."""
-    saved = read_config(run_dir)
-    try:
-        return as_config(saved)
-    except (TypeError, ValueError) as error:
-        raise not_this_version(run_dir, error) from error
-
-
-def as_config(saved: dict) -> Config:
-    """The settings that config.json holds; one that came later has its default. Raises `UserError` for a
-    value that no run may have, `TypeError` or `ValueError` for what this version does not write.
-    """
-    config_class = find("config", saved["config"], {})
-    if not (isinstance(config_class, type) and issubclass(config_class, Config)):
-        raise ValueError(f"{saved['config']} is no class of settings")
-    settings = {name: here(value) for name, value in saved.items() if name not in BESIDE_SETTINGS}
-    if settings.get("role_exchange_every") == 0:        # older versions took both, and reset nothing
-        settings["reset_on_exchange"] = False
-    of_class = get_type_hints(config_class)
-    hints = {f.name: of_class[f.name] for f in fields(config_class) if f.init}
-    for name, value in settings.items():
-        if name not in hints:
-            raise ValueError(f"there is no setting {name}")
-        if not is_of_type(value, hints[name]):
-            raise ValueError(f"its {name} is {str(value)[:60]!r}")
-    return config_class(**settings)
-
-
-def is_of_type(value, hint) -> bool:
-    """Whether JSON's value can be a setting's: bool, int, float, str or one of a Literal's words."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    return type(value) is hint or hint is float and type(value) is int
-
-
-def read_config(run_dir: Path) -> dict:
-    """config.json: the settings, their class (`config`), the run's `agents`, in order, and `fingerprints` of
-    its data and model, empty in those of older versions. Raises `UserError`.
-    """
-    path = run_dir / "config.json"
-    if not path.exists():
-        raise UserError("run_dir", str(run_dir), "holds no run (no config.json); name the folder of one")
-    saved = read_json(path)
-    if not isinstance(saved, dict):
-        raise not_this_version(run_dir, "it is no JSON object")
-    for missing in sorted({"config", "agents"} - saved.keys()):
-        raise not_this_version(run_dir, f"it lacks {missing}")
-    saved = BEFORE_THEY_WERE_SETTINGS | {"fingerprints": {}} | saved
-    agents, prints = saved["agents"], saved["fingerprints"]
-    names_are_texts = isinstance(agents, list) and all(isinstance(name, str) for name in agents)
-    if not (names_are_texts and agents and all(name.isidentifier() for name in agents)):
-        raise not_this_version(run_dir, "its agents are no list of names")
-    if not (isinstance(saved["config"], str) and isinstance(prints, dict)):
-        raise not_this_version(run_dir, "its config or fingerprints are not what this version writes")
-    return {name: here(value) for name, value in saved.items()}
-
-
-def here(value):
-    """An embedded asset's path here, from its short name or from its path elsewhere; other values as is."""
-    if not isinstance(value, str):
-        return value
-    before, _, inner = value.partition("/cory/assets/")
-    short = inner if before.startswith("/") and inner else value.removeprefix(EMBEDDED)
-    if short == value or not (ASSETS / short).exists() or ".." in short:
-        return value
-    return str(ASSETS / short)
-
-
-def not_this_version(run_dir: Path, why) -> UserError:
-    way_out = f"its config.json is not this version's ({why}); start a new run"
-    return UserError("run_dir", str(run_dir), way_out)

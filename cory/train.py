@@ -9,7 +9,7 @@ from cory.errors import UserError
 from cory.experiment.run import Run, Turn
 from cory.ppo.rollout import Rollout, collect_rollout
 from cory.ppo.update import ppo_update
-from cory.ppo.world import together
+from cory.system.distributed import launched
 
 
 def trains(*agents: str) -> Callable:
@@ -121,7 +121,7 @@ def train_cory(run: Run) -> None:
 
 def train(cfg: Config) -> Run:
     """Runs a configuration from start, or from its checkpoint, to finish: `--method` names the loop."""
-    with together(asdict(cfg)), Run(cfg) as run:
+    with launched(asdict(cfg)), Run(cfg) as run:
         run.loop(run)
         run.finish()
     return run

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from cory.config import ImdbConfig
-from cory.experiment.machine import prepare_device, settled
+from cory.system.machine import prepare_device, settled
 
 for number in (signal.SIGINT, signal.SIGHUP):  # a script or nohup ignores them, and a run keeps to that
     if signal.getsignal(number) == signal.SIG_IGN:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from cory.command_line import parse  # noqa: E402
+from cory.commands.flags import parse  # noqa: E402
 from cory.config import IMDB_PRESETS, ImdbConfig  # noqa: E402
 from cory.experiment.run import Run  # noqa: E402
-from cory.ppo.world import together, world  # noqa: E402
+from cory.system.distributed import launched, rank  # noqa: E402
 from cory.tasks.imdb import Imdb  # noqa: E402
 
 
@@ -38,13 +38,13 @@ def weigh(flags: list[str]) -> None:
         return sum(getattr(x, "_local_tensor", x).nbytes for x in tensors if x.dim())
 
     cfg = parse(ImdbConfig, IMDB_PRESETS, flags)
-    with together(asdict(cfg)), Run(cfg) as run:
+    with launched(asdict(cfg)), Run(cfg) as run:
         run.loop(run)
         held = {"reference": own(run.reference.lm.parameters()),
                 "policies": own(p for agent in run.agents for p in agent.policy.lm.parameters()),
                 "moments": own(x for agent in run.agents for p in agent.policy.lm.parameters()
                                for x in agent.optimizer.state[p].values())}
-        Path(cfg.run_dir, f"weighed_{world().rank}.json").write_text(json.dumps(held))
+        Path(cfg.run_dir, f"weighed_{rank()}.json").write_text(json.dumps(held))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""python -m cory.benchmark: what it reports, and its floor against operations counted by PyTorch."""
+"""python -m cory benchmark: what it reports, and its floor against operations counted by PyTorch."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from cory import benchmark
+from cory.commands import benchmark
 from cory.config import ImdbConfig
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import train_imdb
-from cory.command_line import parse
+from cory.commands.flags import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
 from cory.errors import UserError
 

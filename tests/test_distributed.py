@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 
 import train_gsm8k
 import train_imdb
-from cory import evaluate
+from cory.commands import evaluate
+from cory.commands.plan import Plan
 from cory.config import ImdbConfig
 from cory.errors import UserError
 from cory.experiment.run import Run
-from cory.loading import model_config
-from cory.plan import Plan
-from cory.ppo.world import World, together
+from cory.ppo.loading import model_config
+from cory.system import distributed
+from cory.system.distributed import launched
 
 PROCESSES = Path(__file__).with_name("processes.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -110,7 +111,7 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
         ["train_gsm8k:main", *lora, *to("lora_shard"), "--shard", "true"],
         ["train_imdb:main", *mixed, *to("mixed_shard"), "--shard", "true"],
         ["train_imdb:main", *imdb, *to("bfloat16"), "--shard", "true", "--dtype", "bfloat16"],
-        ["cory.evaluate:main", *pass_at_k],
+        ["cory.commands.evaluate:main", *pass_at_k],
         ["processes:weigh", *imdb, *to("weighed"), "--shard", "true"],
     )
     assert done.returncode == 0, done.stderr[:3000]
@@ -214,7 +215,7 @@ def test_shards_need_torchrun(small_flags, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train_imdb.main([*small_flags, "--shard", "true", "--run_dir", str(tmp_path / "r")])
     assert capsys.readouterr().err.startswith("error: shard is True: divides the models among processes")
-    with pytest.raises(UserError), together({"shard": True}):
+    with pytest.raises(UserError), launched({"shard": True}):
         pass
 
 
@@ -232,10 +233,5 @@ def test_a_run_that_did_not_join_its_peers_is_refused(monkeypatch):
 def test_the_line_to_go_on_starts_as_many_processes(nodes, how, monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(World, "size", 16)
-    assert World().command("train_imdb.py") == how
-
-
-def test_one_process_imports_nothing_of_it(small_flags, tmp_path):
-    train_imdb.main([*small_flags, "--iterations", "1", "--run_dir", str(tmp_path / "r")])
-    assert "cory.distributed" not in sys.modules
+    monkeypatch.setattr(distributed, "world_size", lambda: 16)
+    assert distributed.started_as("train_imdb.py") == how

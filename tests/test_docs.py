@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cory import study
+from cory.commands import study
 from cory.config import Gsm8kConfig, ImdbConfig
 from cory.studies import runs
 from cory.studies.definitions import STUDIES

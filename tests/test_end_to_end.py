@@ -12,7 +12,7 @@ import torch
 from conftest import SHARED
 
 from cory.config import ASSETS
-from cory.loading import load_language_model
+from cory.ppo.loading import load_language_model
 from cory.tasks.imdb import SentimentReward
 
 ROOT = Path(__file__).parents[1]

@@ -7,8 +7,8 @@ import pytest
 
 import train_gsm8k
 import train_imdb
-from cory import evaluate
-from cory.evaluate import solved_metrics
+from cory.commands import evaluate
+from cory.commands.evaluate import solved_metrics
 from cory.ppo.formulas import pass_at_k
 
 

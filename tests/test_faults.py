@@ -15,13 +15,15 @@ from safetensors.torch import load_file, save_file
 from toys import mend_checksums, settings
 
 import train_imdb
-from cory.command_line import parse
-from cory.config import ASSETS, IMDB_PRESETS, ImdbConfig, load_config
+from cory.commands.flags import parse
+from cory.config import ASSETS, IMDB_PRESETS, ImdbConfig
 from cory.errors import UserError
-from cory.experiment import checkpoint, files, folder, run, weights_and_biases
+from cory.experiment import checkpoint, run, weights_and_biases
 from cory.experiment.checkpoint import checkpoints_of
 from cory.experiment.log import RunLog
-from cory.experiment.signals import Signals
+from cory.experiment.saved_config import load_config
+from cory.system import files, folder
+from cory.system.signals import Signals
 
 ROOT = Path(__file__).parents[1]
 
@@ -229,8 +231,9 @@ def test_embedded_assets_are_found_after_a_move(tmp_path):
 
 
 def test_config_json_names_no_place_of_this_machine(saved, tmp_path):
-    from cory.command_line import parse
-    from cory.config import IMDB_PRESETS, ImdbConfig, saved_config
+    from cory.commands.flags import parse
+    from cory.config import IMDB_PRESETS, ImdbConfig
+    from cory.experiment.saved_config import saved_config
     text = json.dumps(saved_config(parse(ImdbConfig, IMDB_PRESETS, []), ["llm1"], {}))
     assert '"model": "embedded:imdb/lm"' in text and str(ROOT) not in text
 
@@ -281,7 +284,7 @@ def test_a_signal_ends_a_run_after_its_iteration_and_a_folder_has_one_process(sm
 def test_a_second_signal_ends_at_once():
     handled = subprocess.run([sys.executable, "-c", """
 import os, signal, time
-from cory.experiment.signals import Signals
+from cory.system.signals import Signals
 signals = Signals().install()
 signals.waiting = True
 os.kill(os.getpid(), signal.SIGINT)
@@ -295,7 +298,7 @@ print("never", flush=True)
 
 
 def test_two_commands_of_one_second_have_two_folders(small_flags, tmp_path, monkeypatch):
-    from cory.command_line import parse
+    from cory.commands.flags import parse
     from cory.config import IMDB_PRESETS, ImdbConfig
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(folder.time, "strftime", lambda _: "now")

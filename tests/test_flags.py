@@ -11,7 +11,7 @@ from toys import bigram, settings
 
 import cory.experiment.run
 import train_imdb
-from cory.command_line import parse
+from cory.commands.flags import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.experiment.run import Run
 from cory.ppo.agent import Agent, agent_seed

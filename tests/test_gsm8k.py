@@ -8,7 +8,7 @@ from conftest import byte_tokenizer, save_llama
 import train_gsm8k
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
-from cory.loading import load_language_model
+from cory.ppo.loading import load_language_model
 from cory.ppo.sampling import encode_prompts
 from cory.tasks.gsm8k import Gsm8k
 
@@ -188,7 +188,7 @@ def test_a_run_of_the_other_task_is_not_resumed(problem_flags, tmp_path, capsys)
 
 
 def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):
-    from cory import loading
+    from cory.ppo import loading
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install bitsandbytes"):
         loading.storage_options("4bit", "cuda")

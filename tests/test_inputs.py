@@ -24,12 +24,12 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from cory import hub
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
-from cory.loading import load_language_model
 from cory.ppo.agent import Agent
+from cory.ppo.loading import load_language_model
 from cory.ppo.lora import load_adapter
+from cory.system import hub
 from cory.tasks.data import load_columns
 from cory.tasks.gsm8k import Gsm8k
 from cory.tasks.imdb import SentimentReward
@@ -287,7 +287,8 @@ def test_an_address_that_is_looked_up_for_ever_is_waited_for_no_longer(monkeypat
 def test_a_process_with_a_silent_hub_ends_with_one_line():
     server = Server()
     code = (
-        "from cory import errors, hub; from cory.tasks.data import load_columns; hub.FIRST = 0.5;"
+        "from cory import errors; from cory.system import hub; from cory.tasks.data import load_columns;"
+        "hub.FIRST = 0.5;"
         "errors.exit_on_user_error(load_columns)('nobody/nothing', ['text'])"
     )
     env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}

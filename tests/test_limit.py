@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import train_imdb
-from cory import limit as command
+from cory.commands import limit as command
 from cory.config import ASSETS
 from cory.errors import UserError
 from cory.experiment.limit import Limit, best_of, limit_of, tilted

@@ -14,10 +14,11 @@ from toys import mend_checksums
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_imdb
-from cory.command_line import parse
-from cory.config import IMDB_PRESETS, ImdbConfig, load_config
+from cory.commands.flags import parse
+from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.experiment.checkpoint import checkpoints_of, saved_tensors, write_tensors
 from cory.experiment.run import Run
+from cory.experiment.saved_config import load_config
 from cory.ppo.agent import Agent
 from cory.train import train_cory
 
@@ -181,7 +182,7 @@ def test_partner_reward_weighs_the_other_agents_task_reward(small_flags, tmp_pat
 def test_reset_on_exchange_forgets_moments_coefficient_and_stream(small):
     from toys import settings
 
-    from cory.loading import load_language_model
+    from cory.ppo.loading import load_language_model
 
     agent = Agent("llm2", load_language_model(str(small / "lm")), settings(), 1)
     start = agent.generator.get_state()
@@ -317,7 +318,7 @@ def test_checkpoints_hold_the_kl_coefficients_and_every_random_generator(small, 
     from toys import settings
 
     from cory.experiment.checkpoint import load_checkpoint, save_checkpoint
-    from cory.loading import load_language_model
+    from cory.ppo.loading import load_language_model
 
     base = load_language_model(str(small / "lm"))
     agents = [Agent(name, base, settings(), i) for i, name in enumerate(("llm1", "llm2"))]

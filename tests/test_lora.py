@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gsm8k
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
-from cory.experiment.machine import settled
-from cory.loading import load_language_model
 from cory.ppo.agent import Agent
+from cory.ppo.loading import load_language_model
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import collect_rollout
 from cory.ppo.sampling import encode_prompts
 from cory.ppo.update import ppo_update
+from cory.system.machine import settled
 from cory.tasks.gsm8k import Gsm8k
 
 PROMPTS = ["Ann has 3 eggs.", "How many?", "5 + 4 =", "Question: a? Answer:"] * 2

@@ -13,10 +13,13 @@ from toys import settings
 
 import cory
 import train_imdb
-from cory.config import load_config
 from cory.errors import UserError
-from cory.experiment import files, machine
-from cory.experiment.machine import (
+from cory.experiment.saved_config import load_config
+from cory.ppo.loading import load_language_model
+from cory.ppo.precision import multiply
+from cory.ppo.sampling import encode_prompts, sample
+from cory.system import files, machine
+from cory.system.machine import (
     Processor,
     choose_device,
     described,
@@ -25,9 +28,6 @@ from cory.experiment.machine import (
     settled,
     settled_anew,
 )
-from cory.loading import load_language_model
-from cory.ppo.precision import multiply
-from cory.ppo.sampling import encode_prompts, sample
 
 EPYC = Processor("AMD EPYC", True, ["AVX-512", "bfloat16"])
 OLD_AMD = Processor("AMD Ryzen", True, [])
@@ -197,8 +197,8 @@ def test_a_build_without_onednn_is_no_obstacle(monkeypatch):
             raise AttributeError(name)
 
     monkeypatch.setattr(torch.ops, "mkldnn", Without())
-    monkeypatch.delitem(sys.modules, "cory.experiment.onednn")
-    fresh = importlib.import_module("cory.experiment.onednn")
+    monkeypatch.delitem(sys.modules, "cory.system.onednn")
+    fresh = importlib.import_module("cory.system.onednn")
     fresh.install()
     assert not fresh.AVAILABLE and fresh.overrides == [] and fresh.DTYPES == {torch.float32}
 

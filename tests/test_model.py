@@ -13,9 +13,9 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification, 
 import train_imdb
 from cory.config import Precision
 from cory.errors import UserError
-from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.formulas import token_logprobs
+from cory.ppo.loading import load_language_model
 from cory.ppo.model import PolicyWithValue
 from cory.ppo.precision import multiply
 from cory.ppo.rollout import collect_rollout

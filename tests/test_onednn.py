@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cory.config import ImdbConfig
-from cory.experiment import onednn as products
-from cory.experiment.machine import prepare_device, settled
+from cory.system import onednn as products
+from cory.system.machine import prepare_device, settled
 
 onednn = pytest.mark.skipif(
     not products.AVAILABLE, reason="this PyTorch has no oneDNN for x86: its own matrix products stay"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from cory.command_line import parse
+from cory.commands.flags import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.ppo import formulas, minibatches, rollout, sampling, update
 from cory.train import train

@@ -1,13 +1,13 @@
-"""python -m cory.plan against what real models hold and save."""
+"""python -m cory plan against what real models hold and save."""
 
 import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, LlamaConfig
 
-from cory import plan
+from cory.commands import plan
 from cory.config import Gsm8kConfig
-from cory.loading import load_language_model, model_config
+from cory.ppo.loading import load_language_model, model_config
 from cory.ppo.lora import adapter_parameters, add_adapter
 
 

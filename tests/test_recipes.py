@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 
 import train_gsm8k
 import train_imdb
-from cory import evaluate, report
-from cory.command_line import Parser
-from cory.config import Gsm8kConfig, ImdbConfig, load_config
+from cory.commands import evaluate, report
+from cory.commands.flags import Parser
+from cory.config import Gsm8kConfig, ImdbConfig
 from cory.experiment import run as run_module
-from cory.loading import load_language_model
+from cory.experiment.saved_config import load_config
+from cory.ppo.loading import load_language_model
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
@@ -325,7 +326,7 @@ def test_a_checker_of_ones_own_makes_the_reward(folder, problem_flags, quick):
 
 # --- a sweep ------------------------------------------------------------------------------------------------
 def test_the_sweeps_commands_compare_rates(folder, flags, quick, capsys, monkeypatch):
-    (compare,) = [line for line in COMMANDS if line[:3] == ["python", "-m", "cory.report"]]
+    (compare,) = [line for line in COMMANDS if line[:3] == ["python", "-m", "cory", "report"]]
     train = command("$lr")
     for lr in ("3e-5", "1e-4"):
         words = [word.replace("$lr", lr).replace("$seed", "0") for word in train]

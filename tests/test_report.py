@@ -13,15 +13,15 @@ from test_sampling import path_model
 from toys import bigram, settings
 
 import train_imdb
-from cory import report
-from cory.command_line import parse
+from cory.commands import report
+from cory.commands.flags import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
 from cory.experiment import plots, weights_and_biases
-from cory.experiment.files import read_jsonl
+from cory.experiment.evaluation import distinct, evaluate
 from cory.experiment.groups import grouped, shown
-from cory.experiment.held_out import distinct, evaluate
 from cory.experiment.log import RunLog
 from cory.experiment.tables import pass_at_k_table, results_table
+from cory.system.files import read_jsonl
 
 pytestmark = pytest.mark.pictures
 
@@ -55,7 +55,7 @@ def test_evaluation_metrics_by_hand():
 
 
 def test_evaluation_leaves_every_random_stream_and_repeats_itself(small):
-    from cory.loading import load_language_model
+    from cory.ppo.loading import load_language_model
     model = load_language_model(str(small / "lm"))
     state = torch.get_rng_state()
     first, second = (evaluate(model, model, Letters, settings(mini_batch_size=m)) for m in (8, 8))
@@ -102,7 +102,7 @@ def write_run(folder: Path, agents=("llm1", "llm2"), roles=("pioneer", "observer
 
 
 def refused(capsys, *argv) -> str:
-    """The one line that `cory.report` ends with."""
+    """The one line that `cory.commands.report` ends with."""
     with pytest.raises(SystemExit) as stop:
         report.main([str(word) for word in argv])
     error = capsys.readouterr().err

@@ -8,9 +8,9 @@ from toys import LetterTokenizer, agent_of, bigram, settings
 
 from cory.config import Precision
 from cory.errors import UserError
-from cory.loading import load_language_model
 from cory.ppo import sampling
 from cory.ppo.cache import GrowingLayer
+from cory.ppo.loading import load_language_model
 from cory.ppo.rollout import collect_rollout
 from cory.ppo.sampling import decode, draw, encode_prompts, sample
 

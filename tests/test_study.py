@@ -18,14 +18,15 @@ import cory.experiment.run
 import cory.ppo.rollout
 import cory.train
 import train_imdb
-from cory import study
-from cory.command_line import parse
-from cory.config import GSM8K_PRESETS, IMDB_PRESETS, METHODS, Gsm8kConfig, ImdbConfig, saved_config
+from cory.commands import study
+from cory.commands.flags import parse
+from cory.config import GSM8K_PRESETS, IMDB_PRESETS, METHODS, Gsm8kConfig, ImdbConfig
 from cory.errors import Diverged, UserError
 from cory.experiment.plots import COLORS
 from cory.experiment.run import Run
-from cory.loading import load_language_model
+from cory.experiment.saved_config import saved_config
 from cory.names import find
+from cory.ppo.loading import load_language_model
 from cory.ppo.model import PolicyWithValue
 from cory.ppo.sampling import encode_prompts
 from cory.studies import claims, comparison, loops, pictures, published, results, runs, tables, team

@@ -9,10 +9,10 @@ import torch
 from toys import bigram, settings
 
 import train_imdb
-from cory.command_line import parse
+from cory.commands.flags import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.errors import UserError
-from cory.loading import load_language_model
+from cory.ppo.loading import load_language_model
 from cory.tasks.data import load_columns
 from cory.tasks.imdb import Imdb, SentimentReward
 from cory.tasks.task import Data, Task
@@ -367,7 +367,7 @@ def test_data_is_checked_before_any_model_is_loaded(small_flags, tmp_path, capsy
 
 
 def test_bfloat16_on_a_gpu_without_it_is_refused(monkeypatch):
-    from cory.experiment.machine import choose_device
+    from cory.system.machine import choose_device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))

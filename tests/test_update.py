@@ -10,9 +10,9 @@ from toys import agent_of, bigram, settings
 
 import cory.ppo.minibatches
 from cory.errors import UserError
-from cory.loading import load_language_model
 from cory.ppo import update
 from cory.ppo.agent import Agent
+from cory.ppo.loading import load_language_model
 from cory.ppo.minibatches import Experience, by_length
 from cory.ppo.rollout import collect_rollout
 from cory.ppo.update import add_gradient, make_experience, ppo_update

@@ -25,9 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
-from cory.experiment.machine import keep_freed_memory
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode, encode_prompts, sample
+from cory.system.machine import keep_freed_memory
 from cory.tasks.answers import gold_answer, last_number
 from cory.tasks.gsm8k import observer_prompt, pioneer_prompt
 

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from cory.assets.pretraining import EOS, byte_level_tokenizer, fit, save
-from cory.loading import load_language_model
+from cory.ppo.loading import load_language_model
 from cory.ppo.sampling import decode, encode_prompts, sample
 
 CONTEXT = 256  # tokens the language model sees

@@ -30,11 +30,12 @@ from torch import Tensor, nn
 
 from cory.config import Config
 from cory.errors import Diverged, UserError
-from cory.experiment.files import own_folder, put_in_place, read_json, read_text, readable, remove, writable
 from cory.ppo.agent import Agent
 from cory.ppo.lora import select
 from cory.ppo.model import PolicyWithValue
-from cory.ppo.world import world
+from cory.system.distributed import broadcast, is_main
+from cory.system.files import own_folder, put_in_place, read_json, read_text, readable, remove, writable
+from cory.system.sharding import full_tensor, is_sharded, shard_like
 
 CHECKSUMS, KEPT = "checksums.sha256", 2
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
@@ -50,7 +51,7 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
     folder = run_dir / "checkpoints"
     final, temporary = folder / f"iteration_{iteration:06d}", folder / "writing"
     with writable(temporary):
-        if world().leads:
+        if is_main():
             own_folder(folder)
             remove(temporary)
             temporary.mkdir()
@@ -68,7 +69,7 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
             for old in checkpoints_of(run_dir)[KEPT:]:
                 remove(old)
 
-        world().leader(complete)
+        broadcast(complete)
 
 
 def moments_of(agent: Agent, trained: dict) -> dict:
@@ -87,11 +88,11 @@ def write_tensors(path: Path, tensors: dict) -> None:
         header[name] = {"dtype": KINDS[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("xb") if world().leads else nullcontext() as file:
+    with path.open("xb") if is_main() else nullcontext() as file:
         if file:
             file.write(struct.pack("<Q", len(text)) + text)
         for x in tensors.values():
-            whole = world().full(x.detach())
+            whole = full_tensor(x.detach())
             if file:
                 file.write(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
@@ -144,7 +145,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
         way_out = "was written by an older version, in its format; go on with that, or start a new run"
         raise UserError("checkpoint", str(newest), way_out)
     try:
-        world().leader(lambda: require_unharmed(newest))
+        broadcast(lambda: require_unharmed(newest))
     except UserError as error:
         whole = next((folder for folder in older if is_unharmed(folder)), None)
         offer = f"; {whole.name} is whole: delete {newest} to go on from it" if whole else ""
@@ -178,13 +179,13 @@ def put_back(folder: Path, agent: Agent) -> None:
             whole = file.get_tensor(name)
             if not whole.isfinite().all():
                 raise UserError("file", str(path), f"{name} holds numbers that are not finite")
-            parameter.data.copy_(world().put(whole, parameter))
+            parameter.data.copy_(shard_like(whole, parameter))
     path = folder / f"{agent.name}.moments.safetensors"
     with readable(path), safe_open(path, "pt") as file:
         for key in file.keys():
             name, _, what = key.rpartition("/")
             parameter, x = trained[name], file.get_tensor(key).clone()          # not a view of the file
-            agent.optimizer.state[parameter][what] = world().put(x.to(parameter.device), parameter)
+            agent.optimizer.state[parameter][what] = shard_like(x.to(parameter.device), parameter)
 
 
 def require_unharmed(folder: Path) -> None:
@@ -271,7 +272,7 @@ def require_finite(agents: list[Agent]) -> None:
     """No weight is NaN or infinite. Raises `Diverged`: what was saved before stays."""
     for agent in agents:
         for name, parameter in agent.policy.trained().items():
-            if not world().full(parameter.detach().isfinite().all()):
+            if not full_tensor(parameter.detach().isfinite().all()):
                 way_out = ("these weights are not finite and not saved, older checkpoints stay. Start a new "
                            "run with a lower --learning_rate")
                 raise Diverged("weights", name, agent.name, way_out)
@@ -286,13 +287,13 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
         policy, final = agent.policy, run_dir / "final" / agent.name
         temporary = final.with_name(f"{agent.name}.writing")
         with writable(final):
-            if world().leads:
+            if is_main():
                 own_folder(final.parent)
                 remove(temporary)
                 temporary.mkdir()
             select(policy.lm, policy.adapter)
             save_model(policy, temporary)
-            if not world().leads:
+            if not is_main():
                 continue
             policy.tokenizer.save_pretrained(temporary)
             if policy.value_head is not None:
@@ -302,14 +303,14 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
 
 def save_model(policy: PolicyWithValue, folder: Path) -> None:
     """What `from_pretrained` loads; of a model that is divided among processes, one tensor after another."""
-    lm, in_parts = policy.lm, world().is_sharded(policy.lm) and not policy.adapter
+    lm, in_parts = policy.lm, is_sharded(policy.lm) and not policy.adapter
     if in_parts:
         write_tensors(folder / "model.safetensors", saved_tensors(lm))
-    if world().leads and in_parts:
+    if is_main() and in_parts:
         lm.config.save_pretrained(folder)
         if lm.generation_config:
             lm.generation_config.save_pretrained(folder)
-    elif world().leads:
+    elif is_main():
         lm.save_pretrained(folder)
 
 

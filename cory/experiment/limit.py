@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cory.config import ASSETS, Config, read_config
+from cory.config import ASSETS, Config
 from cory.errors import UserError
-from cory.experiment.files import read_json
+from cory.experiment.saved_config import read_config
+from cory.system.files import read_json
 from cory.tasks.task import Task
 
 LEAST_ESS = 8.0         # effective samples per query, below which a tilt is not trusted
@@ -115,5 +116,5 @@ def limit_of(run_dir: Path) -> Limit | None:
     try:
         return Limit(found["rewards"], eta)
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        way_out = "holds no rewards of a base; remove it, then `python -m cory.limit` makes it anew"
+        way_out = "holds no rewards of a base; remove it, then `python -m cory limit` makes it anew"
         raise UserError("file", str(path), way_out) from error

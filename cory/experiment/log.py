@@ -5,7 +5,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cory.config import Config
-from cory.experiment.files import append_jsonl, read_log, replace_text
 from cory.experiment.weights_and_biases import (
     finish_wandb,
     prefixed,
@@ -15,6 +14,7 @@ from cory.experiment.weights_and_biases import (
     wandb_table,
 )
 from cory.names import short_name
+from cory.system.files import append_jsonl, read_log, replace_text
 
 
 class RunLog:

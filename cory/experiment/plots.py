@@ -5,11 +5,11 @@ from typing import Collection, Sequence
 
 import numpy as np
 
-from cory.config import read_config
-from cory.experiment.files import read_log, replaced
 from cory.experiment.groups import grouped, shown
 from cory.experiment.limit import Limit, limit_of
+from cory.experiment.saved_config import read_config
 from cory.names import short_name
+from cory.system.files import read_log, replaced
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")  # Okabe and Ito's
 LINES = (("-", "o"), ("--", "s"), ("-.", "^"))

@@ -11,7 +11,7 @@ from typing import Iterator, NamedTuple
 import torch
 
 from cory import names
-from cory.config import ASSETS, LR_SCHEDULES, METHODS, TASKS, Config, read_config, saved_config
+from cory.config import ASSETS, LR_SCHEDULES, METHODS, TASKS, Config
 from cory.errors import UserError
 from cory.experiment.checkpoint import (
     load_checkpoint,
@@ -20,10 +20,7 @@ from cory.experiment.checkpoint import (
     save_final,
     versions,
 )
-from cory.experiment.files import read_log, replace_text
-from cory.experiment.fingerprints import of_data, of_model
-from cory.experiment.folder import claimed
-from cory.experiment.held_out import (
+from cory.experiment.evaluation import (
     EVALUATION_SEED,
     answer,
     evaluate,
@@ -31,16 +28,21 @@ from cory.experiment.held_out import (
     require_same_reward,
     with_metrics,
 )
+from cory.experiment.fingerprints import of_data, of_model
 from cory.experiment.limit import embedded_rewards, limit_of
 from cory.experiment.log import NoLog, RunLog
-from cory.experiment.machine import described, peak_memory, prepare_device, settled
 from cory.experiment.plots import draw_curves
-from cory.experiment.signals import Signals
+from cory.experiment.saved_config import read_config, saved_config
 from cory.experiment.tables import results_table
-from cory.loading import load_language_model, storage_options
 from cory.ppo.agent import Agent
+from cory.ppo.loading import load_language_model, storage_options
 from cory.ppo.rollout import Rollout
-from cory.ppo.world import world
+from cory.system.distributed import all_reduce_max, broadcast, held_by_main, is_main, started_as, world_size
+from cory.system.files import read_log, replace_text
+from cory.system.folder import claimed
+from cory.system.machine import described, peak_memory, prepare_device, settled
+from cory.system.sharding import shard, unsharded
+from cory.system.signals import Signals
 from cory.tasks.task import Task
 
 # Columns of what a run writes, so that no agent or role may have such a name.
@@ -80,7 +82,7 @@ class Run:
         if names.being_imported:                        # the importing `find` says the way out
             raise UserError("module", names.being_imported[-1], "starts a run while it is imported")
         processes = os.environ["WORLD_SIZE"] if "TORCHELASTIC_RUN_ID" in os.environ else "1"
-        if processes != str(world().size):
+        if processes != str(world_size()):
             raise UserError("processes", processes, "have not been joined; start the run by cory.train.train")
         self.cfg = cfg = settled(cfg)
         self.said_off_policy = False
@@ -88,10 +90,10 @@ class Run:
         self.signals, self.held, self.log = Signals().install(), ExitStack(), None
         self.held.callback(self.signals.remove)
         try:
-            rows, size = cfg.rows_per_optimizer_step, world().size
+            rows, size = cfg.rows_per_optimizer_step, world_size()
             way_out = f"{rows} rows of an optimizer step cannot be divided among {size} processes"
             cfg.require("mini_batch_size", rows % size == 0, f"{way_out}; make them a multiple")
-            self.run_dir = self.held.enter_context(world().holding(claimed, cfg))
+            self.run_dir = self.held.enter_context(held_by_main(claimed, cfg))
             self.prepare(cfg)
         except BaseException:
             self.held.close()
@@ -125,12 +127,12 @@ class Run:
         fingerprints = {"data": of_data(data), "model": of_model(self.reference, self.task)}
         self.agents = [Agent(name, self.reference, cfg, i) for i, name in enumerate(self.agent_names)]
         self.roles = self.agents * len(self.loop.agents) if cfg.share_weights else self.agents
-        world().leader(lambda: require_disk(cfg, self.run_dir, self.agents))
+        broadcast(lambda: require_disk(cfg, self.run_dir, self.agents))
         if cfg.shard:
-            world().shard(self.reference.lm, cfg)       # the agents have had their copies
+            shard(self.reference.lm, cfg)       # the agents have had their copies
         self.base_print = fingerprints["model"]
         self.start, wandb_id = self.resume(fingerprints) if cfg.resume else (0, "")
-        if world().leads:
+        if is_main():
             saved = saved_config(cfg, self.agent_names, fingerprints)
             replace_text(self.run_dir / "config.json", json.dumps(saved, indent=1) + "\n")
             self.log = RunLog(cfg, self.agent_names, self.run_dir, self.start, wandb_id)
@@ -204,7 +206,7 @@ class Run:
         if last or cfg.eval_every and iteration % cfg.eval_every == 0:
             row |= self.evaluate_agents()
         self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
-        received = world().most(self.signals.received or 0)
+        received = all_reduce_max(self.signals.received or 0)
         if cfg.save_every and (last or received or fault or iteration % cfg.save_every == 0):
             save_checkpoint(self.run_dir, iteration, self.agents, roles, self.log.wandb_id)
         if fault:
@@ -217,7 +219,7 @@ class Run:
     def stop(self, iteration: int) -> None:
         """Ends a run that a signal has reached, after an iteration that is saved."""
         self.log.close()
-        how = f"go on with: {world().command(sys.argv[0])} --resume --run_dir {self.run_dir}"
+        how = f"go on with: {started_as(sys.argv[0])} --resume --run_dir {self.run_dir}"
         how = how if self.cfg.save_every else "nothing is saved, as --save_every 0 asks"
         print(f"stopped by {self.signals.received.name} after iteration {iteration}; {how}", flush=True)
         raise SystemExit(self.signals.status)
@@ -245,7 +247,7 @@ class Run:
         cfg = self.cfg
         used = [cfg.dtype, cfg.head_precision, *(["bfloat16"] if cfg.load_in_4bit else [])]
         rounding = max(OFF_POLICY[dtype] for dtype in used)
-        if turn.rollout.sampling_gap > rounding and world().leads and not self.said_off_policy:
+        if turn.rollout.sampling_gap > rounding and is_main() and not self.said_off_policy:
             self.said_off_policy = True
             print(f"\nwarning: sampling_gap is {turn.rollout.sampling_gap:.2f} nats per token: {turn.role}'s "
                   "responses were not sampled from the policy that scores them (top-k, a penalty, dropout?). "
@@ -268,7 +270,7 @@ class Run:
         if not asked:
             return [], None
         prompts = self.task.pioneer_prompts(asked)
-        with world().gathered_weights(self.reference):
+        with unsharded(self.reference):
             base = answer(self.reference, prompts, limit, seed=EVALUATION_SEED + iteration)
         try:
             base_reward = self.task.reward(asked, base).tolist()
@@ -286,7 +288,7 @@ class Run:
     def finish(self) -> None:
         """Final models, eval.json, curves.png, and the held-out table on the terminal."""
         self.log.end_bar()
-        rows = world().leader(lambda: read_log(self.run_dir / "metrics.jsonl"))
+        rows = broadcast(lambda: read_log(self.run_dir / "metrics.jsonl"))
         if rows[-1]["iteration"] < self.cfg.iterations:
             way_out = f"stopped after iteration {rows[-1]['iteration']}; call run.finish_iteration in each"
             raise UserError("method", self.cfg.method, way_out)
@@ -294,7 +296,7 @@ class Run:
         metrics = rows[0] | rows[-1]                    # the base's stand in the first row
         if f"eval/{self.agent_names[0]}/kl" not in rows[-1]:
             metrics |= self.evaluate_agents()           # resumed at its end, which was not an end before
-        if not world().leads:
+        if not is_main():
             return
         held_out = {"iteration": rows[-1]["iteration"], "split": self.cfg.eval_split,
                     "queries": self.cfg.eval_queries, "samples": self.cfg.eval_samples}

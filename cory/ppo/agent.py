@@ -5,7 +5,7 @@ from cory.config import Config
 from cory.ppo.advantages import estimator, has_critic
 from cory.ppo.lora import add_adapter
 from cory.ppo.model import LanguageModel, PolicyWithValue
-from cory.ppo.world import world
+from cory.system.sharding import by_placement, shard
 
 SEED_STEP = 2 * 0x4F1BBCDD          # twice an odd number: it comes back to 0 after 2^31 pairs of agents
 
@@ -26,7 +26,7 @@ class Agent:
         critic = has_critic(estimator(cfg.advantage, cfg.responses_per_query))
         self.policy = PolicyWithValue(reference, adapter, critic)
         if cfg.shard and not cfg.lora:
-            world().shard(self.policy.lm, cfg)
+            shard(self.policy.lm, cfg)
         self.reset()
 
     def reset(self) -> None:
@@ -35,7 +35,7 @@ class Agent:
         critic = [p for name, p in trained.items() if name.startswith("value_head.")]
         policy = [p for name, p in trained.items() if not name.startswith("value_head.")]
         groups = [{"params": kind, "is_critic": part is critic}
-                  for part in (policy, critic) for kind in world().kinds(part)]
+                  for part in (policy, critic) for kind in by_placement(part)]
         self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
         self.generator = torch.Generator().manual_seed(self.seed)

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.errors import UserError
-from cory.hub import quiet, said
+from cory.system.hub import quiet, said
 
 
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from cory.ppo.model import LanguageModel
-from cory.ppo.world import world
+from cory.system.distributed import local_rows
+from cory.system.sharding import as_many_as_others
 
 # By measurement on 2 CPU cores; on a GPU more, and so that the paper's models fit on a card (docs/gpu.md).
 TOKENS_AT_ONCE = {"cpu": 3 * 2**9, "cuda": 2**12}           # through the transformer, padding included
@@ -32,14 +33,18 @@ class Experience:
         columns = {"BP": slice(-P, None), "BT": slice(0, T)}
         return replace(self, **{name: x[index, columns[name[-2:]]] for name, x in present(self).items()})
 
-    def optimizer_steps(self, rows_per_step: int, rows_at_once: int,
-                        generator: torch.Generator) -> Iterator[list["Experience"]]:
-        """One shuffled pass: for each optimizer step, this process's mini-batches, whose gradients add up."""
+    def optimizer_steps(self, rows_per_step: int, rows_at_once: int, generator: torch.Generator,
+                        sharded: bool = False) -> Iterator[list["Experience"]]:
+        """One shuffled pass: for each optimizer step, this process's mini-batches, whose gradients add up.
+
+        Of a sharded model each process makes as many.
+        """
         order = torch.randperm(len(self.mask_BT), generator=generator).to(self.mask_BT.device)
         for rows in order.split(rows_per_step):
-            rows = rows[world().part(len(rows))]
+            rows = rows[local_rows(len(rows))]
             groups = by_length(self.prompt_mask_BP[rows], self.mask_BT[rows], rows_at_once)
-            yield [self.rows(rows[group]) for group in world().alike(groups)]
+            groups = as_many_as_others(groups) if sharded else groups
+            yield [self.rows(rows[group]) for group in groups]
 
 
 @dataclass(frozen=True)

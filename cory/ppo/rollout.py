@@ -3,6 +3,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cory.config import Config
 from cory.ppo import formulas
@@ -10,7 +11,8 @@ from cory.ppo.agent import Agent
 from cory.ppo.minibatches import by_length, head_rows, longest
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode, encode_prompts, sample
-from cory.ppo.world import world
+from cory.system.distributed import all_gather, all_reduce, local_rows, world_size
+from cory.system.sharding import unsharded
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,14 @@ def collect_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], 
     pass over whole rows rounds as the update's does, so that the first ratio is 1, in bfloat16 too. And
     the exact KL needs the whole distribution, which is cheaper to make again than to keep as (B, T, V).
     """
-    with world().gathered_weights(agent.policy, reference):
-        part = prompts[world().part(len(prompts))]
-        rollout = own_rollout(agent, reference, part, max_new_tokens, cfg)
-    return world().whole(rollout, agent.policy.tokenizer.eos_token_id)
+    with unsharded(agent.policy, reference):
+        prompts = prompts[local_rows(len(prompts))]
+        rollout = local_rollout(agent, reference, prompts, max_new_tokens, cfg)
+    return all_gather_rollout(rollout, agent.policy.tokenizer.eos_token_id)
 
 
-def own_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_tokens: int,
-                cfg: Config) -> Rollout:
+def local_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_tokens: int,
+                  cfg: Config) -> Rollout:
     """`collect_rollout` of this process's prompts."""
     policy = agent.policy
     encoded = encode_prompts(policy, prompts, max_new_tokens)
@@ -77,11 +79,31 @@ def own_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_
         for x_BT, x_N in scored:
             x_BT[rows] = x_BT[rows].masked_scatter(mask_BT[rows].bool(), x_N)
 
-    gaps = world().sum(((sampled.logp_BT - logp_BT).abs() * mask_BT).sum())
-    gap = (gaps / world().sum(mask_BT.sum())).item()
+    gaps = all_reduce(((sampled.logp_BT - logp_BT).abs() * mask_BT).sum())
+    gap = (gaps / all_reduce(mask_BT.sum())).item()
     text = decode(policy, sampled.response_BT, mask_BT)
     return Rollout(encoded.ids_BP, encoded.mask_BP, sampled.response_BT, mask_BT, logp_BT, ref_logp_BT,
                    kl_BT, value_BT, text, gap)
+
+
+def all_gather_rollout(rollout: Rollout, pad_id: int) -> Rollout:
+    """The rollout of all rows, from each process's rows of it; token ids are padded with `pad_id`."""
+    if world_size() == 1:
+        return rollout
+    on_cpu = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in vars(rollout).items()}
+    rollouts = all_gather([on_cpu])
+
+    def joined(name: str):
+        values = [local[name] for local in rollouts]
+        if isinstance(values[0], list):
+            return [text for texts in values for text in texts]
+        if not isinstance(values[0], Tensor):               # the same in every process
+            return values[0]
+        rows, side = [row for x in values for row in x], "left" if name.endswith("BP") else "right"
+        filler = pad_id if name in ("prompt_BP", "response_BT") else 0
+        return pad_sequence(rows, True, filler, padding_side=side).to(rollout.mask_BT.device)
+
+    return Rollout(**{name: joined(name) for name in on_cpu})
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from cory.ppo import formulas
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.minibatches import longest
 from cory.ppo.model import LanguageModel, positions
-from cory.ppo.world import world
+from cory.system.distributed import all_reduce_max, local_rows, world_size
 
 # A look at which rows still run waits for all that a GPU was given; between two looks nothing does.
 STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}
@@ -81,17 +81,17 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     R rows are computed: once a quarter of them have ended, those are dropped, and with them the columns that
     hold no token of any other row. Raises `Diverged` where log-probabilities are NaN.
     """
-    uniform_TB, B = None, len(prompts.ids_BP) * (world().size if as_part else 1)
+    uniform_TB, B = None, len(prompts.ids_BP) * (world_size() if as_part else 1)
     if generator is not None:
         start = generator.get_state()
         uniform_TB = torch.rand(max_new_tokens, B, generator=generator, dtype=torch.float64)
-        uniform_TB = uniform_TB[:, world().part(B) if as_part else slice(B)].to(model.device)
+        uniform_TB = uniform_TB[:, local_rows(B) if as_part else slice(B)].to(model.device)
     with model.autocast():                      # once for all steps, so that each weight is cast once
         sampled = sample_by(uniform_TB, model, prompts, max_new_tokens)
     if generator is not None:                   # as if the numbers of these steps alone had been drawn
         generator.set_state(start)
         steps = sampled.mask_BT.shape[1]
-        steps = world().most(steps) if as_part else steps
+        steps = all_reduce_max(steps) if as_part else steps
         torch.rand(steps, B, generator=generator, dtype=torch.float64)
     return sampled
 

@@ -17,7 +17,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.minibatches import Experience, Tokens, head_rows
 from cory.ppo.model import PolicyWithValue
 from cory.ppo.rollout import Rollout
-from cory.ppo.world import world
+from cory.system import distributed, sharding
 
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
@@ -32,9 +32,11 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
     rate = set_learning_rate(agent, iteration, cfg)
     rows_per_step, rows_at_once = cfg.rows_per_optimizer_step, cfg.mini_batch_size
     seen, grad_norms = defaultdict(list), []
+    sharded = sharding.is_sharded(agent.policy.lm)
     for _ in range(cfg.num_ppo_epochs):
-        for mini_batches in experience.optimizer_steps(rows_per_step, rows_at_once, agent.generator):
-            step_tokens = world().sum(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))
+        steps = experience.optimizer_steps(rows_per_step, rows_at_once, agent.generator, sharded)
+        for mini_batches in steps:
+            step_tokens = distributed.all_reduce(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))
             for mini_batch in mini_batches:
                 add_gradient(agent, mini_batch, step_tokens, cfg, seen)
             grad_norms.append(optimizer_step(agent, cfg.max_grad_norm))
@@ -133,16 +135,17 @@ def require_per_token(name: str, x_N: Tensor, like: Tensor) -> None:
 def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     """Clips if asked to, steps, clears. Returns the gradient's norm before clipping."""
     trained = list(agent.policy.trained().values())
-    world().sum_gradients(trained)
+    replicated = [p for p in trained if not sharding.is_sharded(p)]     # FSDP has summed the others
+    distributed.all_reduce_gradients(replicated)
     parameters = [p for p in trained if p.grad is not None]
-    norm = world().gradient_norm(parameters)
+    norm = sharding.gradient_norm(parameters)
     if not norm.isfinite():
         way_out = ("the gradient was not applied. Start a new run with a lower --learning_rate or with "
                    "--max_grad_norm 1")
         raise Diverged("grad_norm", norm.item(), agent.name, way_out)
     if max_grad_norm > 0:
-        for kind in world().kinds(parameters):
-            torch.nn.utils.clip_grads_with_norm_(kind, max_grad_norm, norm)
+        for group in sharding.by_placement(parameters):
+            torch.nn.utils.clip_grads_with_norm_(group, max_grad_norm, norm)
     agent.optimizer.step()
     agent.optimizer.zero_grad(set_to_none=True)
     return norm.item()
@@ -169,8 +172,8 @@ def set_learning_rate(agent: Agent, iteration: int, cfg: Config) -> float:
 def token_means(seen: dict[str, list[Tensor]], experience: Experience) -> dict[str, float]:
     """Token means of the metrics; of the critic's errors the mean square and the explained variance."""
     means = {}
-    own = {name: torch.cat(parts).double() for name, parts in seen.items()}
-    for name, x_N in world().merged(own).items():
+    for name, parts in seen.items():
+        x_N = distributed.all_gather_rows(torch.cat(parts).double())
         if name == "critic_error":
             returns_N = experience.return_BT[experience.mask_BT.bool()]
             means["value_error"] = (x_N**2).mean().item()

@@ -1,6 +1,6 @@
 """What the paper claims, held against the finished runs of the studies: one table.
 
-    python -m cory.study claims
+    python -m cory study claims
 """
 import math
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ from cory.ppo.model import LanguageModel, PolicyWithValue
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import STEPS_BETWEEN_LOOKS, Prompts, Sample, sample
 from cory.ppo.update import make_experience, ppo_update
-from cory.ppo.world import world
+from cory.system.distributed import world_size
 from cory.train import score, train_cory, train_ppo, trains
 
 
@@ -38,8 +38,8 @@ def require_from_start(run: Run) -> None:
 
 def require_one_process() -> None:
     """For what looks at the rows of its own process alone, or steps without the others' gradients."""
-    if world().size > 1:
-        raise UserError("processes", world().size, "this loop is for one; run it without torchrun")
+    if world_size() > 1:
+        raise UserError("processes", world_size(), "this loop is for one; run it without torchrun")
 
 
 # --- a control ---

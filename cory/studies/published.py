@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Iterator
 
-from cory.config import as_config
 from cory.errors import UserError
-from cory.experiment.files import read_text
+from cory.experiment.saved_config import as_config
 from cory.studies.results import REWARD, Result, of_row, require_alike
 from cory.studies.runs import StudyRun, differing
+from cory.system.files import read_text
 
 # What two rows of one run must have alike.
 SAME = ("agents", "roles", "responses", "diverged")

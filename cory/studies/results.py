@@ -4,12 +4,13 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from statistics import fmean
 
-from cory.config import METHODS, portable, read_config
+from cory.config import METHODS
 from cory.errors import UserError
 from cory.experiment.checkpoint import checkpoints_of
-from cory.experiment.files import read_json, read_log
+from cory.experiment.saved_config import portable, read_config
 from cory.names import find
 from cory.studies.runs import MEASURES, StudyRun
+from cory.system.files import read_json, read_log
 
 REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # of held-out bare queries
 NAMES = {"imdb": "task reward", "gsm8k": "greedy accuracy"}

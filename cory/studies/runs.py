@@ -16,7 +16,7 @@ from typing import Iterable, NamedTuple
 
 from tqdm import tqdm
 
-from cory.command_line import parse
+from cory.commands.flags import parse
 from cory.config import (
     GSM8K_PRESETS,
     IMDB_PRESETS,
@@ -24,14 +24,13 @@ from cory.config import (
     Config,
     Gsm8kConfig,
     ImdbConfig,
-    load_config,
-    read_config,
 )
 from cory.errors import DIVERGED, UserError
-from cory.experiment.files import read_json, read_log
-from cory.experiment.folder import locked
+from cory.experiment.saved_config import load_config, read_config
 from cory.names import find, guess
 from cory.studies.definitions import Study
+from cory.system.files import read_json, read_log
+from cory.system.folder import locked
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
@@ -47,7 +46,7 @@ class Measure(NamedTuple):
     how: dict[str, int]                 # what the file must say of how they were made
 
 
-MEASURES = {"pass@k": Measure("cory.evaluate --samples 16 --k 1 2 4 8 16", "evaluation/results.json",
+MEASURES = {"pass@k": Measure("cory.commands.evaluate --samples 16 --k 1 2 4 8 16", "evaluation/results.json",
                               [f"pass@{k}" for k in (1, 2, 4, 8, 16)], {"samples": 16}),
             "team": Measure("cory.studies.team --rounds 4", "team.json", ["first", "second", "team", "alone"],
                             {"rounds": 4})}

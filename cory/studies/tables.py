@@ -7,7 +7,6 @@ from typing import Iterable
 
 import numpy as np
 
-from cory.experiment.files import replace_text
 from cory.studies.comparison import (
     before_an_evaluation,
     differences,
@@ -21,6 +20,7 @@ from cory.studies.definitions import Study
 from cory.studies.results import NAMES, REWARD, Groups, Result, by_variant, row_of
 from cory.studies.runs import MEASURES, StudyRun
 from cory.studies.statistics import Difference, difference, interval
+from cory.system.files import replace_text
 
 NOTES = {"gsm8k": ("Reward is the accuracy of greedy answers; KL and combined reward are of sampled ones.",
                    "")}

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import torch
 
-from cory.command_line import OneLineParser
-from cory.config import load_config, read_config
+from cory.commands.evaluate import final_model, require_whole
+from cory.commands.flags import OneLineParser
+from cory.commands.report import require_finished
 from cory.errors import exit_on_user_error
-from cory.evaluate import final_model, require_whole
-from cory.experiment.files import replace_text
-from cory.experiment.folder import locked
-from cory.experiment.held_out import EVALUATION_SEED, answer, require_same_reward, rows_at_once
-from cory.experiment.machine import prepare_device, settled_anew
+from cory.experiment.evaluation import EVALUATION_SEED, answer, require_same_reward, rows_at_once
 from cory.experiment.run import find_task
-from cory.loading import load_language_model
+from cory.experiment.saved_config import load_config, read_config
+from cory.ppo.loading import load_language_model
 from cory.ppo.model import LanguageModel
-from cory.report import require_finished
+from cory.system.files import replace_text
+from cory.system.folder import locked
+from cory.system.machine import prepare_device, settled_anew
 from cory.tasks.task import Task
 
 

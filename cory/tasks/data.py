@@ -8,8 +8,8 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import BinaryIO
 
-from cory import hub
 from cory.errors import UserError, printable
+from cory.system import hub
 
 DataError = partial(UserError, "dataset")           # DataError(place, way_out)
 

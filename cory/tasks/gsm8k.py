@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from cory.config import CHECKERS, Gsm8kConfig
 from cory.errors import UserError
-from cory.hub import said
 from cory.names import find
 from cory.ppo.model import LanguageModel
+from cory.system.hub import said
 from cory.tasks.answers import decimal, gold_answer, last_number, strict
 from cory.tasks.data import DataError, load_columns
 from cory.tasks.task import Data, Task, checked_sizes

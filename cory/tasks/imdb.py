@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
 
-from cory import hub
 from cory.config import ImdbConfig
 from cory.errors import UserError, printable
-from cory.loading import load_weights, model_errors, require_layers, require_tokenizer
+from cory.ppo.loading import load_weights, model_errors, require_layers, require_tokenizer
 from cory.ppo.model import LanguageModel
+from cory.system import hub
 from cory.tasks.task import Data, Task
 
 OBSERVER_TEMPLATE = 'I can make this sentence "{query}{response}" more positive: {query}'     # released code

@@ -13,7 +13,7 @@ from torch import Tensor
 from cory.config import Config
 from cory.errors import UserError, printable
 from cory.ppo.model import LanguageModel
-from cory.ppo.world import world
+from cory.system.distributed import all_gather_parts
 from cory.tasks.data import DataError, load_columns
 
 
@@ -149,7 +149,7 @@ class Task:
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError`."""
         require_one_each(queries, responses)
-        values = world().shared(len(responses), lambda part: self.checked(queries[part], responses[part]))
+        values = all_gather_parts(len(responses), lambda rows: self.checked(queries[rows], responses[rows]))
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def checked(self, queries: list[str], responses: list[str]) -> list[float]:

@@ -167,8 +167,8 @@ def two_processes(attack: Attack) -> None:
     `in use by process N` in one line
     """
     code = ("import sys, time; sys.path.insert(0, {root!r})\n"
-            "from cory.command_line import parse\nfrom cory.config import IMDB_PRESETS, ImdbConfig\n"
-            "from cory.experiment.folder import claimed\n"
+            "from cory.commands.flags import parse\nfrom cory.config import IMDB_PRESETS, ImdbConfig\n"
+            "from cory.system.folder import claimed\n"
             "time.sleep(max(0, {start!r} - time.time()))\n"
             "with claimed(parse(ImdbConfig, IMDB_PRESETS, [])) as folder:\n"
             "    (folder / 'config.json').touch(); print(folder); time.sleep(1)\n")
@@ -433,7 +433,7 @@ def bad_models(attack: Attack) -> None:
 def bad_runs(attack: Attack) -> None:
     """Generated run folders, resumed, evaluated and reported: every file edited, cut or missing"""
     import train_imdb
-    from cory import evaluate, report
+    from cory.commands import evaluate, report
 
     run = attack.whole()
     commands = {"resume": (train_imdb.main, ["--resume", "--iterations", "8", "--run_dir"]),

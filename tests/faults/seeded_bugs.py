@@ -165,7 +165,7 @@ FAULTS = [
     *of("cory/ppo/update.py",
         ("stale or swapped", "make_experience(rollout, score_B, agent.kl_coef, cfg)",
          "make_experience(rollout, score_B, cfg.init_kl_coef, cfg)", "update loop"),
-        ("wrong mean", "world().sum(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))",
+        ("wrong mean", "distributed.all_reduce(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))",
          "mini_batches[0].mask_BT.sum()", "update"),
         ("KL", "len(score_B)\n", "len(score_B) * cfg.num_ppo_epochs\n", "update"),
         ("wrong mean", "kl, n = rollout.kl_B.mean().item()", "kl, n = rollout.kl_BT.mean().item()", "update"),
@@ -216,7 +216,7 @@ FAULTS = [
     ),
 
     # --- around the loops ---
-    *of("cory/experiment/held_out.py",
+    *of("cory/experiment/evaluation.py",
         ("random stream", "torch.Generator().manual_seed(EVALUATION_SEED + at)",
          "torch.Generator().manual_seed(cfg.seed + at)", "trajectory"),
         ("wrong model", "same = model is reference ", "same = model.lm is reference.lm ", "lora"),
@@ -249,7 +249,7 @@ FAULTS = [
     ),
 
     # --- after training ---
-    *of("cory/evaluate.py",
+    *of("cory/commands/evaluate.py",
         ("statistics of runs", "drawn = [solved[n + i::n] for i in range(n)]",
          "drawn = [solved[i::n] for i in range(n)]", "evaluate"),
         ("random stream", "EVALUATION_SEED + 1_000_003 * number + first", "EVALUATION_SEED + first",

@@ -11,7 +11,7 @@ import torch
 
 from cory.config import Config
 from cory.errors import UserError
-from cory.experiment import onednn
+from cory.system import onednn
 
 
 class Processor(NamedTuple):

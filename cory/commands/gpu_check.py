@@ -1,6 +1,6 @@
 """Everything to run first on a machine with a GPU, and one table of it to paste into docs/gpu.md.
 
-    python -m cory.gpu_check
+    python -m cory gpu_check
 
 The test suite; both presets `tiny` on the GPU; how often sampling waits for the GPU; and the benchmark of a
 random GPT-2 Large at the paper's sizes, PPO and CORY, in float32, TF32 and bfloat16: some ten minutes. A part
@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from cory.command_line import OneLineParser
+from cory.commands.flags import OneLineParser
 from cory.config import ASSETS, ImdbConfig
 from cory.errors import exit_on_user_error
-from cory.experiment.machine import choose_device, settled
-from cory.loading import load_language_model
+from cory.ppo.loading import load_language_model
 from cory.ppo.sampling import encode_prompts, sample
+from cory.system.machine import choose_device, settled
 
 ROOT = Path(__file__).parents[1]
 QUICK = "--iterations 3 --eval_every 0 --save_every 0 --eval_queries 16 --wandb disabled"
@@ -68,7 +68,7 @@ def waits(model: str, device: str, tokens: int) -> int | None:
 def measured(model: str, method: str, dtype: str, head: str, sizes: list[str]) -> list[str]:
     """Cells of one run of the benchmark: seconds in all and by phase, peak memory, share of the floor."""
     flags = ["--method", method, "--dtype", dtype, "--head_precision", head, "--iterations", "4", *sizes]
-    last = passes("-m", "cory.benchmark", model, *flags)
+    last = passes("-m", "cory", "benchmark", model, *flags)
     if last.startswith("FAILED"):
         return [last]
     result = json.loads(last)
@@ -79,7 +79,7 @@ def measured(model: str, method: str, dtype: str, head: str, sizes: list[str]) -
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    parser = OneLineParser(prog="python -m cory.gpu_check", description=__doc__,
+    parser = OneLineParser(prog="python -m cory gpu_check", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", default="cuda", choices=["cuda", "cpu"], help="cpu tries the script itself")

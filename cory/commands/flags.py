@@ -5,8 +5,9 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from cory.config import Config, load_config
+from cory.config import Config
 from cory.errors import UserError
+from cory.experiment.saved_config import load_config
 from cory.names import guess, name_of
 
 # These, and what concerns W&B, may differ in a continuation: none changes what an iteration computes. Of

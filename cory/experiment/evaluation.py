@@ -6,11 +6,12 @@ import torch
 
 from cory.config import Config
 from cory.errors import UserError
-from cory.experiment.files import read_jsonl
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import logprobs_and_kl
 from cory.ppo.sampling import decode, encode_prompts, sample
-from cory.ppo.world import world
+from cory.system.distributed import all_gather_parts
+from cory.system.files import read_jsonl
+from cory.system.sharding import unsharded
 from cory.tasks.task import Task
 
 EVALUATION_SEED = 20_241_006        # the same random numbers for every model, method, seed and iteration
@@ -34,10 +35,10 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
     """
     queries, limit, k = task.held_out_queries, cfg.max_response_length, cfg.eval_samples
     starts = range(0, len(queries), max(1, rows_at_once(64, limit) // k))
-    with world().gathered_weights(model, reference):
-        batches = world().shared(len(starts), lambda part: [
+    with unsharded(model, reference):
+        batches = all_gather_parts(len(starts), lambda rows: [
             answered(model, reference, task, queries[at:at + starts.step], at, k, limit)
-            for at in starts[part]])
+            for at in starts[rows]])
     texts, greedy, ids = ([x for batch in batches for x in batch[i]] for i in range(3))
     kl, ref_logp = (sum(batch[i] for batch in batches) for i in (3, 4))
 

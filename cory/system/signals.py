@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 
-from cory.ppo.world import world
+from cory.system.distributed import is_main, world_size
 
 NAMES = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -26,7 +26,7 @@ class Signals:
         if threading.current_thread() is threading.main_thread():       # Python allows it nowhere else
             for number in (getattr(signal, name) for name in NAMES):
                 # nohup has SIGHUP ignored, a script SIGINT by what it runs in the background
-                if signal.getsignal(number) != signal.SIG_IGN or world().size > 1:
+                if signal.getsignal(number) != signal.SIG_IGN or world_size() > 1:
                     self.before[number] = signal.signal(number, self.handle)
         return self
 
@@ -36,7 +36,7 @@ class Signals:
         self.before = {}
 
     def handle(self, number: int, frame) -> None:
-        alone = world().size == 1
+        alone = world_size() == 1
         if self.received and alone:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -54,5 +54,5 @@ class Signals:
 
 
 def say(line: str) -> None:
-    if world().leads:
+    if is_main():
         print(f"\n{line}", file=sys.stderr, flush=True)

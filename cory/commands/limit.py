@@ -1,7 +1,7 @@
 """How far the objective can rise, from a base's own answers to the held-out queries (docs/learning.md).
 
-    python -m cory.limit RUN_DIR ...        # of finished runs: eval.json and curves.png then show it
-    python -m cory.limit imdb --model DIR   # of a model: imdb or gsm8k, then any flags of its script
+    python -m cory limit RUN_DIR ...        # of finished runs: eval.json and curves.png then show it
+    python -m cory limit imdb --model DIR   # of a model: imdb or gsm8k, then any flags of its script
 """
 import json
 from argparse import RawDescriptionHelpFormatter
@@ -9,20 +9,21 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cory.command_line import OneLineParser, parse
-from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Config, Gsm8kConfig, ImdbConfig, load_config
+from cory.commands.flags import OneLineParser, parse
+from cory.commands.report import require_finished
+from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Config, Gsm8kConfig, ImdbConfig
 from cory.errors import exit_on_user_error
-from cory.experiment.files import read_json, replace_text
+from cory.experiment.evaluation import EVALUATION_SEED, answer, rows_at_once
 from cory.experiment.fingerprints import of_model
-from cory.experiment.folder import locked
-from cory.experiment.held_out import EVALUATION_SEED, answer, rows_at_once
 from cory.experiment.limit import Limit, made_with
-from cory.experiment.machine import prepare_device, settled_anew
 from cory.experiment.plots import draw_curves
 from cory.experiment.run import find_task
+from cory.experiment.saved_config import load_config
 from cory.experiment.tables import results_table
-from cory.loading import load_language_model
-from cory.report import require_finished
+from cory.ppo.loading import load_language_model
+from cory.system.files import read_json, replace_text
+from cory.system.folder import locked
+from cory.system.machine import prepare_device, settled_anew
 
 EXPERIMENTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
 
@@ -60,7 +61,7 @@ def limit_of_run(run_dir: Path, n: int) -> None:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    parser = OneLineParser(prog="python -m cory.limit", description=__doc__, allow_abbrev=False,
+    parser = OneLineParser(prog="python -m cory limit", description=__doc__, allow_abbrev=False,
                            formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("of", nargs="+", help="folders of finished runs; or imdb, gsm8k")
     parser.add_argument("--samples", type=int, default=64, help="answers to each query; 16 or more")

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from cory import names
 from cory.config import Config
 from cory.errors import UserError
-from cory.experiment.files import read_text, replace_text
+from cory.system.files import read_text, replace_text
 
 OURS = {".lock", ".process"}            # what a claim itself puts into the folder
 

@@ -1,7 +1,7 @@
 """Memory of a run by phase, counted without loading anything, and the smallest card that holds it.
 
-    python -m cory.plan gpt2-large gpt2-xl --batch 256
-    python -m cory.plan llama2-7b --gpus 8 --shard --training full lora --gpu_memory 80
+    python -m cory plan gpt2-large gpt2-xl --batch 256
+    python -m cory plan llama2-7b --gpus 8 --shard --training full lora --gpu_memory 80
 
 Counts are of the tensors that this code makes, without the reward model and what Python and CUDA take for
 themselves. A model is one of the shapes below, a local folder with a config.json, or a Hub name. The second
@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from cory.command_line import OneLineParser
+from cory.commands.flags import OneLineParser
 from cory.errors import UserError, exit_on_user_error
-from cory.loading import model_config, model_errors
+from cory.ppo.loading import model_config, model_errors
 from cory.ppo.minibatches import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE
 
 GELU = dict(activation_function="gelu_pytorch_tanh")    # as `model_config` loads them
@@ -211,7 +211,7 @@ def saved_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    parser = OneLineParser(prog="python -m cory.plan", description=__doc__,
+    parser = OneLineParser(prog="python -m cory plan", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("models", nargs="+", help=f"{', '.join(SHAPES)}, a folder, or a Hub name")

@@ -1,6 +1,6 @@
 """Seconds per phase and peak memory of an iteration, beside the least that its arithmetic can take here.
 
-    python -m cory.benchmark MODEL --batch 64 --minibatch 64 --response 16 --iterations 4 --kl kl --device cpu
+    python -m cory benchmark MODEL --batch 64 --minibatch 64 --response 16 --iterations 4 --kl kl --device cpu
 
 The loop of `cory.train` runs as it is, on IMDB's prompts with a trivial reward; its phases are timed from
 outside, the first iteration left out, medians of the others. `floor` divides operations and bytes of the same
@@ -25,17 +25,17 @@ from transformers.pytorch_utils import Conv1D
 
 import cory.ppo.rollout
 import cory.train
-from cory.command_line import OneLineParser
+from cory.commands.flags import OneLineParser
+from cory.commands.report import require_picture
 from cory.config import ASSETS, METHODS, Config, ImdbConfig
 from cory.errors import UserError, exit_on_user_error
-from cory.experiment.machine import described, peak_memory, prepare_device, settled
 from cory.experiment.plots import draw_costs
-from cory.loading import load_language_model
 from cory.names import find
 from cory.ppo.agent import Agent
+from cory.ppo.loading import load_language_model
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts, sample
-from cory.report import require_picture
+from cory.system.machine import described, peak_memory, prepare_device, settled
 from cory.tasks.imdb import Imdb
 
 
@@ -210,7 +210,7 @@ def measure_sizes(args: argparse.Namespace, argv: list[str]) -> dict:
     rows = []
     for batch, response in product(args.batch, args.response):
         size = ["--batch", str(batch), "--response", str(response)]
-        command = [sys.executable, "-m", "cory.benchmark", *argv, *size]
+        command = [sys.executable, "-m", "cory", "benchmark", *argv, *size]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             raise SystemExit(done.returncode)                   # it has said why
@@ -223,7 +223,7 @@ def measure_sizes(args: argparse.Namespace, argv: list[str]) -> dict:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    parser = OneLineParser(prog="python -m cory.benchmark", description=__doc__,
+    parser = OneLineParser(prog="python -m cory benchmark", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", help="causal LM: local folder or Hub name")

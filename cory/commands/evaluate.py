@@ -2,7 +2,7 @@
 
 Several runs must differ in method, seed and the settings of --by alone; they are shown as means over seeds:
 
-    python -m cory.evaluate RUN_DIR [RUN_DIR ...] --k 1 2 4 8 16 32 --samples 64
+    python -m cory evaluate RUN_DIR [RUN_DIR ...] --k 1 2 4 8 16 32 --samples 64
 """
 import argparse
 import json
@@ -15,22 +15,29 @@ from typing import Callable
 
 from tqdm import tqdm
 
-from cory.command_line import OneLineParser
-from cory.config import Config, load_config, read_config
+from cory.commands.flags import OneLineParser
+from cory.commands.report import read_eval, require_finished, require_picture, require_same_settings
+from cory.config import Config
 from cory.errors import UserError, exit_on_user_error
-from cory.experiment.files import append_jsonl, own_folder, read_json, read_jsonl, read_text, replace_text
-from cory.experiment.folder import locked
-from cory.experiment.held_out import EVALUATION_SEED, answer, require_same_reward, rows_at_once, with_metrics
-from cory.experiment.machine import prepare_device, settled_anew
+from cory.experiment.evaluation import (
+    EVALUATION_SEED,
+    answer,
+    require_same_reward,
+    rows_at_once,
+    with_metrics,
+)
 from cory.experiment.plots import draw_pass_at_k
 from cory.experiment.run import find_task
+from cory.experiment.saved_config import load_config, read_config
 from cory.experiment.tables import pass_at_k_table
-from cory.loading import load_language_model
 from cory.ppo import formulas
+from cory.ppo.loading import load_language_model
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
-from cory.ppo.world import together, world
-from cory.report import read_eval, require_finished, require_picture, require_same_settings
+from cory.system.distributed import all_gather_parts, broadcast, held_by_main, is_main, launched, world_size
+from cory.system.files import append_jsonl, own_folder, read_json, read_jsonl, read_text, replace_text
+from cory.system.folder import locked
+from cory.system.machine import prepare_device, settled_anew
 from cory.tasks.task import Task
 
 
@@ -42,7 +49,7 @@ def solve(name: str, load: Callable, task: Task, folder: Path, samples: int, row
     """
     path = folder / f"{name}.jsonl"
     places = list(product(range(samples + 1), range(0, len(task.held_out_queries), rows)))
-    lines = world().leader(lambda: answered_before(path, task.held_out_queries, rows))
+    lines = broadcast(lambda: answered_before(path, task.held_out_queries, rows))
     missing = [place for place in places if place not in lines]
     model = load(name) if missing else None
 
@@ -52,13 +59,13 @@ def solve(name: str, load: Callable, task: Task, folder: Path, samples: int, row
         responses = answer(model, task.pioneer_prompts(queries), task.cfg.max_response_length, seed)
         return dict(round=number, first=first, responses=responses, rewards=task.checked(queries, responses))
 
-    title, at_once = f"{folder.parent.name} {name}", world().size           # a batch for each process
-    bar = tqdm(total=len(missing), desc=title, unit="batch", dynamic_ncols=True, disable=not world().leads)
+    title, at_once = f"{folder.parent.name} {name}", world_size()           # a batch for each process
+    bar = tqdm(total=len(missing), desc=title, unit="batch", dynamic_ncols=True, disable=not is_main())
     for at in range(0, len(missing), at_once):
         now = missing[at:at + at_once]
-        made = world().shared(len(now), lambda part, now=now: [answered(*place) for place in now[part]])
+        made = all_gather_parts(len(now), lambda part, now=now: [answered(*place) for place in now[part]])
         lines |= {(line["round"], line["first"]): line for line in made}
-        if world().leads:
+        if is_main():
             append_jsonl(path, made)
         bar.update(len(now))
     bar.close()
@@ -135,7 +142,7 @@ def evaluate_run(run_dir: Path, cfg: Config, args: argparse.Namespace, base_from
         if known.exists() and not (folder / "base.jsonl").exists():
             replace_text(folder / "base.jsonl", read_text(known))
 
-    world().leader(begin)
+    broadcast(begin)
 
     def load(name: str) -> LanguageModel:
         return base if name == "base" else final_model(run_dir, name, cfg, base)
@@ -143,7 +150,7 @@ def evaluate_run(run_dir: Path, cfg: Config, args: argparse.Namespace, base_from
     metrics = {name: solved_metrics(task, solve(name, load, task, folder, args.samples, rows), args.k)
                for name in ["base", *agents]}
     results = {"samples": args.samples, **settings, **metrics}
-    world().leader(lambda: replace_text(folder / "results.json", json.dumps(results, indent=1) + "\n"))
+    broadcast(lambda: replace_text(folder / "results.json", json.dumps(results, indent=1) + "\n"))
     return metrics
 
 
@@ -179,7 +186,7 @@ def require_whole(run_dir: Path) -> None:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    parser = OneLineParser(prog="python -m cory.evaluate", description=__doc__,
+    parser = OneLineParser(prog="python -m cory evaluate", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("run_dirs", nargs="+", type=Path, help="folders of finished runs")
@@ -205,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     require_picture(args.out)
     for run_dir in args.run_dirs:
         require_whole(run_dir)
-    with together(vars(args)):
+    with launched(vars(args)):
         evaluate_runs(args, saved)
 
 
@@ -218,9 +225,9 @@ def evaluate_runs(args: argparse.Namespace, saved: list[dict]) -> None:
         # the base of equal settings is evaluated once
         base_from = base_of.setdefault(tuple(config[name] for name in args.by), run_dir)
         shown = {"eval_queries": args.queries or cfg.eval_queries, "temperature": cfg.temperature}
-        with world().holding(locked, run_dir):
+        with held_by_main(locked, run_dir):
             runs.append((config | shown, evaluate_run(run_dir, cfg, args, base_from)))
-    if not world().leads:
+    if not is_main():
         return
     print(pass_at_k_table(runs, args.by))
     out = args.out or args.run_dirs[0] / "evaluation" / "pass_at_k.png"

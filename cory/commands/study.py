@@ -1,10 +1,10 @@
 """A study: variants over seeds as ordinary runs, then tables, verdicts and pictures in one folder.
 
-    python -m cory.study curves --jobs 2
-    python -m cory.study variance --quick --tasks gsm8k
-    python -m cory.study ablations --tasks imdb --preset gpt2-large --dry_run   # the commands, for a cluster
+    python -m cory study curves --jobs 2
+    python -m cory study variance --quick --tasks gsm8k
+    python -m cory study ablations --tasks imdb --preset gpt2-large --dry_run   # the commands, for a cluster
 
-What follows `--` goes to every run: `python -m cory.study curves -- --iterations 20`. A finished run is
+What follows `--` goes to every run: `python -m cory study curves -- --iterations 20`. A finished run is
 not made again, an interrupted one goes on, a failed one is reported and the others go on.
 """
 import argparse
@@ -14,7 +14,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from cory.command_line import OneLineParser
+from cory.commands.flags import OneLineParser
 from cory.errors import UserError, exit_on_user_error
 from cory.names import guess
 from cory.studies.definitions import STUDIES, Study
@@ -24,7 +24,7 @@ QUICK = "20"                                # iterations of a quick study's runs
 
 def parser() -> argparse.ArgumentParser:
     studies = "\n".join(f"  {name:10s}  {study.claim}" for name, study in STUDIES.items())
-    found = OneLineParser(prog="python -m cory.study", allow_abbrev=False,
+    found = OneLineParser(prog="python -m cory study", allow_abbrev=False,
                           description=f"{__doc__}\n{studies}\n  claims      the paper's claims, held "
                                       "against the finished runs of all studies",
                           formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     at = argv.index("--") if "--" in argv else len(argv)
     args, flags = parser().parse_args(argv[:at]), argv[at + 1:]
-    command = shlex.join(["python", "-m", "cory.study", *argv])
+    command = shlex.join(["python", "-m", "cory", "study", *argv])
     if args.seeds is not None and args.seeds < 1:
         raise UserError("seeds", args.seeds, "must be 1 or more; leave it out for the study's own number")
     if args.jobs < 1:
@@ -106,8 +106,8 @@ def make_study(args: argparse.Namespace, flags: list[str], command: str) -> None
         study = replace(study, claim=claim, baseline=args.baseline, pairs={})
     tasks = tasks_of(study, args)
 
-    from cory.experiment.folder import locked
     from cory.studies import pictures, published, results, runs, tables
+    from cory.system.folder import locked
 
     seeds = list(range(args.seeds or (2 if args.quick else study.seeds)))
     planned = runs.plan(study, tasks, seeds, variants, args.preset, flags, args.out)
@@ -151,8 +151,8 @@ def require_place(out: Path) -> None:
 
 def hold_claims(args: argparse.Namespace, flags: list[str], command: str) -> None:
     """Of whatever runs are finished; makes none. Raises `UserError` for what a study alone can do."""
-    from cory.experiment.files import replace_text
     from cory.studies import claims, published, results, runs
+    from cory.system.files import replace_text
 
     for name in ("variants", "baseline", "dry_run"):
         if getattr(args, name):

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
-from cory import hub
 from cory.config import FLOAT32, Precision
 from cory.errors import UserError
-from cory.hub import said
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.model import LanguageModel, positions
+from cory.system import hub
+from cory.system.hub import said
 
 # What is read of a model's folder beside its weights, where it is there.
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",

@@ -1,6 +1,6 @@
 """Comparison of finished runs: a picture and a table of means and standard deviations over seeds.
 
-    python -m cory.report RUN_DIR [RUN_DIR ...] --by learning_rate --out comparison.png
+    python -m cory report RUN_DIR [RUN_DIR ...] --by learning_rate --out comparison.png
 
 Means are over the seeds of one method, and of one value of each setting that --by names. Runs that differ
 in any other setting are refused.
@@ -11,15 +11,15 @@ from itertools import combinations
 from pathlib import Path
 from typing import Sequence
 
-from cory.command_line import OneLineParser
-from cory.config import BESIDE_SETTINGS, read_config
+from cory.commands.flags import OneLineParser
 from cory.errors import UserError, exit_on_user_error
-from cory.experiment.files import read_json, read_log
 from cory.experiment.groups import grouped
 from cory.experiment.limit import limit_of
 from cory.experiment.plots import draw_comparison
+from cory.experiment.saved_config import BESIDE_SETTINGS, read_config
 from cory.experiment.tables import groups_table
 from cory.names import guess
+from cory.system.files import read_json, read_log
 
 # Runs may differ in these, and in what concerns W&B, and still be compared.
 FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "save_every", "sample_rows", "device",
@@ -96,7 +96,7 @@ def no_use(path: Path, why: str) -> UserError:
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    parser = OneLineParser(prog="python -m cory.report", description=__doc__,
+    parser = OneLineParser(prog="python -m cory report", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--out", type=Path, default="comparison.png", help="picture to write")

@@ -1,0 +1,95 @@
+"""FSDP2 (`--shard true`): each process keeps a part of every layer's matrices, and of Adam's moments.
+
+Without it every function here returns what it is given.
+"""
+from contextlib import contextmanager
+from typing import Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from cory.config import Config
+from cory.system.distributed import all_reduce_max, world_size
+
+
+def shard(lm: nn.Module, cfg: Config) -> None:
+    """From here on each process holds a part of the matrices of each layer; all else stays whole, as autocast
+    takes it. Raises `UserError`.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    base, device = lm.base_model, lm.device.type
+    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
+    cfg.require("shard", lists, "finds no list of transformer layers in this model; leave it out")
+    layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+    matrices = {p for name, p in layers.named_parameters() if p.dim() > 1 and ".lora_" not in name}
+    low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh, replicated = init_device_mesh(device, (world_size(),)), {*base.parameters()} - matrices
+    for module in (*layers, base):
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=replicated)
+        module.set_gradient_divide_factor(1.0)          # a sum, not a mean
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def is_sharded(x: nn.Module | Tensor) -> bool:
+    """Whether x is a model that `shard` has divided, or a tensor of one, a DTensor."""
+    return hasattr(x.base_model, "unshard") if isinstance(x, nn.Module) else hasattr(x, "full_tensor")
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """The whole of a tensor of which each process may hold a part."""
+    return x.full_tensor() if is_sharded(x) else x
+
+
+def shard_like(x: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The part of a whole tensor that this process holds of `parameter`."""
+    if not is_sharded(parameter) or x.shape != parameter.shape:
+        return x
+    from torch.distributed.tensor import distribute_tensor
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(x.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+@contextmanager
+def unsharded(*models) -> Iterator[None]:
+    """A block in which all weights are whole: a forward pass in it asks nothing of other processes."""
+    lms = dict.fromkeys(model.lm for model in models if is_sharded(model.lm))   # in one order everywhere
+    groups = [module for lm in lms for module in lm.modules() if hasattr(module, "unshard")]
+    for group in groups:
+        group.set_reshard_after_forward(False, recurse=False)
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+            group.set_reshard_after_forward(True, recurse=False)
+
+
+def by_placement(parameters: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The replicated parameters and the sharded ones, which no operation takes together; no empty list."""
+    replicated = [p for p in parameters if not is_sharded(p)]
+    sharded = [p for p in parameters if is_sharded(p)]
+    return [group for group in (replicated, sharded) if group]
+
+
+def gradient_norm(parameters: Collection[nn.Parameter]) -> Tensor:
+    """The norm of all gradients together."""
+    groups = by_placement(parameters)
+    if len(groups) < 2:
+        return full_tensor(nn.utils.get_total_norm([p.grad for p in parameters]))
+    norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group])) for group in groups]
+    return torch.stack(norms).norm()
+
+
+def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:
+    """Groups of rows, the longest of them halved until every process has as many: all take part in each pass
+    through a sharded model.
+    """
+    most = all_reduce_max(len(groups))
+    while len(groups) < most:
+        longest = max(range(len(groups)), key=lambda i: len(groups[i]))
+        groups = [*groups[:longest], *groups[longest].tensor_split(2), *groups[longest + 1:]]
+    return groups
