@@ -22,39 +22,24 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
 
     Raises `UserError` for targets that name no layer, and for a rank that no update of a layer can have.
     """
+    from peft import LoraConfig             # here: it takes 2 s and 100 MiB, which most runs need not spend
+
+    layers, targets = linear_layers(lm), cfg.lora_targets.replace(" ", "").split(",")
     most = largest_rank(lm)
-    if cfg.lora_rank > most:
-        raise UserError("lora_rank", cfg.lora_rank, f"no layer of this model is wider than {most}, and no "
-                        f"update of one has a higher rank; use at most {most}")
-    # here: it takes 2 s and 100 MiB, which most runs need not spend
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    everything = cfg.lora_targets == "all-linear"
-    targets = cfg.lora_targets if everything else cfg.lora_targets.replace(" ", "").split(",")
+    cfg.require("lora_rank", cfg.lora_rank <= most, f"no layer of this model is wider than {most}, and no "
+                f"update of one has a higher rank; use at most {most}")
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    else:
+        names = {path.rpartition(".")[2] for path in layers}
+        unknown = [target for target in targets if target.rpartition(".")[2] not in names]
+        cfg.require("lora_targets", not unknown, f"{', '.join(unknown)} names no layer that can be adapted; "
+                    f"those of this model: {', '.join(sorted(names))}")
     settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
                           target_modules=targets, lora_dropout=0.0)
-    failure = None
-    try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
-            torch.default_generator.manual_seed(seed)
-            lm.add_adapter(settings, name)
-    except ValueError as error:         # most likely nothing matched: said below, with what would
-        failure = error
-
-    ends = (lm.get_input_embeddings(), lm.get_output_embeddings())
-    inner = [(path, module) for path, module in lm.named_modules() if module not in ends]
-    adapted = {last_part(path) for path, module in inner if isinstance(module, BaseTunerLayer)}
-    wrong = [] if everything else [target for target in targets if last_part(target) not in adapted]
-    if wrong or not adapted:
-        layers = {last_part(path) for path, module in inner
-                  if isinstance(module, (nn.Linear, Conv1D, BaseTunerLayer)) and ".lora_" not in path
-                  and not path.endswith("base_layer")}
-        way_out = (f"{', '.join(wrong or targets)} names no layer that can be adapted; those of this model: "
-                   f"{', '.join(sorted(layers))}")
-        raise UserError("lora_targets", cfg.lora_targets, way_out) from failure
-    if failure:
-        raise failure
-
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+        torch.default_generator.manual_seed(seed)
+        lm.add_adapter(settings, name)
     for parameter in adapter_parameters(lm, name).values():
         parameter.data = parameter.data.float()
     base = Path(lm.name_or_path)
@@ -65,17 +50,21 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     return name
 
 
-def last_part(path: str) -> str:
-    return path.rpartition(".")[2]
+def linear_layers(lm: nn.Module) -> dict[str, nn.Module]:
+    """The layers between embedding and head that an adapter can be put on, by their paths."""
+    head = lm.get_output_embeddings()
+    return {path.removesuffix(".base_layer"): module for path, module in lm.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not head and ".lora_" not in path}
 
 
 def largest_rank(lm: nn.Module) -> int:
-    """The most that min(inputs, outputs) is in a layer between embedding and head."""
-    head = lm.get_output_embeddings()
-    linear = [layer for layer in lm.modules() if isinstance(layer, nn.Linear) and layer is not head]
-    sizes = [(layer.in_features, layer.out_features) for layer in linear]       # in 4 bits, too
-    sizes += [layer.weight.shape for layer in lm.modules() if isinstance(layer, Conv1D)]
-    return max(map(min, sizes))
+    """The most that min(inputs, outputs) is in a layer."""
+    def rank(layer: nn.Module) -> int:
+        if isinstance(layer, Conv1D):
+            return min(layer.weight.shape)
+        return min(layer.in_features, layer.out_features)       # in 4 bits the weight has another shape
+
+    return max(map(rank, linear_layers(lm).values()))
 
 
 def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
@@ -92,9 +81,9 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
             raise ValueError(f"its rank is {repr(rank)[:60]}, not 1 to {most}")
         with quiet():
             info = lm.load_adapter(str(folder), adapter_name=name)
-        own = [key for key in info.missing_keys if key in adapter_parameters(lm, name)]     # not of others
-        wrong = sorted({*own, *info.unexpected_keys})
-        wrong += [path for path, p in adapter_parameters(lm, name).items() if not p.isfinite().all()]
+        parameters = adapter_parameters(lm, name)
+        wrong = sorted({*info.unexpected_keys, *(path for path in info.missing_keys if path in parameters)})
+        wrong += [path for path, p in parameters.items() if not p.isfinite().all()]
         if wrong:
             raise ValueError(f"its {wrong[0]} is missing, of another model, or not finite")
     except Exception as error:                          # the loaders raise kinds of their own for each fault

@@ -60,7 +60,7 @@ def local_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], ma
     """`collect_rollout` of this process's prompts."""
     policy = agent.policy
     encoded = encode_prompts(policy, prompts, max_new_tokens)
-    sampled = sample(policy, encoded, max_new_tokens, agent.generator, as_part=True)
+    sampled = sample(policy, encoded, max_new_tokens, agent.generator, is_local=True)
     mask_BT = sampled.mask_BT
 
     logp_BT, ref_logp_BT, kl_BT = (torch.zeros_like(mask_BT) for _ in range(3))

@@ -71,34 +71,39 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator | None,
-           as_part: bool = False) -> Sample:
+           is_local: bool = False) -> Sample:
     """Samples `a ~ pi(. | prompt)` until EOS or `max_new_tokens`; greedily without a generator.
 
-    The distribution is that of `model.logprobs`, the very one that scoring and the update use: no top-k,
-    no top-p, no repetition penalty (DIFFERS: the released code samples with one and scores without), no
-    suppressed EOS. `generator` is a CPU generator; each token draws B numbers from it, whichever rows
-    still run. `as_part`: the prompts are this process's part of a batch, and B counts the whole of that.
-    R rows are computed: once a quarter of them have ended, those are dropped, and with them the columns that
-    hold no token of any other row. Raises `Diverged` where log-probabilities are NaN.
+    The distribution is that of `model.logprobs`, the very one that scoring and the update use: no top-k, no
+    top-p, no repetition penalty (DIFFERS: the released code samples with one and scores without), no
+    suppressed EOS. Each step takes B numbers from `generator`, a CPU generator, whichever rows still run. B
+    counts the prompts; if these are one process's (`is_local`), those of all processes.
+
+    Raises `Diverged` where log-probabilities are NaN.
     """
-    uniform_TB, B = None, len(prompts.ids_BP) * (world_size() if as_part else 1)
+    B = len(prompts.ids_BP) * (world_size() if is_local else 1)
+    rows, uniform_TB = local_rows(B) if is_local else slice(B), None
     if generator is not None:
-        start = generator.get_state()
+        before = generator.get_state()
         uniform_TB = torch.rand(max_new_tokens, B, generator=generator, dtype=torch.float64)
-        uniform_TB = uniform_TB[:, local_rows(B) if as_part else slice(B)].to(model.device)
+        uniform_TB = uniform_TB[:, rows].to(model.device)
     with model.autocast():                      # once for all steps, so that each weight is cast once
-        sampled = sample_by(uniform_TB, model, prompts, max_new_tokens)
+        sampled = sampling_loop(uniform_TB, model, prompts, max_new_tokens)
     if generator is not None:                   # as if the numbers of these steps alone had been drawn
-        generator.set_state(start)
         steps = sampled.mask_BT.shape[1]
-        steps = all_reduce_max(steps) if as_part else steps
+        steps = all_reduce_max(steps) if is_local else steps
+        generator.set_state(before)
         torch.rand(steps, B, generator=generator, dtype=torch.float64)
     return sampled
 
 
-def sample_by(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prompts,
-              max_new_tokens: int) -> Sample:
-    """The loop of `sample`: a function of one uniform number for each token, or greedy without them."""
+def sampling_loop(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prompts,
+                  max_new_tokens: int) -> Sample:
+    """`sample` as a function of one uniform number for each token, or greedy without them.
+
+    R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the
+    columns that hold no token of any other row.
+    """
     B, device = len(prompts.ids_BP), model.device
     eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
     response_BT = torch.full((B, max_new_tokens), eos, device=device)
@@ -116,26 +121,26 @@ def sample_by(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prompts,
         mask_BT[row_R, t] = running_R.float()
         logp_BT[row_R, t] = formulas.token_logprobs(logp_RV, token_R).where(running_R, 0.0)
         running_R = running_R & ~torch.isin(token_R, ends)
-
         # one NaN or infinite logit makes a whole row of log-probabilities NaN, so that one column tells
         any_nan = any_nan | logp_RV[:, 0].isnan().any()
+
+        ids, position_ids = token_R[:, None], position_ids[:, -1:] + 1
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-        position_ids = position_ids[:, -1:] + 1
-        if (t + 1) % STEPS_BETWEEN_LOOKS[device.type] == 0 or t + 1 == max_new_tokens:
-            first_R = mask.argmax(1).masked_fill(~running_R, mask.shape[1])
-            left, first, broken = torch.stack([running_R.sum(), first_R.min(), any_nan]).tolist()
-            if broken:
-                way_out = ("go on from the last checkpoint or start anew, with a lower --learning_rate or "
-                           "--max_grad_norm 1")
-                raise Diverged("log-probability", float("nan"), "the model", way_out)
-            if left == 0:
-                break
-            if left <= 3 / 4 * len(row_R):
-                keep = running_R.sort(descending=True, stable=True).indices[:left]
-                for layer in cache.layers:
-                    layer.keep(keep, first)
-                row_R, token_R, position_ids = row_R[keep], token_R[keep], position_ids[keep]
-                mask, running_R = mask[keep, first:], running_R[keep]
-        ids = token_R[:, None]
+        if (t + 1) % STEPS_BETWEEN_LOOKS[device.type] and t + 1 < max_new_tokens:
+            continue
+        first_R = mask.argmax(1).masked_fill(~running_R, mask.shape[1])
+        left, first, diverged = torch.stack([running_R.sum(), first_R.min(), any_nan]).tolist()
+        if diverged:
+            way_out = ("go on from the last checkpoint or start anew, with a lower --learning_rate or "
+                       "--max_grad_norm 1")
+            raise Diverged("log-probability", float("nan"), "the model", way_out)
+        if left == 0:
+            break
+        if left <= 3 / 4 * len(row_R):
+            keep = running_R.sort(descending=True, stable=True).indices[:left]
+            for layer in cache.layers:
+                layer.keep(keep, first)
+            row_R, running_R, mask = row_R[keep], running_R[keep], mask[keep, first:]
+            ids, position_ids = ids[keep], position_ids[keep]
     T = longest(mask_BT)
     return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])

@@ -232,7 +232,7 @@ def train_released_ppo(run: Run) -> None:
 
 
 def penalised_sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator,
-                     as_part: bool = False, penalty: float = 1.1) -> Sample:
+                     is_local: bool = False, penalty: float = 1.1) -> Sample:
     """`sample` from logits where those of every token seen, prompts included, are over the penalty if
     above 0, else times it (Keskar et al., arXiv:1909.05858, as transformers has it).
     """
@@ -253,4 +253,4 @@ def penalised_sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int
     never = {device: math.inf for device in STEPS_BETWEEN_LOOKS}            # no row is dropped on the way
     with (patch.object(model, "body", noting_body), patch.object(model, "logprobs", penalised_logprobs),
           patch.dict(STEPS_BETWEEN_LOOKS, never)):
-        return sample(model, prompts, max_new_tokens, generator, as_part)
+        return sample(model, prompts, max_new_tokens, generator, is_local)
