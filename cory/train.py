@@ -44,10 +44,9 @@ def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Ten
         sampled_to_pioneer  r(s0, a2) to the pioneer, nothing to the observer
         critic              V(s0, a1) to the pioneer, nothing to the observer
 
-    V is the observer's critic at the end of its prompt, before it answers: Q as far as the critic has learned
-    it, less the observer's KL penalty, which it predicts along. A biased stand-in without that noise: while
-    V = 0 the pioneer is on its own. (Were r(s0, a1) left in what the observer is trained on, V would hold it
-    too, and taking it out again would cancel the pioneer's own reward.)
+    V is the observer's critic at the end of its prompt: Q as far as the critic has learned it, less the KL
+    penalty, which it predicts along. It has no such noise, and is biased. (Were r(s0, a1) left in what the
+    observer is trained on, V would hold it too.)
     """
     if cfg.partner_term == "sampled":
         return r2, r1

@@ -87,10 +87,10 @@ def estimator(advantage: str, responses_per_query: int) -> Callable[..., Tensor]
     if not callable(function):
         raise UserError("advantage", advantage, "is no function; name one")
     offered = {"reward_BT", "mask_BT", "value_BT", "group_size", "gamma", "lam"}
-    strange = sorted(asked_for(function) - offered)
-    if strange:
-        offer = f"it can have {', '.join(sorted(offered))}"
-        raise UserError("advantage", advantage, f"asks for {', '.join(strange)}; {offer}")
+    unknown = sorted(asked_for(function) - offered)
+    if unknown:
+        way_out = f"asks for {', '.join(unknown)}; it can have {', '.join(sorted(offered))}"
+        raise UserError("advantage", advantage, way_out)
     if "group_size" in asked_for(function) and responses_per_query < 2:
         way_out = "compares the responses to a query and there is one; add --responses_per_query 4, say"
         raise UserError("advantage", advantage, way_out)

@@ -34,8 +34,8 @@ class Agent:
         trained = self.policy.trained()
         critic = [p for name, p in trained.items() if name.startswith("value_head.")]
         policy = [p for name, p in trained.items() if not name.startswith("value_head.")]
-        groups = [{"params": kind, "is_critic": part is critic}
-                  for part in (policy, critic) for kind in by_placement(part)]
+        groups = [{"params": group, "is_critic": parameters is critic}
+                  for parameters in (policy, critic) for group in by_placement(parameters)]
         self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
         self.generator = torch.Generator().manual_seed(self.seed)

@@ -22,7 +22,8 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
 
     Raises `UserError` for targets that name no layer, and for a rank that no update of a layer can have.
     """
-    from peft import LoraConfig             # here: it takes 2 s and 100 MiB, which most runs need not spend
+    # here: it takes 2 s and 100 MiB, which most runs need not spend
+    from peft import LoraConfig
 
     layers, targets = linear_layers(lm), cfg.lora_targets.replace(" ", "").split(",")
     most = largest_rank(lm)

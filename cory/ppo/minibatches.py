@@ -31,7 +31,7 @@ class Experience:
         """The experience of some rows, cut to the longest prompt and the longest response among them."""
         P, T = longest(self.prompt_mask_BP[index]), longest(self.mask_BT[index])
         columns = {"BP": slice(-P, None), "BT": slice(0, T)}
-        return replace(self, **{name: x[index, columns[name[-2:]]] for name, x in present(self).items()})
+        return replace(self, **{name: x[index, columns[name[-2:]]] for name, x in tensors(self).items()})
 
     def optimizer_steps(self, rows_per_step: int, rows_at_once: int, generator: torch.Generator,
                         sharded: bool = False) -> Iterator[list["Experience"]]:
@@ -66,14 +66,12 @@ class Tokens:
     def split(self, size: int) -> Iterator["Tokens"]:
         """The tokens in order, at most `size` at a time."""
         for start in range(0, len(self.response_N), size):
-            part = {name: x[start:start + size] for name, x in present(self).items()}
-            yield replace(self, **part)
+            yield replace(self, **{name: x[start:start + size] for name, x in tensors(self).items()})
 
 
-def present(record) -> dict[str, Tensor]:
+def tensors(record: Experience | Tokens) -> dict[str, Tensor]:
     """The tensors of a record by name, without those that are None."""
-    found = {f.name: getattr(record, f.name) for f in fields(record)}
-    return {name: x for name, x in found.items() if x is not None}
+    return {name: x for name, x in vars(record).items() if x is not None}
 
 
 def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, rows_at_once: int) -> list[Tensor]:

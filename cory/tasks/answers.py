@@ -36,21 +36,21 @@ def last_number(response: str) -> Decimal | None:
     belongs to the number that it touches, unless a word or a number stands right before it: `-7` is -7, while
     `5-7` and `- 7` (a dash) end in 7. `1/2` is 1 and 2, `12:30` is 12 and 30. `NaN` and `inf` are no numbers.
     """
-    plain = own_part(response).translate(PLAIN).replace("{,}", ",").replace(r"\,", ",")
-    found = NUMBER.findall(plain)
-    if not found:
+    plain = before_question(response).translate(PLAIN).replace("{,}", ",").replace(r"\,", ",")
+    numbers = NUMBER.findall(plain)
+    if not numbers:
         return None
-    sign, digits, exponent = found[-1]
+    sign, digits, exponent = numbers[-1]
     return decimal(sign[:1] + digits + exponent)
 
 
 def strict(response: str) -> Decimal | None:
     """OpenAI's rule (arXiv:2110.14168): the number right behind the first `#### `, compared as a number."""
-    found = STRICT.search(own_part(response))
-    return decimal(found[1]) if found else None
+    match = STRICT.search(before_question(response))
+    return decimal(match[1]) if match else None
 
 
-def own_part(response: str) -> str:
+def before_question(response: str) -> str:
     """A response up to where it starts to ask a question of its own."""
     return response.partition("Question:")[0]
 

@@ -76,9 +76,9 @@ def read_with_datasets(dataset: str, subset: str) -> dict[str, list[dict]]:
     logging.getLogger("datasets").setLevel(logging.CRITICAL)    # what goes wrong is raised, in one line
     path, inner = Path(dataset), Path(dataset) / subset         # the Hub's layout: a folder per subset
     path = inner if os.path.isdir(inner) else path
-    for found in path.rglob("*") if path.is_dir() else ():
-        if found.suffix in READ and not found.name.startswith(".") and not os.path.isdir(found):
-            open_file(found).close()
+    for file in path.rglob("*") if path.is_dir() else ():
+        if file.suffix in READ and not file.name.startswith(".") and not os.path.isdir(file):
+            open_file(file).close()
     hub.reach(dataset)
     try:
         if path.is_dir():
@@ -106,8 +106,8 @@ def texts_of(source: str, rows: list[dict], columns: list[str]) -> list[tuple[st
         raise DataError(source, "has no rows")
     for column in columns:
         if column not in rows[0]:
-            found = printable(", ".join(rows[0]))[:300]
-            raise DataError(source, f"has no column {column!r}; columns found: {found}")
+            columns_found = printable(", ".join(rows[0]))[:300]
+            raise DataError(source, f"has no column {column!r}; columns found: {columns_found}")
         for number, row in enumerate(rows, start=1):
             place, text = f"{source}, row {number}", row.get(column)
             if not isinstance(text, str):

@@ -105,7 +105,7 @@ class Gsm8k(Task):
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
         """Shares right by the last number, right by OpenAI's rule, and without an answer for the checker."""
         pairs = [(response, self.gold[query]) for query, response in zip(queries, responses, strict=True)]
-        found = {"accuracy": [last_number(response) == gold for response, gold in pairs],
-                 "strict_accuracy": [strict(response) == gold for response, gold in pairs],
-                 "unparsed": [self.answer_in(response) is None for response in responses]}
-        return {name: sum(values) / len(values) for name, values in found.items()}
+        shares = {"accuracy": [last_number(response) == gold for response, gold in pairs],
+                  "strict_accuracy": [strict(response) == gold for response, gold in pairs],
+                  "unparsed": [self.answer_in(response) is None for response in responses]}
+        return {name: sum(values) / len(values) for name, values in shares.items()}

@@ -62,8 +62,8 @@ def positive_label(refused: Callable, config: PretrainedConfig) -> int:
     labels = {index: str(label) for index, label in config.id2label.items()}
     positive = [index for index, label in labels.items() if label.lower().startswith("pos")]
     if len(positive) != 1:
-        found = ", ".join([*labels.values()][:8])
-        raise refused(f"needs one label that begins 'pos'; labels found: {printable(found)[:200]}")
+        labels_found = printable(", ".join([*labels.values()][:8]))[:200]
+        raise refused(f"needs one label that begins 'pos'; labels found: {labels_found}")
     if sorted(labels) != [*range(len(labels))]:
         raise refused(f"the labels in its config.json are numbered {[*labels][:8]}; number them 0, 1, ...")
     return positive[0]
