@@ -1,4 +1,4 @@
-"""Everything to run first on a machine with a GPU, and one table of it to paste into docs/gpu.md.
+"""Everything to run first on a machine with a GPU, and one table of it to paste into docs/hardware.md.
 
     python -m cory gpu_check
 

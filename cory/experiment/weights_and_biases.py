@@ -1,4 +1,4 @@
-"""Weights & Biases: where a run goes, under which keys, and what it holds at its end (docs/sweeps.md)."""
+"""Weights & Biases: where a run goes, under which keys, and what it holds at its end (docs/settings.md)."""
 import json
 import netrc
 import os

@@ -9,7 +9,7 @@ from cory.ppo.model import LanguageModel
 from cory.system.distributed import local_rows
 from cory.system.sharding import as_many_as_others
 
-# By measurement on 2 CPU cores; on a GPU more, and so that the paper's models fit on a card (docs/gpu.md).
+# By measurement on 2 CPU cores; on a GPU so that the paper's models fit on a card (docs/hardware.md).
 TOKENS_AT_ONCE = {"cpu": 3 * 2**9, "cuda": 2**12}           # through the transformer, padding included
 LOGPROBS_AT_ONCE = {"cpu": 25 * 2**20, "cuda": 2**27}       # elements of (tokens, V): 100 and 512 MiB
 

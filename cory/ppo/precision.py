@@ -5,7 +5,7 @@
     bfloat16    to 8 bits, on a GPU and on CPUs that multiply bfloat16; other CPUs leave them as they are
 
 Sums are in float32 always. So is the result: GPT-2's logits lie near -100, where neighbouring bfloat16
-numbers are 0.5 apart. What rounding the inputs does to log-probabilities is in docs/gpu.md.
+numbers are 0.5 apart. What rounding the inputs does to log-probabilities is in docs/hardware.md.
 """
 from contextlib import contextmanager
 

@@ -26,7 +26,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
 
     Losses are token means over a whole optimizer step, so that neither the mini-batch size nor the
     accumulation changes the gradient. Raises `Diverged` before a gradient that is not finite reaches a
-    parameter. Returns metrics (docs/metrics.md): means over the tokens of all epochs, as the update saw them.
+    parameter. Returns metrics (docs/settings.md): means over the tokens of all epochs.
     """
     experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
     rate = set_learning_rate(agent, iteration, cfg)

@@ -1,6 +1,6 @@
-"""For AMD processors with AVX-512, and no others (docs/speed.md): in the whole process, PyTorch's float32 and
-bfloat16 matrix products on the CPU (`aten::mm`, `aten::addmm`) become oneDNN's, and attention under bfloat16
-autocast is computed in float32.
+"""For AMD processors with AVX-512, and no others (docs/hardware.md): in the whole process, PyTorch's float32
+and bfloat16 matrix products on the CPU (`aten::mm`, `aten::addmm`) become oneDNN's, and attention under
+bfloat16 autocast is computed in float32.
 
 MKL, PyTorch's own library for float32, keeps its AVX-512 kernels for Intel's processors, where it is the
 faster one; on an AMD EPYC oneDNN is twice as fast. `--cpu_matmul` chooses (`machine.settled`); to be without
