@@ -25,7 +25,7 @@ from cory.ppo.loading import load_language_model
 from cory.ppo.sampling import encode_prompts, sample
 from cory.system.machine import choose_device, settled
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUICK = "--iterations 3 --eval_every 0 --save_every 0 --eval_queries 16 --wandb disabled"
 
 
