@@ -210,7 +210,7 @@ FAULTS = [
     ),
     *of("cory/tasks/answers.py",
         ("reading answers", 'solution.rpartition("####")', 'solution.partition("####")', "answers"),
-        ("reading answers", "sign, digits, exponent = found[-1]", "sign, digits, exponent = found[0]",
+        ("reading answers", "sign, digits, exponent = numbers[-1]", "sign, digits, exponent = numbers[0]",
          "answers"),
         ("reading answers", 'return response.partition("Question:")[0]', "return response", "answers"),
     ),
