@@ -13,7 +13,7 @@ from cory.system.distributed import launched
 
 
 def trains(*agents: str) -> Callable:
-    """Decorator of a loop: the agents that it trains, by name. The run makes one for each, in this order."""
+    """Decorator that names the agents a loop trains. The run makes one for each name, in this order."""
     def decorator(loop):
         loop.agents = agents
         return loop
@@ -21,32 +21,29 @@ def trains(*agents: str) -> Callable:
 
 
 def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | float, cfg: Config) -> Tensor:
-    """What an agent's responses are trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`.
+    """Returns what an agent's responses are trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`.
 
-    The place to shape it, for both methods: `- 0.01 * rollout.length_B` is a length penalty. The logged
-    task_reward stays the task's own.
+    Edit it to shape what both methods train on: `- 0.01 * rollout.length_B` is a length penalty. The logged
+    task_reward does not change.
     """
     return reward_B + cfg.partner_reward * partner_reward_B
 
 
 def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Tensor | float, Tensor | float]:
-    """What pioneer and observer add for their partner, each (B,): `--partner_term`.
+    """Returns what pioneer and observer add for their partner, each (B,) or 0: `--partner_term`.
 
-    The gradient of an agent's expected score is `E[grad log pi(a | s) score]`. A term that does not depend on
-    `a`, given `s`, adds nothing to it but variance: for the observer, who acts on (s0, a1), the partner's
-    reward r(s0, a1) is such a term. For the pioneer all that matters of r(s0, a2) is its mean
+        sampled             pioneer: r(s0, a2)      observer: r(s0, a1)      (paper)
+        sampled_to_pioneer  pioneer: r(s0, a2)      observer: nothing
+        critic              pioneer: V(s0, a1)      observer: nothing
+
+    The observer acts on (s0, a1), so that r(s0, a1) does not depend on its action: it adds variance to the
+    observer's gradient, and no signal. For the pioneer only the mean of r(s0, a2) matters,
 
         E[r(s0, a2) | s0, a1] = Q(s0, a1)        Var[r(s0, a2)] = Var[Q] + E[Var[r(s0, a2) | s0, a1]]
 
-    of which one drawn a2 is a sample: the same expected gradient, with the last term's noise on top.
-
-        sampled             r(s0, a2) to the pioneer, r(s0, a1) to the observer (paper)
-        sampled_to_pioneer  r(s0, a2) to the pioneer, nothing to the observer
-        critic              V(s0, a1) to the pioneer, nothing to the observer
-
-    V is the observer's critic at the end of its prompt: Q as far as the critic has learned it, less the KL
-    penalty, which it predicts along. It has no such noise, and is biased. (Were r(s0, a1) left in what the
-    observer is trained on, V would hold it too.)
+    One sampled a2 gives the same expected gradient, and the noise of the last term. V is the observer's
+    critic at the end of its prompt. It lacks that noise, and is biased: it estimates Q less the observer's KL
+    penalty. If the observer also got r(s0, a1), V would hold that, too.
     """
     if cfg.partner_term == "sampled":
         return r2, r1
@@ -55,6 +52,7 @@ def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Ten
     if a2.value_BT is None:
         way_out = "needs a critic; use an advantage that asks for value_BT"
         raise UserError("partner_term", cfg.partner_term, way_out)
+    # column 0: the state at the end of the prompt
     return a2.value_BT[:, 0].to(r2), 0.0
 
 
@@ -119,7 +117,7 @@ def train_cory(run: Run) -> None:
 
 
 def train(cfg: Config) -> Run:
-    """Runs a configuration from start, or from its checkpoint, to finish: `--method` names the loop."""
+    """Runs the loop that `cfg.method` names, from the start or the last checkpoint to the end."""
     with launched(asdict(cfg)), Run(cfg) as run:
         run.loop(run)
         run.finish()

@@ -11,7 +11,7 @@ import train_imdb
 from cory.config import ADVANTAGES
 from cory.errors import UserError
 from cory.ppo import formulas
-from cory.ppo.advantages import estimator, gae, grpo, has_critic, reinforce, rloo
+from cory.ppo.advantages import estimator, gae, grpo, needs_critic, reinforce, rloo
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import collect_rollout
 from cory.ppo.update import make_experience, ppo_update
@@ -160,7 +160,7 @@ def test_no_critic_exists_where_none_is_used(small_flags, tmp_path):
     assert len(of_first) == len(set(of_first)) == 2                     # 8 responses, 4 to a query
     for name in ADVANTAGES:
         agent = Agent("llm1", bigram(), settings(advantage=name, responses_per_query=4), 0)
-        assert (agent.policy.value_head is not None) == (name == "gae") == has_critic(estimator(name, 4))
+        assert (agent.policy.value_head is not None) == (name == "gae") == needs_critic(estimator(name, 4))
         assert any("value_head" in n for n in agent.policy.trained()) == (name == "gae")
 
 

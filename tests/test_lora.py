@@ -107,6 +107,26 @@ def test_agents_start_as_the_base_and_the_reference_stays_the_untouched_base_exa
         assert (outputs[a] - outputs[b]).abs().max() > 1e-3
 
 
+def test_the_reference_may_be_asked_inside_the_losses(base, monkeypatch):
+    """peft freezes all adapters but the active one: the gradient must not go with it."""
+    from cory.ppo import update
+
+    gradients, losses = [], update.losses
+    for asks in (False, True):
+        reference, (agent, _) = two_agents(base, config())
+
+        def asking(*args):
+            reference.response_hidden(*encode_prompts(reference, PROMPTS, 6), torch.zeros(8, 2).long())
+            return losses(*args)
+
+        monkeypatch.setattr(update, "losses", asking if asks else losses)
+        monkeypatch.setattr(agent.optimizer, "step", lambda agent=agent: gradients.append(
+            {name: p.grad.clone() for name, p in agent.policy.trained().items() if p.grad is not None}))
+        trained(agent, reference, config())
+    first, second = gradients[0], gradients[len(gradients) // 2]
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_one_model_is_in_memory_and_each_agent_adds_its_adapter_alone(base):
     cfg = config()
     reference, agents = two_agents(base, cfg)

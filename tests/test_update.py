@@ -168,7 +168,7 @@ def test_running_the_head_in_chunks_does_not_change_gradient_or_sums(small, monk
     plain = torch.autograd.grad(loss, list(agent.policy.parameters()))
     sums = []
     for tokens in (1000, 7):
-        monkeypatch.setattr(update, "head_rows", lambda model: tokens)
+        monkeypatch.setattr(update, "logit_chunk_size", lambda model: tokens)
         agent.optimizer.zero_grad()
         sums.append(sums_of(agent, batch, real.sum(), cfg))
         for p, expected in zip(agent.policy.parameters(), plain):
@@ -213,7 +213,7 @@ def test_first_ratio_is_exactly_1(small):
     assert parts["approx_kl"] == 0 and parts["clip_fraction"] == 0
     assert parts["policy_loss"] == pytest.approx(0, abs=1e-4)  # minus the sum of whitened advantages
     generator = torch.Generator().manual_seed(0)
-    for (mini_batch,) in batch.optimizer_steps(
+    for (mini_batch,) in batch.shuffled_mini_batches(
         2, 2, generator
     ):  # cut and shuffled otherwise: the same up to rounding
         parts = sums_of(agent, mini_batch, mini_batch.mask_BT.sum(), settings())
@@ -365,7 +365,7 @@ def test_entropy_costs_nothing_where_the_loss_does_not_use_it(monkeypatch):
 
 def test_a_metric_written_into_losses_is_logged_as_its_mean_over_tokens(small, monkeypatch):
     agent, _, rollout = ragged_rollout(small, learning_rate=1e-9)
-    monkeypatch.setattr(update, "head_rows", lambda model: 7)
+    monkeypatch.setattr(update, "logit_chunk_size", lambda model: 7)
     edited(monkeypatch, lambda loss_N, metrics: (loss_N, metrics | {"twice": 2 * metrics["entropy"]}))
     metrics = ppo_update(agent, rollout, torch.arange(8.0), 1, settings(learning_rate=1e-9))
     assert metrics["twice"] == pytest.approx(2 * metrics["entropy"], rel=1e-6)

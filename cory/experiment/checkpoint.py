@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from cory.config import Config
 from cory.errors import Diverged, UserError
 from cory.ppo.agent import Agent
-from cory.ppo.lora import select
+from cory.ppo.lora import activate
 from cory.ppo.model import PolicyWithValue
 from cory.system.distributed import broadcast, is_main
 from cory.system.files import own_folder, put_in_place, read_json, read_text, readable, remove, writable
@@ -291,7 +291,7 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
                 own_folder(final.parent)
                 remove(temporary)
                 temporary.mkdir()
-            select(policy.lm, policy.adapter)
+            activate(policy.lm, policy.adapter)
             save_model(policy, temporary)
             if not is_main():
                 continue

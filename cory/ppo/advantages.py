@@ -15,6 +15,9 @@ from cory.config import ADVANTAGES
 from cory.errors import UserError
 from cory.names import find
 
+# what an estimator can ask for; `make_experience` in update.py gives it
+OFFERED = {"reward_BT", "mask_BT", "value_BT", "group_size", "gamma", "lam"}
+
 
 def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Tensor:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16; the paper's eq. 12).
@@ -40,6 +43,7 @@ def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
 
     Whitening over the batch (`--whiten_advantages auto`) then gives it the batch mean as baseline.
     """
+    # GAE with V = 0 and lam = 1
     return gae(reward_BT * mask_BT, torch.zeros_like(reward_BT), mask_BT, gamma, lam=1.0)
 
 
@@ -69,7 +73,8 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
     not done here: every loss in `cory.ppo.update` is a mean over all tokens of an optimizer step.
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
-    # From the largest down: the float mean of equal returns misses them by an ulp, which 1e-6 does not hide.
+    # Less the largest: equal returns are then exactly 0. Their float mean can miss them by a rounding step,
+    # which the division would magnify.
     return_Gk = return_Gk - return_Gk.amax(1, keepdim=True)
     centred_Gk = return_Gk - return_Gk.mean(1, keepdim=True)
     std_G1 = return_Gk.std(1, correction=0, keepdim=True)
@@ -86,21 +91,20 @@ def estimator(advantage: str, responses_per_query: int) -> Callable[..., Tensor]
     function = find("advantage", advantage, ADVANTAGES)
     if not callable(function):
         raise UserError("advantage", advantage, "is no function; name one")
-    offered = {"reward_BT", "mask_BT", "value_BT", "group_size", "gamma", "lam"}
-    unknown = sorted(asked_for(function) - offered)
+    unknown = sorted(parameter_names(function) - OFFERED)
     if unknown:
-        way_out = f"asks for {', '.join(unknown)}; it can have {', '.join(sorted(offered))}"
+        way_out = f"asks for {', '.join(unknown)}; it can have {', '.join(sorted(OFFERED))}"
         raise UserError("advantage", advantage, way_out)
-    if "group_size" in asked_for(function) and responses_per_query < 2:
+    if "group_size" in parameter_names(function) and responses_per_query < 2:
         way_out = "compares the responses to a query and there is one; add --responses_per_query 4, say"
         raise UserError("advantage", advantage, way_out)
     return function
 
 
-def asked_for(function: Callable) -> set[str]:
+def parameter_names(function: Callable) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def has_critic(function: Callable) -> bool:
+def needs_critic(function: Callable) -> bool:
     """Whether the estimator needs values, so that the agent has a value head to train."""
-    return "value_BT" in asked_for(function)
+    return "value_BT" in parameter_names(function)

@@ -2,7 +2,7 @@
 import torch
 
 from cory.config import Config
-from cory.ppo.advantages import estimator, has_critic
+from cory.ppo.advantages import estimator, needs_critic
 from cory.ppo.lora import add_adapter
 from cory.ppo.model import LanguageModel, PolicyWithValue
 from cory.system.sharding import by_placement, shard
@@ -23,19 +23,20 @@ class Agent:
         self.name, self.cfg = name, cfg
         self.seed = agent_seed(cfg.seed, index)
         adapter = add_adapter(reference.lm, name, cfg, self.seed) if cfg.lora else None
-        critic = has_critic(estimator(cfg.advantage, cfg.responses_per_query))
+        critic = needs_critic(estimator(cfg.advantage, cfg.responses_per_query))
         self.policy = PolicyWithValue(reference, adapter, critic)
         if cfg.shard and not cfg.lora:
             shard(self.policy.lm, cfg)
         self.reset()
 
     def reset(self) -> None:
-        """Everything but the weights as at the start: Adam's moments, KL coefficient, random stream."""
+        """Resets all but the weights: Adam's moments, KL coefficient, random stream."""
         trained = self.policy.trained()
         critic = [p for name, p in trained.items() if name.startswith("value_head.")]
         policy = [p for name, p in trained.items() if not name.startswith("value_head.")]
-        groups = [{"params": group, "is_critic": parameters is critic}
-                  for parameters in (policy, critic) for group in by_placement(parameters)]
+        groups = [{"params": group, "is_critic": is_critic}
+                  for is_critic, parameters in ((False, policy), (True, critic))
+                  for group in by_placement(parameters)]
         self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
         self.generator = torch.Generator().manual_seed(self.seed)

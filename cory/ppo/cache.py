@@ -14,7 +14,7 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
             self.buffers = [x[:, :, :0] for x in (keys, values)]
-            # transformers then makes the mask of one new token without a look that a GPU would wait for
+            # transformers then makes the mask of one new token without waiting for the GPU
             self.is_compileable = keys.device.type == "cuda"
         start, end = self.get_seq_length(), self.get_seq_length() + keys.shape[2]
         if end > self.buffers[0].shape[2]:
@@ -28,7 +28,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def keep(self, rows: Tensor, first: int) -> None:
-        """Only these rows (indices), and of them only the columns from `first` on."""
+        """Keeps these rows alone (indices), and their columns from `first` on."""
         length = self.get_seq_length() - first
         self.buffers = [b[rows, :, first:] for b in self.buffers]
         self.keys, self.values = (b[:, :, :length] for b in self.buffers)

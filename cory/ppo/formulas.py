@@ -36,8 +36,8 @@ def explained_variance(error_N: Tensor, return_N: Tensor) -> float:
 
     0 where the returns are constant and there is nothing to explain. In float64.
     """
-    of_returns = return_N.double().var(correction=0).item()
-    return 1 - error_N.double().var(correction=0).item() / of_returns if of_returns > 0 else 0.0
+    return_variance = return_N.double().var(correction=0).item()
+    return 1 - error_N.double().var(correction=0).item() / return_variance if return_variance > 0 else 0.0
 
 
 # --- log-probabilities, entropy, KL ---
@@ -90,7 +90,8 @@ def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
 def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float) -> Tensor:
     """`r_t = -kl_coef * kl_t`, plus the task score on each row's last real token (paper eq. 2).
 
-    score_B (B,) task reward; kl_BT (B, T) nats; rows have at least one real token, real tokens come first.
+    score_B (B,) what the agent is trained on (`score` in cory/train.py); kl_BT (B, T) nats; rows have at
+    least one real token, real tokens come first.
     Returns (B, T), 0 on padding.
     """
     reward_BT = -kl_coef * kl_BT * mask_BT

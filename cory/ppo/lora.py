@@ -26,9 +26,9 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     from peft import LoraConfig
 
     layers, targets = linear_layers(lm), cfg.lora_targets.replace(" ", "").split(",")
-    most = largest_rank(lm)
-    cfg.require("lora_rank", cfg.lora_rank <= most, f"no layer of this model is wider than {most}, and no "
-                f"update of one has a higher rank; use at most {most}")
+    max_rank = largest_rank(lm)
+    cfg.require("lora_rank", cfg.lora_rank <= max_rank, f"no layer of this model is wider than {max_rank}, "
+                f"and no update of one has a higher rank; use at most {max_rank}")
     if targets == ["all-linear"]:
         targets = "all-linear"
     else:
@@ -46,8 +46,8 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     base = Path(lm.name_or_path)
     if base.exists():                                   # to be found from any folder
         lm.peft_config[name].base_model_name_or_path = str(base.resolve())
-    lm.selected = "unknown"
-    select(lm, None)
+    lm.active = "unknown"                               # peft has just activated the new one
+    activate(lm, None)
     return name
 
 
@@ -59,7 +59,7 @@ def linear_layers(lm: nn.Module) -> dict[str, nn.Module]:
 
 
 def largest_rank(lm: nn.Module) -> int:
-    """The most that min(inputs, outputs) is in a layer."""
+    """The largest rank that an update of any layer can have: the largest min(inputs, outputs)."""
     def rank(layer: nn.Module) -> int:
         if isinstance(layer, Conv1D):
             return min(layer.weight.shape)
@@ -77,9 +77,9 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
         for file in (settings, weights):                # a pickle would be loaded in place of the weights
             if not file.is_file():
                 raise ValueError(f"there is no file {file.name}")
-        rank, most = json.loads(settings.read_bytes())["r"], largest_rank(lm)
-        if type(rank) is not int or not 1 <= rank <= most:
-            raise ValueError(f"its rank is {repr(rank)[:60]}, not 1 to {most}")
+        rank, max_rank = json.loads(settings.read_bytes())["r"], largest_rank(lm)
+        if type(rank) is not int or not 1 <= rank <= max_rank:
+            raise ValueError(f"its rank is {repr(rank)[:60]}, not 1 to {max_rank}")
         with quiet():
             info = lm.load_adapter(str(folder), adapter_name=name)
         parameters = adapter_parameters(lm, name)
@@ -90,21 +90,25 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
     except Exception as error:                          # the loaders raise kinds of their own for each fault
         way_out = f"cannot be loaded ({said(error)}); put back what the run has saved, or train again"
         raise UserError("adapter", str(folder), way_out) from error
-    lm.selected = "unknown"
-    select(lm, None)
+    lm.active = "unknown"
+    activate(lm, None)
     return name
 
 
-def select(lm: nn.Module, name: str | None) -> None:
-    """Makes the model compute with one adapter, or with none. Nothing to do for a model without adapters."""
-    if getattr(lm, "selected", None) == name:
+def activate(lm: nn.Module, name: str | None) -> None:
+    """Makes the model compute with one adapter, or with none. A model without adapters stays as it is.
+
+    peft also freezes all other adapters: a backward pass gives a gradient to the adapter alone that is active
+    at that moment.
+    """
+    if getattr(lm, "active", None) == name:
         return
     if name is None:
         lm.disable_adapters()
     else:
         lm.enable_adapters()
         lm.set_adapter(name)
-    lm.selected = name
+    lm.active = name
 
 
 def adapter_parameters(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""What is computed together: rows by length, and tokens for the head. It changes no result."""
+"""Which rows share a forward pass, and which tokens a call of the head. Results change by rounding alone."""
 from dataclasses import dataclass, fields, replace
 from typing import Iterator
 
@@ -16,7 +16,10 @@ LOGPROBS_AT_ONCE = {"cpu": 25 * 2**20, "cuda": 2**27}       # elements of (token
 
 @dataclass(frozen=True)
 class Experience:
-    """What the update trains on: a rollout's tensors with their advantages and returns. 0 on padding."""
+    """What the update trains on: a rollout's tensors with their advantages and returns. 0 on padding.
+
+    A field's name ends in `_BP` or `_BT`, which `rows` reads. `Tokens` takes `_BT` fields by their names.
+    """
     prompt_BP: Tensor           # token ids, padded on the left
     prompt_mask_BP: Tensor      # 1 = real prompt token
     response_BT: Tensor         # sampled token ids, padded on the right
@@ -33,11 +36,10 @@ class Experience:
         columns = {"BP": slice(-P, None), "BT": slice(0, T)}
         return replace(self, **{name: x[index, columns[name[-2:]]] for name, x in tensors(self).items()})
 
-    def optimizer_steps(self, rows_per_step: int, rows_at_once: int, generator: torch.Generator,
-                        sharded: bool = False) -> Iterator[list["Experience"]]:
-        """One shuffled pass: for each optimizer step, this process's mini-batches, whose gradients add up.
-
-        Of a sharded model each process makes as many.
+    def shuffled_mini_batches(self, rows_per_step: int, rows_at_once: int, generator: torch.Generator,
+                              sharded: bool = False) -> Iterator[list["Experience"]]:
+        """Yields, for each optimizer step of one shuffled pass, this process's mini-batches, whose gradients
+        add up. A sharded model needs as many of them in every process.
         """
         order = torch.randperm(len(self.mask_BT), generator=generator).to(self.mask_BT.device)
         for rows in order.split(rows_per_step):
@@ -79,17 +81,17 @@ def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, rows_at_once: int) -> lis
 
     A group has at most `rows_at_once` rows and `TOKENS_AT_ONCE` tokens, or is a single row.
     """
-    most_tokens = TOKENS_AT_ONCE[mask_BT.device.type]
+    max_tokens = TOKENS_AT_ONCE[mask_BT.device.type]
     order = (prompt_mask_BP.sum(1) + mask_BT.sum(1)).argsort(stable=True)
     prompts = prompt_mask_BP.sum(1)[order].tolist()
     responses = mask_BT.sum(1).long()[order].tolist()
     groups, start, P, T = [], 0, 0, 0
-    for end, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         P, T = max(P, prompt), max(T, response)
-        too_many = (end + 1 - start) * (P + T) > most_tokens and end > start
-        if too_many or end - start == rows_at_once:
-            groups.append(order[start:end])
-            start, P, T = end, prompt, response
+        count = row - start                                 # rows of the open group, without this one
+        if count and (count == rows_at_once or (count + 1) * (P + T) > max_tokens):
+            groups.append(order[start:row])
+            start, P, T = row, prompt, response
     return [*groups, order[start:]]
 
 
@@ -98,6 +100,6 @@ def longest(mask: Tensor) -> int:
     return int(mask.sum(1).max())
 
 
-def head_rows(model: LanguageModel) -> int:
-    """Tokens whose logits are made together: a multiple of 64, which matrix products like."""
+def logit_chunk_size(model: LanguageModel) -> int:
+    """How many tokens' logits are made together: a multiple of 64, which matrix products like."""
     return max(64, LOGPROBS_AT_ONCE[model.device.type] // model.vocab_size // 64 * 64)

@@ -1,7 +1,8 @@
 """A causal language model seen as a policy, with a linear value head for the agents.
 
-Shapes: B rows, P prompt tokens (padded on the left), T response tokens (padded on the right), H hidden
-size, V vocabulary, N response tokens gathered from many rows.
+Names end in their shapes, in all of `cory`: B rows, P prompt tokens (padded on the left), T response tokens
+(padded on the right), H hidden size, V vocabulary, N response tokens gathered from many rows, R rows that
+still sample, G queries with k responses each, 1 a dimension of size 1.
 """
 import copy
 from contextlib import nullcontext
@@ -12,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from cory.config import FLOAT32, Precision
 from cory.ppo import formulas
-from cory.ppo.lora import adapter_parameters, select
+from cory.ppo.lora import activate, adapter_parameters
 from cory.ppo.precision import multiply
 
 
@@ -67,7 +68,7 @@ class LanguageModel(nn.Module):
 
     def body(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache=None) -> tuple[Tensor, object]:
         """The transformer without its head, with this model's adapter: (last hidden states, cache)."""
-        select(self.lm, self.adapter)
+        activate(self.lm, self.adapter)
         with self.autocast():
             out = self.lm.base_model(input_ids=ids, attention_mask=mask, position_ids=position_ids,
                                      past_key_values=cache, use_cache=cache is not None)
@@ -106,8 +107,9 @@ class LogpAndEntropy(torch.autograd.Function):
 
         d log pi(a) / d logits = onehot(a) - pi        d H / d logits = -pi (log pi + H)
 
-    Plain autograd keeps three tensors of (N, V) for it and makes two more; this keeps one. What the loss
-    does not use costs nothing. All three products are in the head's precision.
+    Plain autograd keeps three tensors of (N, V) and makes two more. This keeps one, which `backward`
+    overwrites: it runs once. An output that the loss does not use costs nothing. All three matrix products
+    are in the head's precision.
     """
 
     @staticmethod
@@ -123,27 +125,29 @@ class LogpAndEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, of_logp_N, of_entropy_N):
+    def backward(ctx, grad_logp_N, grad_entropy_N):
         hidden_NH, weight_VH, token_N, p_NV, entropy_N = ctx.saved_tensors
         through_entropy_NV = None
-        if of_entropy_N is not None:
-            scale_N1 = -of_entropy_N[:, None] / ctx.temperature
+        if grad_entropy_N is not None:                          # first: p is overwritten below
+            scale_N1 = -grad_entropy_N[:, None] / ctx.temperature
+            # p log p + p H
             through_entropy_NV = torch.xlogy(p_NV, p_NV).addcmul_(p_NV, entropy_N[:, None]).mul_(scale_N1)
-        if of_logp_N is None:
-            of_logits_NV = through_entropy_NV
+        if grad_logp_N is None:
+            grad_logits_NV = through_entropy_NV
         else:
-            of_logp_N1 = of_logp_N[:, None] / ctx.temperature
-            of_logits_NV = p_NV.mul_(-of_logp_N1).scatter_add_(1, token_N[:, None], of_logp_N1)
+            scale_N1 = grad_logp_N[:, None] / ctx.temperature
+            # onehot(a) - p, in the memory of p
+            grad_logits_NV = p_NV.mul_(-scale_N1).scatter_add_(1, token_N[:, None], scale_N1)
             if through_entropy_NV is not None:
-                of_logits_NV.add_(through_entropy_NV)
-        of_hidden = of_weight = of_bias = None
+                grad_logits_NV.add_(through_entropy_NV)
+        grad_hidden = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            of_hidden = multiply(of_logits_NV, weight_VH, ctx.precision)
+            grad_hidden = multiply(grad_logits_NV, weight_VH, ctx.precision)
         if ctx.needs_input_grad[1]:
-            of_weight = multiply(of_logits_NV.t(), hidden_NH, ctx.precision)
+            grad_weight = multiply(grad_logits_NV.t(), hidden_NH, ctx.precision)
         if ctx.needs_input_grad[2]:
-            of_bias = of_logits_NV.sum(0)
-        return of_hidden, of_weight, of_bias, None, None, None
+            grad_bias = grad_logits_NV.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 class PolicyWithValue(LanguageModel):

@@ -19,7 +19,7 @@ def multiply(a_MK: Tensor, b_KN: Tensor, precision: str) -> Tensor:
     """`a b` of float32 matrices, in float32."""
     device = a_MK.device
     with torch.autocast(device.type, enabled=False):
-        if device.type == "cuda" and precision == "bfloat16":       # has no gradient: `LogpAndEntropy` has
+        if device.type == "cuda" and precision == "bfloat16":       # autograd cannot: `LogpAndEntropy` does
             return torch.mm(a_MK.bfloat16(), b_KN.bfloat16(), out_dtype=torch.float32)
         with inputs_rounded(device, precision):
             return a_MK @ b_KN

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cory.config import Config
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
-from cory.ppo.minibatches import by_length, head_rows, longest
+from cory.ppo.minibatches import by_length, logit_chunk_size, longest
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode, encode_prompts, sample
 from cory.system.distributed import all_gather, all_reduce, local_rows, world_size
@@ -17,7 +17,11 @@ from cory.system.sharding import unsharded
 
 @dataclass(frozen=True)
 class Rollout:
-    """Prompts and responses under the policy that sampled them, constant over PPO epochs. 0 on padding."""
+    """Prompts and responses under the policy that sampled them, constant over PPO epochs. 0 on padding.
+
+    A tensor's name ends in `_BP` (padded on the left) or `_BT` (on the right), which `all_gather_rollout`
+    reads. Another field is a list with an item for each row, or the same in all processes.
+    """
     prompt_BP: Tensor           # token ids, padded on the left
     prompt_mask_BP: Tensor      # 1 = real prompt token
     response_BT: Tensor         # sampled token ids, padded on the right
@@ -76,14 +80,16 @@ def local_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], ma
         scored = [(logp_BT, logp_N), (ref_logp_BT, ref_logp_N), (kl_BT, kl_N)]
         if value_BT is not None:
             scored.append((value_BT, policy.values(hidden_NH)))
+        # x_N has the real tokens row by row, as the mask lists them: none lies beyond T
         for x_BT, x_N in scored:
             x_BT[rows] = x_BT[rows].masked_scatter(mask_BT[rows].bool(), x_N)
 
     gaps = all_reduce(((sampled.logp_BT - logp_BT).abs() * mask_BT).sum())
     gap = (gaps / all_reduce(mask_BT.sum())).item()
     text = decode(policy, sampled.response_BT, mask_BT)
-    return Rollout(encoded.ids_BP, encoded.mask_BP, sampled.response_BT, mask_BT, logp_BT, ref_logp_BT,
-                   kl_BT, value_BT, text, gap)
+    return Rollout(prompt_BP=encoded.ids_BP, prompt_mask_BP=encoded.mask_BP, response_BT=sampled.response_BT,
+                   mask_BT=mask_BT, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT, value_BT=value_BT,
+                   text=text, sampling_gap=gap)
 
 
 def all_gather_rollout(rollout: Rollout, pad_id: int) -> Rollout:
@@ -114,7 +120,7 @@ def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: 
     The two distributions of a token exist at the same time, for a few tokens at a time: nothing of size
     (B, T, V) is made.
     """
-    size, parts = head_rows(policy), []
+    size, parts = logit_chunk_size(policy), []
     columns = (x.split(size) for x in (hidden_NH, ref_hidden_NH, token_N))
     for hidden, ref_hidden, token in zip(*columns, strict=True):
         logp_NV, ref_logp_NV = policy.logprobs(hidden), reference.logprobs(ref_hidden)

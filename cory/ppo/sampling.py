@@ -12,7 +12,7 @@ from cory.ppo.minibatches import longest
 from cory.ppo.model import LanguageModel, positions
 from cory.system.distributed import all_reduce_max, local_rows, world_size
 
-# A look at which rows still run waits for all that a GPU was given; between two looks nothing does.
+# To look at which rows still run, the host waits for the GPU. No other step does.
 STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}
 
 
@@ -48,7 +48,9 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
 
 
 def decode(model: LanguageModel, response_BT: Tensor, mask_BT: Tensor) -> list[str]:
-    """Response texts without special tokens: all that others see. Ids are never made from them again."""
+    """Responses as text, without special tokens: all that rewards and the other agent see. Training uses the
+    sampled ids, and never encodes the text again.
+    """
     lengths = mask_BT.sum(1).long().tolist()
     ids = [row[:n] for row, n in zip(response_BT.tolist(), lengths, strict=True)]
     return model.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -63,8 +65,10 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """
     cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p
     total_B1 = cumulative_BV[:, -1:]
+    # rounding may give uniform * total = total, beyond every token
     largest_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
     threshold_B1 = (uniform_B[:, None] * total_B1).minimum(largest_B1)
+    # right=True: strictly above the threshold, so never a token of probability 0
     token_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
     return token_B.clamp(max=logp_BV.shape[1] - 1)          # where all is NaN: `sample` finds out soon
 
@@ -82,14 +86,17 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     Raises `Diverged` where log-probabilities are NaN.
     """
     B = len(prompts.ids_BP) * (world_size() if is_local else 1)
-    rows, uniform_TB = local_rows(B) if is_local else slice(B), None
+    rows = local_rows(B) if is_local else slice(B)
+    uniform_TB = None
     if generator is not None:
         before = generator.get_state()
         uniform_TB = torch.rand(max_new_tokens, B, generator=generator, dtype=torch.float64)
         uniform_TB = uniform_TB[:, rows].to(model.device)
     with model.autocast():                      # once for all steps, so that each weight is cast once
         sampled = sampling_loop(uniform_TB, model, prompts, max_new_tokens)
-    if generator is not None:                   # as if the numbers of these steps alone had been drawn
+    # Rewind, and draw the numbers of the steps taken alone. So the stream depends neither on max_new_tokens
+    # nor on how often the loop looks. It is equal in all processes, where it also shuffles mini-batches.
+    if generator is not None:
         steps = sampled.mask_BT.shape[1]
         steps = all_reduce_max(steps) if is_local else steps
         generator.set_state(before)
@@ -102,7 +109,7 @@ def sampling_loop(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prom
     """`sample` as a function of one uniform number for each token, or greedy without them.
 
     R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the
-    columns that hold no token of any other row.
+    leading columns that are padding in all others.
     """
     B, device = len(prompts.ids_BP), model.device
     eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
@@ -121,26 +128,27 @@ def sampling_loop(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prom
         mask_BT[row_R, t] = running_R.float()
         logp_BT[row_R, t] = formulas.token_logprobs(logp_RV, token_R).where(running_R, 0.0)
         running_R = running_R & ~torch.isin(token_R, ends)
-        # one NaN or infinite logit makes a whole row of log-probabilities NaN, so that one column tells
+        # one NaN or +inf logit makes all log-probabilities of its row NaN, so that one column tells
         any_nan = any_nan | logp_RV[:, 0].isnan().any()
 
         ids, position_ids = token_R[:, None], position_ids[:, -1:] + 1
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         if (t + 1) % STEPS_BETWEEN_LOOKS[device.type] and t + 1 < max_new_tokens:
             continue
+        # the first column that holds a token of each row that still runs
         first_R = mask.argmax(1).masked_fill(~running_R, mask.shape[1])
-        left, first, diverged = torch.stack([running_R.sum(), first_R.min(), any_nan]).tolist()
-        if diverged:
+        running, first_column, has_nan = torch.stack([running_R.sum(), first_R.min(), any_nan]).tolist()
+        if has_nan:
             way_out = ("go on from the last checkpoint or start anew, with a lower --learning_rate or "
                        "--max_grad_norm 1")
             raise Diverged("log-probability", float("nan"), "the model", way_out)
-        if left == 0:
+        if running == 0:
             break
-        if left <= 3 / 4 * len(row_R):
-            keep = running_R.sort(descending=True, stable=True).indices[:left]
+        if running <= 3 / 4 * len(row_R):
+            keep = running_R.sort(descending=True, stable=True).indices[:running]
             for layer in cache.layers:
-                layer.keep(keep, first)
-            row_R, running_R, mask = row_R[keep], running_R[keep], mask[keep, first:]
+                layer.keep(keep, first_column)
+            row_R, running_R, mask = row_R[keep], running_R[keep], mask[keep, first_column:]
             ids, position_ids = ids[keep], position_ids[keep]
     T = longest(mask_BT)
     return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])

@@ -12,9 +12,10 @@ from cory.config import LR_SCHEDULES, Config
 from cory.errors import Diverged, UserError
 from cory.names import find
 from cory.ppo import formulas
-from cory.ppo.advantages import asked_for, estimator
+from cory.ppo.advantages import estimator, parameter_names
 from cory.ppo.agent import Agent
-from cory.ppo.minibatches import Experience, Tokens, head_rows
+from cory.ppo.lora import activate
+from cory.ppo.minibatches import Experience, Tokens, logit_chunk_size
 from cory.ppo.model import PolicyWithValue
 from cory.ppo.rollout import Rollout
 from cory.system import distributed, sharding
@@ -34,7 +35,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
     seen, grad_norms = defaultdict(list), []
     sharded = sharding.is_sharded(agent.policy.lm)
     for _ in range(cfg.num_ppo_epochs):
-        steps = experience.optimizer_steps(rows_per_step, rows_at_once, agent.generator, sharded)
+        steps = experience.shuffled_mini_batches(rows_per_step, rows_at_once, agent.generator, sharded)
         for mini_batches in steps:
             step_tokens = distributed.all_reduce(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))
             for mini_batch in mini_batches:
@@ -54,13 +55,14 @@ def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Conf
     if getattr(score_B, "shape", None) != mask_BT.shape[:1]:
         way_out = f"must be a tensor of {len(mask_BT)} numbers, one for each response"
         raise UserError("score", f"{type(score_B).__name__} {tuple(getattr(score_B, 'shape', ()))}", way_out)
-    charged = kl_coef if cfg.kl_in == "reward" else 0.0
-    reward_BT = formulas.token_rewards(score_B.to(mask_BT), rollout.kl_BT, mask_BT, charged)
+    reward_kl_coef = kl_coef if cfg.kl_in == "reward" else 0.0
+    reward_BT = formulas.token_rewards(score_B.to(mask_BT), rollout.kl_BT, mask_BT, reward_kl_coef)
 
+    # the names of `advantages.OFFERED`
     offered = {"reward_BT": reward_BT, "mask_BT": mask_BT, "value_BT": value_BT, "gamma": cfg.gamma,
                "lam": cfg.lam, "group_size": cfg.responses_per_query}
     estimate = estimator(cfg.advantage, cfg.responses_per_query)
-    advantage_BT = estimate(**{name: offered[name] for name in asked_for(estimate)})
+    advantage_BT = estimate(**{name: offered[name] for name in parameter_names(estimate)})
     if getattr(advantage_BT, "shape", None) != mask_BT.shape:
         way_out = f"must return a tensor like reward_BT, {tuple(mask_BT.shape)} here"
         raise UserError("advantage", cfg.advantage, way_out)
@@ -68,8 +70,10 @@ def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Conf
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
     if cfg.whitens:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
-    return Experience(rollout.prompt_BP, rollout.prompt_mask_BP, rollout.response_BT, mask_BT,
-                      rollout.logp_BT, rollout.ref_logp_BT, advantage_BT, value_BT, return_BT)
+    return Experience(prompt_BP=rollout.prompt_BP, prompt_mask_BP=rollout.prompt_mask_BP,
+                      response_BT=rollout.response_BT, mask_BT=mask_BT, logp_BT=rollout.logp_BT,
+                      ref_logp_BT=rollout.ref_logp_BT, advantage_BT=advantage_BT, value_BT=value_BT,
+                      return_BT=return_BT)
 
 
 def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: float,
@@ -79,15 +83,16 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
         loss = policy_loss + kl_coef k3 [kl_in loss] - ent_coef entropy + vf_coef value_loss [with a critic]
 
     hidden_NH (N, H): the policy's last hidden states of N response tokens; `old` is what the rollout
-    knows of them. Every metric is logged as its mean over all tokens of the update: one more line here is
-    one more curve.
+    knows of them. A metric is logged as its mean over all tokens of the update: one more line here is one
+    more curve. The exception is `critic_error`, of which `token_means` makes `value_error` and
+    `explained_variance`.
     """
     logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
     policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)
-    loss_N = policy_loss_N.clone()          # a tensor of its own: `loss_N -= ...` leaves the metric as it is
+    loss_N = policy_loss_N.clone()          # a copy: `loss_N -= ...` leaves the metric as it is
     metrics = {"policy_loss": policy_loss_N, "entropy": entropy_N,
                "clip_fraction": ((logp_N - old.logp_N).exp() - 1).abs() > cfg.cliprange,
-               "approx_kl": formulas.kl_k3(old.logp_N, logp_N)}         # of pi_old against pi
+               "approx_kl": formulas.kl_k3(old.logp_N, logp_N)}         # estimates KL(pi_old || pi)
     if cfg.kl_in == "loss":
         kl_loss_N = formulas.kl_k3(logp_N, old.ref_logp_N)
         loss_N = loss_N + kl_coef * kl_loss_N
@@ -114,7 +119,7 @@ def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor, cfg:
     prompt_BP, prompt_mask_BP = mini_batch.prompt_BP, mini_batch.prompt_mask_BP
     hidden_NH = policy.response_hidden(prompt_BP, prompt_mask_BP, mini_batch.response_BT)[real]
     leaf_NH = hidden_NH.detach().requires_grad_()
-    size = head_rows(policy)
+    size = logit_chunk_size(policy)
     for hidden, old in zip(leaf_NH.split(size), Tokens.of(mini_batch).split(size), strict=True):
         loss_N, metrics = losses(policy, hidden, old, agent.kl_coef, cfg)
         require_per_token("loss", loss_N, hidden)
@@ -122,11 +127,12 @@ def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor, cfg:
         for name, x_N in metrics.items():
             require_per_token(name, x_N, loss_N)
             seen[name].append(x_N.detach())
+    activate(policy.lm, policy.adapter)     # `losses` may have called the reference, or another agent
     hidden_NH.backward(leaf_NH.grad)
 
 
 def require_per_token(name: str, x_N: Tensor, like: Tensor) -> None:
-    """`losses` returns what is averaged later: a mean of its own would be weighted wrongly."""
+    """Raises `UserError` unless x_N has a value per token: the mean is taken over the optimizer step."""
     if x_N.shape != like.shape[:1]:
         way_out = f"losses() returns one value per token, ({len(like)},) here; take no mean or sum there"
         raise UserError(name, f"a tensor of shape {tuple(x_N.shape)}", way_out)
@@ -155,12 +161,14 @@ def set_learning_rate(agent: Agent, iteration: int, cfg: Config) -> float:
     """Sets this iteration's step sizes, of policy and critic, and returns the policy's."""
     schedule = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)
     total, warmup = cfg.iterations, cfg.warmup_iterations
-    bases = cfg.learning_rate, cfg.critic_learning_rate or cfg.learning_rate
-    try:
-        rate, critic_rate = (float(formulas.learning_rate(base, iteration, total, warmup, schedule))
-                             for base in bases)
-    except (TypeError, ValueError):
-        rate = math.nan                                 # no number, or no function of one number
+
+    def rate_of(base: float) -> float:
+        try:
+            return float(formulas.learning_rate(base, iteration, total, warmup, schedule))
+        except (TypeError, ValueError):
+            return math.nan                             # the schedule takes no number, or returns none
+
+    rate, critic_rate = rate_of(cfg.learning_rate), rate_of(cfg.critic_learning_rate or cfg.learning_rate)
     if not 0 <= rate < math.inf:
         way_out = "must be a function from progress (0 to 1) to a factor of 0 or more"
         raise UserError("lr_schedule", cfg.lr_schedule, way_out)

@@ -1,6 +1,6 @@
 """FSDP2 (`--shard true`): each process keeps a part of every layer's matrices, and of Adam's moments.
 
-Without it every function here returns what it is given.
+Without it nothing is divided, and nothing here speaks to other processes.
 """
 from contextlib import contextmanager
 from typing import Collection, Iterator
