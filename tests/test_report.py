@@ -18,7 +18,7 @@ from cory.commands.flags import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
 from cory.experiment import plots, weights_and_biases
 from cory.experiment.evaluation import distinct, evaluate
-from cory.experiment.groups import grouped, shown
+from cory.experiment.tables import grouped, shown
 from cory.experiment.log import RunLog
 from cory.experiment.tables import pass_at_k_table, results_table
 from cory.system.files import read_jsonl

@@ -22,14 +22,14 @@ from cory.errors import UserError, exit_on_user_error
 from cory.experiment.evaluation import (
     EVALUATION_SEED,
     answer,
+    checked,
     require_same_reward,
     rows_at_once,
-    with_metrics,
 )
 from cory.experiment.plots import draw_pass_at_k
 from cory.experiment.run import find_task
 from cory.experiment.saved_config import load_config, read_config
-from cory.experiment.tables import pass_at_k_table
+from cory.experiment.tables import grouped, groups_table
 from cory.ppo import formulas
 from cory.ppo.loading import load_language_model
 from cory.ppo.lora import load_adapter
@@ -103,7 +103,7 @@ def solved_metrics(task: Task, lines: list[dict], ks: list[int]) -> dict[str, fl
     responses, rewards = ([x for line in lines for x in line[key]] for key in ("responses", "rewards"))
     solved = [reward > 0 for reward in rewards]         # of n greedy answers, then of n in each drawn round
     greedy = {"task_reward": sum(rewards[:n]) / n, "solved": sum(solved[:n]) / n}
-    greedy = with_metrics(greedy, task, task.held_out_queries, responses[:n])
+    greedy |= checked(task.metrics(task.held_out_queries, responses[:n]), taken=greedy)
     metrics = {f"greedy_{name}": value for name, value in greedy.items()}
     drawn = [solved[n + i::n] for i in range(n)]
     for k in ks:
@@ -229,7 +229,7 @@ def evaluate_runs(args: argparse.Namespace, saved: list[dict]) -> None:
             runs.append((config | shown, evaluate_run(run_dir, cfg, args, base_from)))
     if not is_main():
         return
-    print(pass_at_k_table(runs, args.by))
+    print(groups_table(f"held-out, {runs[0][0]['eval_queries']} queries", grouped(runs, args.by)))
     out = args.out or args.run_dirs[0] / "evaluation" / "pass_at_k.png"
     draw_pass_at_k(runs, args.k, out, args.by)
     folders = ", ".join(str(run_dir / "evaluation") for run_dir in args.run_dirs)

@@ -1,17 +1,15 @@
-"""How far the objective can rise, from a base's own answers to the held-out queries (docs/learning.md).
+"""How far the objective can rise, from the base's own answers to the held-out queries (docs/learning.md).
 
-    python -m cory limit RUN_DIR ...        # of finished runs: eval.json and curves.png then show it
-    python -m cory limit imdb --model DIR   # of a model: imdb or gsm8k, then any flags of its script
+    python -m cory limit RUN_DIR ...        # finished runs: eval.json and curves.png then show it
 """
 import json
-from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
 from tqdm import tqdm
 
-from cory.commands.flags import OneLineParser, parse
+from cory.commands.flags import OneLineParser
 from cory.commands.report import require_finished
-from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Config, Gsm8kConfig, ImdbConfig
+from cory.config import Config
 from cory.errors import exit_on_user_error
 from cory.experiment.evaluation import EVALUATION_SEED, answer, rows_at_once
 from cory.experiment.fingerprints import of_model
@@ -25,10 +23,8 @@ from cory.system.files import read_json, replace_text
 from cory.system.folder import locked
 from cory.system.machine import prepare_device, settled_anew
 
-EXPERIMENTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
 
-
-def base_rewards(cfg: Config, n: int) -> dict:
+def base_rewards(cfg: Config, n: int = 64) -> dict:
     """What limit.json holds: n rewards of the base's answers to each held-out query, and the first answer."""
     task_class = find_task(cfg)
     data, cfg = task_class.load_data(cfg), settled_anew(cfg)
@@ -45,44 +41,19 @@ def base_rewards(cfg: Config, n: int) -> dict:
     return {"made_with": made_with(cfg, task, of_model(base, task)), "examples": examples, "rewards": rewards}
 
 
-def limit_of_run(run_dir: Path, n: int) -> None:
-    """Puts limit.json into a run's folder, and what follows from it into eval.json and curves.png."""
-    cfg = load_config(run_dir)
-    with locked(run_dir):
-        found = base_rewards(cfg, n)
-        limit = Limit(found["rewards"], cfg.init_kl_coef)
-        held_out = {name: limit.with_share(metrics) if isinstance(metrics, dict) else metrics
-                    for name, metrics in read_json(run_dir / "eval.json").items()}
-        replace_text(run_dir / "limit.json", json.dumps(found))
-        replace_text(run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
-        draw_curves(run_dir)
-    print(run_dir, results_table(limit.metrics()), results_table(held_out), sep="\n", flush=True)
-
-
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    parser = OneLineParser(prog="python -m cory limit", description=__doc__, allow_abbrev=False,
-                           formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("of", nargs="+", help="folders of finished runs; or imdb, gsm8k")
-    parser.add_argument("--samples", type=int, default=64, help="answers to each query; 16 or more")
-    parser.add_argument("--out", type=Path, help="of a model: a file for the rewards")
-    args, flags = parser.parse_known_args(argv)
-    if args.samples < 16:
-        parser.error(f"--samples {args.samples}: must be 16 or more")
-    if args.of[0] in EXPERIMENTS:
-        cfg = parse(*EXPERIMENTS[args.of[0]], [*args.of[1:], *flags])
-        found = base_rewards(cfg, args.samples)
-        print(results_table(Limit(found["rewards"], cfg.init_kl_coef).metrics()))
-        if args.out:
-            replace_text(args.out, json.dumps(found))
-        return
-    if flags:
-        parser.error(f"unknown: {' '.join(flags)}; a run has settings of its own")
-    run_dirs = [Path(name) for name in args.of]
+    parser = OneLineParser(prog="python -m cory limit", description=__doc__)
+    parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
+    run_dirs = parser.parse_args(argv).run_dirs
     require_finished(run_dirs)
     for run_dir in run_dirs:
-        limit_of_run(run_dir, args.samples)
-
-
-if __name__ == "__main__":
-    main()
+        cfg = load_config(run_dir)
+        with locked(run_dir):
+            answers = base_rewards(cfg)
+            limit = Limit(answers["rewards"], cfg.init_kl_coef)
+            held_out = limit.with_shares(read_json(run_dir / "eval.json"))
+            replace_text(run_dir / "limit.json", json.dumps(answers))
+            replace_text(run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
+            draw_curves(run_dir)
+        print(run_dir, results_table(limit.with_shares(limit.metrics) | held_out), sep="\n", flush=True)

@@ -7,19 +7,17 @@ in any other setting are refused.
 """
 import argparse
 import os
-from itertools import combinations
 from pathlib import Path
 from typing import Sequence
 
 from cory.commands.flags import OneLineParser
 from cory.errors import UserError, exit_on_user_error
-from cory.experiment.groups import grouped
 from cory.experiment.limit import limit_of
-from cory.experiment.plots import draw_comparison
+from cory.experiment.plots import draw_runs
 from cory.experiment.saved_config import BESIDE_SETTINGS, read_config
-from cory.experiment.tables import groups_table
+from cory.experiment.tables import grouped, groups_table
 from cory.names import guess
-from cory.system.files import read_json, read_log
+from cory.system.files import read_json, read_log, readable
 
 # Runs may differ in these, and in what concerns W&B, and still be compared.
 FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "save_every", "sample_rows", "device",
@@ -27,22 +25,18 @@ FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "save_every", "sampl
 
 
 def require_finished(run_dirs: list[Path]) -> None:
-    """Raises `UserError` for a folder without eval.json, or named twice."""
-    for i, run_dir in enumerate(run_dirs):
+    """Raises `UserError` for a folder without eval.json."""
+    for run_dir in run_dirs:
         if not (run_dir / "eval.json").exists():
             raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
-        if run_dir.resolve() in [other.resolve() for other in run_dirs[:i]]:
-            raise UserError("run_dirs", str(run_dir), "is named twice; name each run once")
 
 
 def require_picture(path: Path | None, field: str = "out") -> None:
     """A picture can be written there: said before work is done for it. Raises `UserError`."""
     if path and path.suffix not in (".png", ".pdf", ".svg"):
         raise UserError(field, str(path), "must end in .png, .pdf or .svg")
-    if path and path.is_dir():
-        raise UserError(field, str(path), "is a folder; name a file in it")
-    if path and not os.access(path.absolute().parent, os.W_OK):
-        raise UserError(field, str(path), "its folder is missing or not writable; name another place")
+    if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise UserError(field, str(path), "cannot be written to; name a file elsewhere")
 
 
 def require_same_settings(run_dirs: list[Path], configs: list[dict], by: Sequence[str] = ()) -> None:
@@ -51,47 +45,31 @@ def require_same_settings(run_dirs: list[Path], configs: list[dict], by: Sequenc
     for name in by:
         if name not in settings:
             raise UserError("by", name, f"is no setting; {guess(name, settings)}config.json lists them")
-    first, free = configs[0], {*by, *FREE_BETWEEN_RUNS, *BESIDE_SETTINGS}
+    compared = sorted(name for name in settings - {*by, *FREE_BETWEEN_RUNS} if not name.startswith("wandb"))
+    agents_of_group, run_of_seed = {}, {}
     for run_dir, config in zip(run_dirs, configs, strict=True):
-        differ = [name for name in first | config if config.get(name) != first.get(name)
-                  and name not in free and not name.startswith("wandb")]
+        differ = [name for name in compared if config.get(name) != configs[0].get(name)]
         if differ:
             raise UserError("run_dirs", str(run_dir), f"differs from {run_dirs[0]} in {', '.join(differ)}; "
                             f"make a group of each value with --by {' '.join([*by, *differ])}")
-    for (other, old), (run_dir, new) in combinations(zip(run_dirs, configs, strict=True), 2):
-        same_group = all(old.get(name) == new.get(name) for name in ("method", *by))
-        if same_group and old["agents"] != new["agents"]:
-            raise UserError("run_dirs", str(run_dir), f"has other agents than {other}; leave one out")
-        if same_group and old["seed"] == new["seed"]:
-            raise UserError("run_dirs", str(run_dir), f"has seed {new['seed']} as {other} has; leave one out")
-
-
-def read_run(run_dir: Path) -> tuple[dict, list[dict], dict]:
-    """config.json, the rows of metrics.jsonl and eval.json of a finished run. Raises `UserError`."""
-    config, rows = read_config(run_dir), read_log(run_dir / "metrics.jsonl")
-    if not rows:
-        raise no_use(run_dir / "metrics.jsonl", "holds no rows")
-    return config, rows, read_eval(run_dir, config["agents"])
+        group = str([config.get(name) for name in ("method", *by)])
+        if agents_of_group.setdefault(group, config["agents"]) != config["agents"]:
+            raise UserError("run_dirs", str(run_dir), "has other agents than a run before it; leave one out")
+        other = run_of_seed.setdefault(f"{group} {config['seed']}", run_dir)
+        if other is not run_dir:
+            why = f"has seed {config['seed']} as {other} has; leave one out"
+            raise UserError("run_dirs", str(run_dir), why)
 
 
 def read_eval(run_dir: Path, agents: list[str]) -> dict:
     """eval.json: `iteration`, `queries`, and the metrics of base and agents, each a number by name."""
     path = run_dir / "eval.json"
-    found = read_json(path)
-    if not (isinstance(found, dict) and type(found.get("iteration")) is int):
-        raise no_use(path, "names no iteration")
-    for name in ("base", *agents):
-        metrics = found.get(name)
-        if not (metrics and isinstance(metrics, dict)):
-            raise no_use(path, f"has no metrics of {name!r}")
-        for key, value in metrics.items():
-            if not isinstance(value, (int, float)):
-                raise no_use(path, f"has {name}'s {key} as {str(value)[:40]!r}")
-    return found
-
-
-def no_use(path: Path, why: str) -> UserError:
-    return UserError("file", str(path), f"{why}; leave this run out, or put back a copy of the file")
+    held_out = read_json(path)
+    with readable(path):
+        int(held_out["iteration"])
+        for name in ("base", *agents):
+            sum(held_out[name].values())
+    return held_out
 
 
 @exit_on_user_error
@@ -105,13 +83,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     require_finished(args.run_dirs)
     require_picture(args.out)
-    runs = [read_run(run_dir) for run_dir in args.run_dirs]
-    require_same_settings(args.run_dirs, [config for config, _, _ in runs], args.by)
-    print(groups_table("held-out", grouped([(config, held_out) for config, _, held_out in runs], args.by)))
+    configs = [read_config(run_dir) for run_dir in args.run_dirs]
+    require_same_settings(args.run_dirs, configs, args.by)
+    held_out = [read_eval(run_dir, config["agents"])
+                for run_dir, config in zip(args.run_dirs, configs, strict=True)]
+    print(groups_table("held-out", grouped(list(zip(configs, held_out, strict=True)), args.by)))
+    rows = [read_log(run_dir / "metrics.jsonl") for run_dir in args.run_dirs]
+    if not all(rows):
+        raise UserError("run_dirs", str(args.run_dirs[rows.index([])]), "its metrics.jsonl holds no rows")
     limits = [limit_of(run_dir) for run_dir in args.run_dirs]
-    draw_comparison([(config, rows) for config, rows, _ in runs], args.out, args.by, limits)
+    draw_runs(list(zip(configs, rows, strict=True)), args.out, args.by, limits)
     print(f"written: {args.out}")
-
-
-if __name__ == "__main__":
-    main()

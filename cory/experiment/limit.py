@@ -1,4 +1,4 @@
-"""How far the objective `E[r] - eta KL(pi || pi0)` can rise, from the base's own answers.
+"""How far the objective `E[r] - eta KL(pi || pi0)` can rise, from the base's own answers (docs/learning.md).
 
 Its maximum is at `pi*(a|s) = pi0(a|s) exp(r(s, a) / eta) / Z(s)`. The estimates below need no training.
 Shapes: Q held-out queries, n answers of the base to each. Rewards are the task's, KL is in nats.
@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cory.config import ASSETS, Config
-from cory.errors import UserError
 from cory.experiment.saved_config import read_config
-from cory.system.files import read_json
+from cory.system.files import read_json, readable
 from cory.tasks.task import Task
 
 LEAST_ESS = 8.0         # effective samples per query, below which a tilt is not trusted
@@ -55,33 +54,30 @@ class Limit:
     """What the objective can reach: a lower bound, since nothing outside the n answers is seen.
 
     `tilts` lead from the base to the strongest tilt, at a temperature of eta or more, that has `LEAST_ESS`
-    effective samples. `combined` is the objective there.
+    effective samples. `metrics` are those of base, best of n and tilt, by the names that eval.json has.
     """
 
     def __init__(self, rewards: list[list[float]], eta: float):
         reward_Qn = np.array(rewards, dtype=np.float64)
-        coldest = max(eta, 1e-3 * float(reward_Qn.std()), 1e-9)
+        coldest, n = max(eta, 1e-3 * float(reward_Qn.std()), 1e-9), reward_Qn.shape[1]
         points = [tilted(reward_Qn, coldest * 2 ** (i / 8)) for i in reversed(range(120))]
-        self.eta, self.base, n = eta, float(reward_Qn.mean()), reward_Qn.shape[1]
-        self.tilts = [Point(0.0, self.base, n), *(p for p in points if p.ess >= LEAST_ESS)]
+        base = Point(0.0, float(reward_Qn.mean()), n)
+        self.tilts = [base, *(p for p in points if p.ess >= LEAST_ESS)]
         self.best_of = {m: best_of(reward_Qn, m) for m in (4, 16, 32) if m <= n / 2}
-        self.combined = self.tilts[-1].reward - eta * self.tilts[-1].kl
+        best = {f"best of {m}": point for m, point in self.best_of.items()}
+        self.metrics = {name: {"task_reward": p.reward, "kl": p.kl, "combined_reward": p.reward - eta * p.kl}
+                        for name, p in {"base": base, **best, "tilt": self.tilts[-1]}.items()}
 
-    def share(self, combined: float) -> float:
-        """`(combined - base) / (limit - base)`: 0 is the base, 1 the limit. 0 where all answers score alike.
+    def with_shares(self, held_out: dict) -> dict:
+        """What eval.json holds, with `share_of_limit` in all metrics: 0 is the base, 1 the tilt.
+
+            (combined - base) / (tilt - base)        0 where all answers score alike
         """
-        room = self.combined - self.base
-        return (combined - self.base) / room if room > 1e-9 else 0.0
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """Of base, best of n and tilt, by the names of held-out metrics."""
-        points = {"base": self.tilts[0], **{f"best of {m}": point for m, point in self.best_of.items()}}
-        return {name: self.with_share({"task_reward": p.reward, "kl": p.kl,
-                                       "combined_reward": p.reward - self.eta * p.kl})
-                for name, p in {**points, "tilt": self.tilts[-1]}.items()}
-
-    def with_share(self, metrics: dict[str, float]) -> dict[str, float]:
-        return {**metrics, "share_of_limit": self.share(metrics["combined_reward"])}
+        base, tilt = (self.metrics[name]["combined_reward"] for name in ("base", "tilt"))
+        room = tilt - base if tilt - base > 1e-9 else math.inf
+        shares = {name: {"share_of_limit": (x["combined_reward"] - base) / room}
+                  for name, x in held_out.items() if isinstance(x, dict)}
+        return held_out | {name: held_out[name] | share for name, share in shares.items()}
 
 
 def made_with(cfg: Config, task: Task, model: str) -> dict:
@@ -92,18 +88,18 @@ def made_with(cfg: Config, task: Task, model: str) -> dict:
 
 
 def embedded_rewards(cfg: Config, task: Task, model: str) -> dict | None:
-    """The rewards of an embedded base that answers as this run's does, on this run's queries; else None.
+    """What limit.json holds, of an embedded base that answers as this run's does, on its queries; else None.
 
     One answer to each query is scored again: an edited reward has no limit rather than a wrong one.
     """
-    queries = task.held_out_queries
-    for path in sorted(ASSETS.glob(f"*/limit-{cfg.eval_split}.json")):
-        found = read_json(path)
-        examples, rewards = (found[name][:len(queries)] for name in ("examples", "rewards"))
-        there = {**found["made_with"], "prompts": found["made_with"]["prompts"][:len(queries)]}
-        if there == made_with(cfg, task, model) and np.allclose(
+    queries, wanted = task.held_out_queries, made_with(cfg, task, model)
+    for path in ASSETS.glob(f"*/limit-{cfg.eval_split}.json"):
+        known = read_json(path)
+        known["made_with"]["prompts"] = known["made_with"]["prompts"][:len(queries)]
+        examples, rewards = known["examples"][:len(queries)], known["rewards"][:len(queries)]
+        if known["made_with"] == wanted and np.allclose(
                 task.checked(queries, examples), [row[0] for row in rewards], atol=5e-3):
-            return {"made_with": there, "examples": examples, "rewards": rewards}
+            return {"made_with": wanted, "examples": examples, "rewards": rewards}
     return None
 
 
@@ -112,9 +108,5 @@ def limit_of(run_dir: Path) -> Limit | None:
     path = run_dir / "limit.json"
     if not path.exists():
         return None
-    found, eta = read_json(path), read_config(run_dir)["init_kl_coef"]
-    try:
-        return Limit(found["rewards"], eta)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        way_out = "holds no rewards of a base; remove it, then `python -m cory limit` makes it anew"
-        raise UserError("file", str(path), way_out) from error
+    with readable(path):
+        return Limit(read_json(path)["rewards"], read_config(run_dir)["init_kl_coef"])

@@ -5,32 +5,20 @@ import signal
 import statistics
 import sys
 import time
+from collections import defaultdict
 from contextlib import ExitStack
-from typing import Iterator, NamedTuple
+from typing import Iterable, Iterator, NamedTuple
 
 import torch
 
 from cory import names
 from cory.config import ASSETS, LR_SCHEDULES, METHODS, TASKS, Config
 from cory.errors import UserError
-from cory.experiment.checkpoint import (
-    load_checkpoint,
-    require_disk,
-    save_checkpoint,
-    save_final,
-    versions,
-)
-from cory.experiment.evaluation import (
-    EVALUATION_SEED,
-    answer,
-    evaluate,
-    number,
-    require_same_reward,
-    with_metrics,
-)
+from cory.experiment.checkpoint import load_checkpoint, require_disk, save_checkpoint, save_final, versions
+from cory.experiment.evaluation import EVALUATION_SEED, answer, checked, evaluate, require_same_reward
 from cory.experiment.fingerprints import of_data, of_model
 from cory.experiment.limit import embedded_rewards, limit_of
-from cory.experiment.log import NoLog, RunLog
+from cory.experiment.log import RunLog
 from cory.experiment.plots import draw_curves
 from cory.experiment.saved_config import read_config, saved_config
 from cory.experiment.tables import results_table
@@ -45,8 +33,8 @@ from cory.system.sharding import shard, unsharded
 from cory.system.signals import Signals
 from cory.tasks.task import Task
 
-# Columns of what a run writes, so that no agent or role may have such a name.
-RESERVED = ["base", "eval", "iteration", "queries", "samples", "roles", "seconds", "metric"]
+# Columns of what a run writes: no agent, role or metric of a loop may have such a name.
+RESERVED = ["base", "eval", "iteration", "query", "queries", "samples", "roles", "seconds", "metric"]
 # Nats per token of `sampling_gap` that rounding does not make: bfloat16's is some 0.02. A repetition penalty
 # of 1.1 makes 0.03 to 0.2, which in bfloat16 may pass unsaid; dropout of 0.1 makes 1.8.
 OFF_POLICY = {"float32": 0.01, "tf32": 0.02, "bfloat16": 0.1}
@@ -61,107 +49,95 @@ class Turn(NamedTuple):
     update: dict[str, float]        # metrics of its update
 
     def metrics(self, task: Task, queries: list[str], eta: float) -> dict[str, float]:
-        """Its own, its update's and the task's. Raises `UserError` where one of them would hide another."""
+        """Of the rollout, the update and the task. Raises `UserError` where one would hide another."""
         reward, kl = self.reward_B.mean().item(), self.rollout.kl_B.mean().item()
-        own = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(), "kl": kl,
-               "combined_reward": reward - eta * kl, "length": self.rollout.length_B.mean().item(),
-               "sampling_gap": self.rollout.sampling_gap}
-        for name in own.keys() & self.update.keys():
-            raise UserError("metrics", name, "is measured for every turn; name the update's otherwise")
-        return with_metrics(own | self.update, task, queries, self.rollout.text)
+        metrics = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
+                   "kl": kl, "combined_reward": reward - eta * kl,
+                   "length": self.rollout.length_B.mean().item(), "sampling_gap": self.rollout.sampling_gap}
+        metrics |= checked(self.update, taken=metrics)
+        return metrics | checked(task.metrics(queries, self.rollout.text), taken=metrics)
 
 
-class Run:
+class Run(ExitStack):
     """What a loop works with: it reads `cfg`, `task`, `reference` and `roles` (the agents by first role).
 
     It goes through `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
-    `with Run(cfg) as run:` holds the run's folder and its answer to signals until the block ends.
+    `with Run(cfg) as run:` holds the run's folder, its log and its answer to signals until the block ends, or
+    until `close()`.
     """
 
     def __init__(self, cfg: Config):
+        super().__init__()
         if names.being_imported:                        # the importing `find` says the way out
             raise UserError("module", names.being_imported[-1], "starts a run while it is imported")
         processes = os.environ["WORLD_SIZE"] if "TORCHELASTIC_RUN_ID" in os.environ else "1"
         if processes != str(world_size()):
             raise UserError("processes", processes, "have not been joined; start the run by cory.train.train")
         self.cfg = cfg = settled(cfg)
-        self.said_off_policy = False
+        cfg.require("mini_batch_size", cfg.rows_per_optimizer_step % world_size() == 0,
+                    f"{cfg.rows_per_optimizer_step} rows of an optimizer step cannot be divided among "
+                    f"{world_size()} processes; make them a multiple")
         versions()                          # asked now and kept: the clone may be at another commit later
-        self.signals, self.held, self.log = Signals().install(), ExitStack(), None
-        self.held.callback(self.signals.remove)
+        self.signals = Signals().install()
+        self.callback(self.signals.remove)
         try:
-            rows, size = cfg.rows_per_optimizer_step, world_size()
-            way_out = f"{rows} rows of an optimizer step cannot be divided among {size} processes"
-            cfg.require("mini_batch_size", rows % size == 0, f"{way_out}; make them a multiple")
-            self.run_dir = self.held.enter_context(held_by_main(claimed, cfg))
+            self.run_dir = self.enter_context(held_by_main(claimed, cfg))
             self.prepare(cfg)
         except BaseException:
-            self.held.close()
+            self.close()
             raise
 
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *of_error) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self.log:
-            self.log.close()
-        self.held.close()
-
     def prepare(self, cfg: Config) -> None:
-        """Device, task, models, agents; the state of a resumed run; the log."""
+        """Device, task, models, agents; the state of a resumed run; the log. What is refused comes first."""
         self.device = prepare_device(cfg)
         self.loop = names.find("method", cfg.method, METHODS)
         task_class = find_task(cfg)
         self.agent_names = agents_of(cfg, self.loop)
-        names.find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)        # said before anything is loaded
+        names.find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)
         print(first_lines(cfg, self.device), flush=True)
-        storage_options(cfg.storage, self.device)       # what cannot be is said before anything is loaded
-        data = task_class.load_data(cfg)                # and before any model: its faults are found soonest
+        storage_options(cfg.storage, self.device)
+        data = task_class.load_data(cfg)
         self.reference = load_language_model(cfg.model, cfg.temperature, cfg.precision, self.device,
                                              cfg.storage)
         self.task = task_class(cfg, data, self.reference)
         # of the base as it was loaded: LoRA's agents put their adapters into it
-        fingerprints = {"data": of_data(data), "model": of_model(self.reference, self.task)}
+        self.fingerprints = {"data": of_data(data), "model": of_model(self.reference, self.task)}
         self.agents = [Agent(name, self.reference, cfg, i) for i, name in enumerate(self.agent_names)]
         self.roles = self.agents * len(self.loop.agents) if cfg.share_weights else self.agents
         broadcast(lambda: require_disk(cfg, self.run_dir, self.agents))
         if cfg.shard:
             shard(self.reference.lm, cfg)       # the agents have had their copies
-        self.base_print = fingerprints["model"]
-        self.start, wandb_id = self.resume(fingerprints) if cfg.resume else (0, "")
+        self.start, self.wandb_id = self.resume() if cfg.resume else (0, "")
+        self.said_off_policy = False
         if is_main():
-            saved = saved_config(cfg, self.agent_names, fingerprints)
+            saved = saved_config(cfg, self.agent_names, self.fingerprints)
             replace_text(self.run_dir / "config.json", json.dumps(saved, indent=1) + "\n")
-            self.log = RunLog(cfg, self.agent_names, self.run_dir, self.start, wandb_id)
-        else:
-            self.log = NoLog()
+            self.log = RunLog(cfg, self.agent_names, self.run_dir, self.start, self.wandb_id)
+            self.wandb_id = self.log.wandb.id
+            self.callback(self.log.close)
 
-    def resume(self, fingerprints: dict[str, str]) -> tuple[int, str]:
+    def resume(self) -> tuple[int, str]:
         """Puts the last checkpoint's state back. Returns (iterations done, W&B id), or (0, "").
 
-        Model, data and reward must be what they were; versions that are not are said.
+        Model, data and reward must be what they were. Other versions of packages are printed.
         """
-        before = read_config(self.run_dir)
-        for name, now in fingerprints.items():
-            same = before["fingerprints"].get(name, now) == now
+        cfg, before = self.cfg, read_config(self.run_dir)
+        for name, setting in (("data", "dataset"), ("model", "model")):
+            same = before["fingerprints"].get(name) in (None, self.fingerprints[name])
             way_out = f"the {name} of this run was another; put it back as it was, or start a new run"
-            self.cfg.require({"data": "dataset"}.get(name, name), same, way_out)
-        rows = read_log(self.run_dir / "metrics.jsonl")
+            cfg.require(setting, same, way_out)
+        logged = {row["iteration"] for row in read_log(self.run_dir / "metrics.jsonl")}
         state = load_checkpoint(self.run_dir, self.agents)
         if not state:
-            done = max((row["iteration"] for row in rows), default=0)
+            done = max(logged, default=0)
             way_out = f"has done {done} iterations and has no checkpoint to go on from; start another run"
-            self.cfg.require("run_dir", not done or done < before["save_every"], way_out)
+            cfg.require("run_dir", not done or done < before["save_every"], way_out)
             print("no checkpoint was due yet: the run starts from its beginning", flush=True)
             return 0, ""
         done = state["iteration"]
-        self.cfg.require("iterations", self.cfg.iterations >= done, f"the run has done {done}; ask for more")
-        logged = {row["iteration"] for row in rows}
+        cfg.require("iterations", cfg.iterations >= done, f"the run has done {done}; ask for more")
         way_out = f"its metrics.jsonl lacks iterations of the {done} in its checkpoint; put back a copy of it"
-        self.cfg.require("run_dir", logged >= {*range(done + 1)}, way_out)
+        cfg.require("run_dir", logged >= {*range(done + 1)}, way_out)
         require_same_reward(self.task, self.run_dir)
         changed = [f"{name} {state['versions'].get(name)} then, {now} now" for name, now in versions().items()
                    if state["versions"].get(name) != now]
@@ -175,7 +151,8 @@ class Run:
         """Yields start + 1 .. iterations. A new run first evaluates the base, which all agents equal."""
         if self.start == 0:
             base = evaluate(self.reference, self.reference, self.task, self.cfg)
-            self.log.iteration(0, {f"eval/base/{name}": value for name, value in base.items()}, [], {})
+            if is_main():
+                self.log.iteration(0, {f"eval/base/{name}": value for name, value in base.items()}, [], {})
         self.clock, self.signals.waiting = time.perf_counter(), True
         yield from range(self.start + 1, self.cfg.iterations + 1)
         self.signals.waiting = False
@@ -190,27 +167,18 @@ class Run:
         cfg, last = self.cfg, iteration == self.cfg.iterations
         self.require_known(turns, roles)
         self.say_if_off_policy(turns)
-        row, of_agents = {}, {}         # each metric under its role; under its agent, the mean over its roles
-        for turn in turns:
-            for name, value in turn.metrics(self.task, queries, cfg.init_kl_coef).items():
-                row[f"{turn.role}/{name}"] = value
-                of_agents.setdefault(f"{turn.agent.name}/{name}", []).append(value)
-        row |= {key: statistics.fmean(values) for key, values in of_agents.items()}
-        taken = {*RESERVED, *(part for key in row for part in key.split("/"))}
-        for name, value in (metrics or {}).items():
-            if "/" in name or name in taken:
-                raise UserError("metrics", name, "is taken or holds a slash; give the loop's another name")
-            row[name] = number(name, value)
-        samples, fault = self.samples(iteration, queries, max_new_tokens, turns)
+        row = self.metrics_of(queries, turns)
+        taken = {*RESERVED, *(word for key in row for word in key.split("/"))}
+        row |= checked(metrics or {}, taken)
+        samples = self.samples(iteration, queries, max_new_tokens, turns)
         row["seconds"] = time.perf_counter() - self.clock
         if last or cfg.eval_every and iteration % cfg.eval_every == 0:
             row |= self.evaluate_agents()
-        self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
+        if is_main():
+            self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = all_reduce_max(self.signals.received or 0)
-        if cfg.save_every and (last or received or fault or iteration % cfg.save_every == 0):
-            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.log.wandb_id)
-        if fault:
-            raise fault
+        if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
+            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.wandb_id)
         if received:
             self.signals.received = signal.Signals(received)
             self.stop(iteration)
@@ -218,24 +186,25 @@ class Run:
 
     def stop(self, iteration: int) -> None:
         """Ends a run that a signal has reached, after an iteration that is saved."""
-        self.log.close()
-        how = f"go on with: {started_as(sys.argv[0])} --resume --run_dir {self.run_dir}"
-        how = how if self.cfg.save_every else "nothing is saved, as --save_every 0 asks"
-        print(f"stopped by {self.signals.received.name} after iteration {iteration}; {how}", flush=True)
+        self.close()
+        way_on = f"go on with: {started_as(sys.argv[0])} --resume --run_dir {self.run_dir}"
+        if not self.cfg.save_every:
+            way_on = "nothing is saved, as --save_every 0 asks"
+        print(f"stopped by {self.signals.received.name} after iteration {iteration}; {way_on}", flush=True)
         raise SystemExit(self.signals.status)
 
     def require_known(self, turns: list[Turn], roles: list[Agent]) -> None:
         """Agents and roles are those that the run evaluates, saves and finds again. Raises `UserError`."""
-        if not turns:
-            raise UserError("turns", turns, "give finish_iteration a Turn of each agent that played")
-        for agent in {*roles, *(turn.agent for turn in turns)} - {*self.agents}:
-            raise UserError("agents", agent.name, "is not one of this run's; name it in the loop's "
-                            "@trains(...) and take it from run.roles")
-        names_of = [sorted(agent.name for agent in some) for some in (roles, self.roles)]
-        if names_of[0] != names_of[1]:
-            way_out = f"must be the run's agents in another order: {', '.join(names_of[1])}"
-            raise UserError("roles", ", ".join(names_of[0]), way_out)
-        taken = [*self.agent_names, *RESERVED, "query", *(turn.role for turn in turns)]
+        def listed(agents: Iterable[Agent]) -> str:
+            return ", ".join(sorted(agent.name for agent in agents))
+
+        if not turns or any(turn.agent not in self.agents for turn in turns):
+            way_out = "give finish_iteration a Turn of each agent that played; run.roles holds the agents"
+            raise UserError("turns", listed(turn.agent for turn in turns), way_out)
+        if listed(roles) != listed(self.roles):
+            way_out = f"must be the run's agents in another order: {listed(self.roles)}"
+            raise UserError("roles", listed(roles), way_out)
+        taken = [*self.agent_names, *RESERVED, *(turn.role for turn in turns)]
         for turn in turns:
             if taken.count(turn.role) > 1 or not turn.role.isidentifier():
                 raise UserError("role", turn.role, "is taken by another turn, agent or column, or no name; "
@@ -243,102 +212,103 @@ class Run:
 
     def say_if_off_policy(self, turns: list[Turn]) -> None:
         """Once: responses were drawn from another distribution than the update takes them to be from."""
-        turn = max(turns, key=lambda turn: turn.rollout.sampling_gap)
-        cfg = self.cfg
-        used = [cfg.dtype, cfg.head_precision, *(["bfloat16"] if cfg.load_in_4bit else [])]
-        rounding = max(OFF_POLICY[dtype] for dtype in used)
-        if turn.rollout.sampling_gap > rounding and is_main() and not self.said_off_policy:
-            self.said_off_policy = True
-            print(f"\nwarning: sampling_gap is {turn.rollout.sampling_gap:.2f} nats per token: {turn.role}'s "
-                  "responses were not sampled from the policy that scores them (top-k, a penalty, dropout?). "
-                  "PPO's ratio is of the scored log-probabilities and does not correct for that",
-                  file=sys.stderr, flush=True)
+        cfg, turn = self.cfg, max(turns, key=lambda turn: turn.rollout.sampling_gap)
+        dtypes = [cfg.dtype, cfg.head_precision, "bfloat16" if cfg.load_in_4bit else "float32"]
+        from_rounding = turn.rollout.sampling_gap <= max(OFF_POLICY[dtype] for dtype in dtypes)
+        if from_rounding or self.said_off_policy or not is_main():
+            return
+        self.said_off_policy = True
+        print(f"\nwarning: sampling_gap is {turn.rollout.sampling_gap:.2f} nats per token: {turn.role}'s "
+              "responses were not sampled from the policy that scores them (top-k, a penalty, dropout?). "
+              "PPO's ratio is of the scored log-probabilities and does not correct for that",
+              file=sys.stderr, flush=True)
+
+    def metrics_of(self, queries: list[str], turns: list[Turn]) -> dict[str, float]:
+        """Each metric under its role, and under its agent the mean over the roles that it played."""
+        by_role, by_agent = {}, defaultdict(list)
+        for turn in turns:
+            for name, value in turn.metrics(self.task, queries, self.cfg.init_kl_coef).items():
+                by_role[f"{turn.role}/{name}"] = value
+                by_agent[f"{turn.agent.name}/{name}"].append(value)
+        return by_role | {key: statistics.fmean(values) for key, values in by_agent.items()}
 
     def evaluate_agents(self) -> dict[str, float]:
         return {f"eval/{agent.name}/{name}": value for agent in self.agents
                 for name, value in evaluate(agent.policy, self.reference, self.task, self.cfg).items()}
 
-    def samples(self, iteration: int, queries: list[str], limit: int,
-                turns: list[Turn]) -> tuple[list[dict], UserError | None]:
-        """A few different queries with the responses of each role and of the base, and their rewards.
-
-        A reward of the base's response that is no number comes after the updates: it is returned beside no
-        samples, so that the iteration is kept before the run ends.
-        """
+    def samples(self, iteration: int, queries: list[str], limit: int, turns: list[Turn]) -> list[dict]:
+        """A few different queries with the responses of each role and of the base, and their rewards."""
         kept = range(0, len(queries), self.cfg.responses_per_query)[:self.cfg.sample_rows]
         asked = [queries[i] for i in kept]
         if not asked:
-            return [], None
-        prompts = self.task.pioneer_prompts(asked)
+            return []
+        prompts, rows = self.task.pioneer_prompts(asked), []
         with unsharded(self.reference):
             base = answer(self.reference, prompts, limit, seed=EVALUATION_SEED + iteration)
-        try:
-            base_reward = self.task.reward(asked, base).tolist()
-        except UserError as fault:
-            return [], fault
-        rows = []
-        for i, text, reward in zip(kept, base, base_reward, strict=True):
+        for i, text, reward in zip(kept, base, self.task.reward(asked, base).tolist(), strict=True):
             row = {"iteration": iteration, "query": queries[i]}
             for turn in turns:
                 row |= {turn.role: turn.rollout.text[i], f"{turn.role}_agent": turn.agent.name,
                         f"{turn.role}_reward": turn.reward_B[i].item()}
             rows.append(row | {"base": text, "base_reward": reward})
-        return rows, None
+        return rows
 
     def finish(self) -> None:
         """Final models, eval.json, curves.png, and the held-out table on the terminal."""
-        self.log.end_bar()
         rows = broadcast(lambda: read_log(self.run_dir / "metrics.jsonl"))
-        if rows[-1]["iteration"] < self.cfg.iterations:
-            way_out = f"stopped after iteration {rows[-1]['iteration']}; call run.finish_iteration in each"
+        last = rows[-1]
+        if last["iteration"] < self.cfg.iterations:
+            way_out = f"stopped after iteration {last['iteration']}; call run.finish_iteration in each"
             raise UserError("method", self.cfg.method, way_out)
         save_final(self.run_dir, self.agents)
-        metrics = rows[0] | rows[-1]                    # the base's stand in the first row
-        if f"eval/{self.agent_names[0]}/kl" not in rows[-1]:
+        metrics = rows[0] | last                        # the base's stand in the first row
+        if f"eval/{self.agent_names[0]}/kl" not in last:
             metrics |= self.evaluate_agents()           # resumed at its end, which was not an end before
-        if not is_main():
-            return
-        held_out = {"iteration": rows[-1]["iteration"], "split": self.cfg.eval_split,
+        if is_main():
+            self.log.bar.close()
+            held_out = self.write_results(last["iteration"], metrics)
+            seconds = [row["seconds"] for row in rows[1:]]
+            memory = peak_memory(self.device)
+            print(f"{statistics.median(seconds):.2f} s per iteration (median of {len(seconds)})"
+                  + (f", peak memory {memory:.2f} GiB" if memory else ""))
+            print(f"written to {self.run_dir}: metrics.jsonl, samples.jsonl, eval.json, curves.png, final/",
+                  flush=True)
+            self.log.wandb.results(held_out)            # last: W&B may keep us waiting
+
+    def write_results(self, iteration: int, metrics: dict[str, float]) -> dict:
+        """eval.json of the held-out `metrics`, which is returned; the picture; the table on the terminal."""
+        held_out = {"iteration": iteration, "split": self.cfg.eval_split,
                     "queries": self.cfg.eval_queries, "samples": self.cfg.eval_samples}
         for name in ["base", *self.agent_names]:
             prefix = f"eval/{name}/"
             held_out[name] = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
-        if known := embedded_rewards(self.cfg, self.task, self.base_print):
-            replace_text(self.run_dir / "limit.json", json.dumps(known))
+        if rewards := embedded_rewards(self.cfg, self.task, self.fingerprints["model"]):
+            replace_text(self.run_dir / "limit.json", json.dumps(rewards))
         if limit := limit_of(self.run_dir):
-            held_out |= {name: limit.with_share(held_out[name]) for name in ["base", *self.agent_names]}
+            held_out = limit.with_shares(held_out)
         replace_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_curves(self.run_dir)
         print(results_table(held_out))
-        for name in self.agent_names:
-            if not any(f"{name}/kl" in row for row in rows):
-                print(f"{name} is untrained: no Turn of it was given to finish_iteration")
-        seconds = [row["seconds"] for row in rows[1:]]
-        memory = peak_memory(self.device)
-        print(f"{statistics.median(seconds):.2f} s per iteration (median of {len(seconds)})"
-              + (f", peak memory {memory:.2f} GiB" if memory else ""))
-        print(f"written to {self.run_dir}: metrics.jsonl, samples.jsonl, eval.json, curves.png, final/",
-              flush=True)
-        self.log.finish(held_out)                       # last: W&B may keep us waiting
+        return held_out
 
 
 def agents_of(cfg: Config, loop) -> list[str]:
     """Names of the run's agents, in order: those that its loop trains, or the first if they share weights."""
     agents = list(getattr(loop, "agents", ()))
     cfg.require("method", agents, 'does not say which agents it trains; put @trains("llm1", ...) above it')
-    alike = [str(name).lower() for name in agents] + RESERVED
+    taken = [str(name).lower() for name in agents] + RESERVED
     for name in agents:
-        own = isinstance(name, str) and name.isidentifier() and alike.count(name.lower()) == 1
+        usable = isinstance(name, str) and name.isidentifier() and taken.count(name.lower()) == 1
         way_out = f"trains an agent named {name!r}; give each a name of its own, of letters"
-        cfg.require("method", own, way_out)
+        cfg.require("method", usable, way_out)
     return agents[:1] if cfg.share_weights else agents
 
 
 def find_task(cfg: Config) -> type[Task]:
-    found = names.find("task", cfg.task, TASKS)
-    is_task = isinstance(found, type) and issubclass(found, Task)
+    task = names.find("task", cfg.task, TASKS)
+    is_task = isinstance(task, type) and issubclass(task, Task)
     cfg.require("task", is_task, "is no subclass of cory.tasks.task.Task; make it one")
-    return found
+    return task
 
 
 def first_lines(cfg: Config, device: torch.device) -> str:

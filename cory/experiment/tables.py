@@ -3,11 +3,44 @@ from typing import Sequence
 
 import numpy as np
 
-from cory.experiment.groups import grouped
+from cory.names import short_name
 
-SHARES = ("distinct_1", "distinct_2", "repeated_tokens", "accuracy", "strict_accuracy", "unparsed", "solved")
-FORMATS = {"task_reward": "{:.2f}", "kl": "{:.1f}", "combined_reward": "{:.2f}", "length": "{:.1f}",
-           "base_perplexity": "{:.0f}", "share_of_limit": "{:.2f}", **dict.fromkeys(SHARES, "{:.3f}")}
+FORMATS = {"task_reward": ".2f", "kl": ".1f", "combined_reward": ".2f", "length": ".1f",
+           "base_perplexity": ".0f", "share_of_limit": ".2f"}        # others: .3f
+
+
+def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, list]:
+    """{label: [what belongs to the agent, for each seed]} of runs (config.json, {agent: what belongs to it}).
+
+    A group is an agent of one method, and of one value of each setting in `by`. Labels read `PPO LLM1`, or
+    with by=["learning_rate"] `CORY LLM2, learning_rate 1e-4`. What belongs to "base" comes first: as `base`
+    where all runs agree on it, else for each combination of values.
+    """
+    by = [name for name in dict.fromkeys(by) if name != "method"]
+    order = ("method", *by, "seed")
+    runs = sorted(runs, key=lambda run: [(isinstance(run[0][name], str), run[0][name]) for name in order])
+    methods = {config["method"] for config, _ in runs}
+    short = {short_name(method) for method in methods}
+    bases, groups = {}, {}
+    for config, of_name in runs:
+        # in full where two are alike: a:train_chain and b:train_chain
+        method = short_name(config["method"]).upper() if len(short) == len(methods) else config["method"]
+        values = "".join(f", {name} {shown(config[name])}" for name in by)
+        if "base" in of_name:
+            bases.setdefault(f"base{values}", [of_name["base"]])
+        for agent in config["agents"]:
+            groups.setdefault(f"{method} {agent.upper()}{values}", []).append(of_name[agent])
+    first, *others = bases.values() or [None]
+    if first and all(base == first for base in others):
+        bases = {"base": first}
+    return bases | groups
+
+
+def shown(value) -> str:
+    """A setting as a user writes it: 1e-4, 0.3, true. Different values read differently."""
+    if isinstance(value, float) and 0 < abs(value) < 0.01:
+        return np.format_float_scientific(value, trim="-", exp_digits=1)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def results_table(held_out: dict) -> str:
@@ -15,27 +48,22 @@ def results_table(held_out: dict) -> str:
     return groups_table("held-out", {name: [x] for name, x in held_out.items() if isinstance(x, dict)})
 
 
-def pass_at_k_table(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> str:
-    """Greedy metrics and pass@k, which `runs` hold for the base and for each agent, as in `grouped`."""
-    return groups_table(f"held-out, {runs[0][0]['eval_queries']} queries", grouped(runs, by), "{:.3f}")
-
-
-def groups_table(corner: str, groups: dict[str, list[dict]], fmt: str | None = None) -> str:
-    """Mean and sample std of every metric over each group's members, in `fmt` or the metric's own format."""
+def groups_table(corner: str, groups: dict[str, list[dict]]) -> str:
+    """Mean and sample std of every metric over each group's members."""
     cells = [[corner, *groups]]
-    for name in dict.fromkeys(name for members in groups.values() for found in members for name in found):
-        own = fmt or FORMATS.get(name.removeprefix("greedy_"), "{:.4g}")
-        values = [[found.get(name) for found in members] for members in groups.values()]
-        cells.append([name.replace("_", " "), *(mean_and_std(of_seeds, own) for of_seeds in values)])
+    for name in dict.fromkeys(name for members in groups.values() for member in members for name in member):
+        spec = FORMATS.get(name.removeprefix("greedy_"), ".3f")
+        row = [mean_and_std([member.get(name) for member in members], spec) for members in groups.values()]
+        cells.append([name.replace("_", " "), *row])
     return table(cells if len(groups) <= 6 else list(zip(*cells, strict=True)))     # many groups: one a row
 
 
-def mean_and_std(values: list, fmt: str) -> str:
+def mean_and_std(values: list, spec: str) -> str:
     """`mean ± sample std` of a value for each seed; of one seed its value; a dash unless all are numbers."""
     if not all(isinstance(value, (int, float)) for value in values):
         return "–"
-    std = " ± " + fmt.format(np.std(values, ddof=1)) if len(values) > 1 else ""
-    return fmt.format(np.mean(values)) + std
+    std = f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else ""
+    return f"{np.mean(values):{spec}}{std}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -29,7 +29,14 @@ def processor() -> Processor:
     has = {"AVX-512": torch.backends.cpu.get_cpu_capability().startswith("AVX512"),
            "bfloat16": torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
            "AMX": torch.cpu._is_amx_tile_supported()}
-    return Processor(name, "AuthenticAMD" in identity, [flag for flag, there in has.items() if there])
+    return Processor(name, "AuthenticAMD" in identity, [feature for feature in has if has[feature]])
+
+
+def gpu_has() -> list[str]:
+    """Of bfloat16 and tf32, what the GPU has in hardware: PyTorch imitates bfloat16 on any card."""
+    has = {"bfloat16": torch.cuda.is_bf16_supported(including_emulation=False),
+           "tf32": torch.cuda.get_device_capability() >= (8, 0)}
+    return [precision for precision in has if has[precision]]
 
 
 def choose_device(cfg: Config) -> torch.device:
@@ -37,47 +44,36 @@ def choose_device(cfg: Config) -> torch.device:
     available = torch.cuda.is_available()
     if cfg.device == "cuda" and not available:
         raise UserError("device", "cuda", "PyTorch sees no CUDA GPU here; use --device auto or cpu")
-    device = torch.device("cuda" if available and cfg.device != "cpu" else "cpu")
-    if device.type == "cuda":
-        name, has = torch.cuda.get_device_name(), [x for x in ("bfloat16", "tf32") if gpu_has(x)]
-    else:
-        name, has = "this processor", processor().has
-    for setting in ("dtype", "head_precision"):
+    on_gpu = available and cfg.device != "cpu"
+    name, has = (torch.cuda.get_device_name(), gpu_has()) if on_gpu else ("this processor", processor().has)
+    body_has = has if on_gpu else [*has, "bfloat16"]            # on any CPU: slow where imitated, and right
+    for setting, can in (("dtype", body_has), ("head_precision", has)):
         value = getattr(cfg, setting)
-        emulated = setting == "dtype" and device.type == "cpu" and value == "bfloat16"      # slow, and right
-        if value in ("bfloat16", "tf32") and value not in has and not emulated:
+        if value not in ("auto", "float32", *can):
             raise UserError(setting, value, f"{name} has no such arithmetic; start with --{setting} float32, "
                             "or go on where the run was started")
-    return device
-
-
-def gpu_has(precision: str) -> bool:
-    """In hardware: PyTorch imitates bfloat16 on any card."""
-    if precision == "tf32":
-        return torch.cuda.get_device_capability() >= (8, 0)
-    return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 def settled(cfg: Config) -> Config:
     """The settings with each `auto` that is the machine's to decide replaced by its choice. It depends on
     what the machine is, never on a timing, and stands in config.json: a resumed run computes as it began.
 
-        dtype           bfloat16 on a GPU that has it, float32 on a CPU
+        dtype           bfloat16 on a GPU that has it, else float32
         head_precision  under bfloat16: tf32 on a GPU, where it is more exact and nearly as fast, bfloat16
-                        on a CPU that has it; else as dtype, or float32
+                        on a CPU that has it; else as dtype on a GPU, float32 on a CPU
         cpu_matmul      onednn on an AMD processor with AVX-512, whom MKL serves badly; else pytorch
     """
-    device, cpu = choose_device(cfg), processor()
-    on_gpu = device.type == "cuda"
+    on_gpu, cpu = choose_device(cfg).type == "cuda", processor()
     dtype, head_precision, cpu_matmul = cfg.dtype, cfg.head_precision, cfg.cpu_matmul
     if dtype == "auto":
-        dtype = "bfloat16" if on_gpu and gpu_has("bfloat16") else "float32"
+        dtype = "bfloat16" if on_gpu and "bfloat16" in gpu_has() else "float32"
     if head_precision == "auto":
         low = "tf32" if on_gpu else "bfloat16" if "bfloat16" in cpu.has else "float32"
         head_precision = low if dtype != "float32" else "float32"
     if cpu_matmul == "auto":
-        slow_mkl = not on_gpu and cpu.is_amd and "AVX-512" in cpu.has
-        cpu_matmul = "onednn" if slow_mkl else "pytorch"
+        mkl_is_slow = not on_gpu and cpu.is_amd and "AVX-512" in cpu.has
+        cpu_matmul = "onednn" if mkl_is_slow else "pytorch"
     return replace(cfg, dtype=dtype, head_precision=head_precision, cpu_matmul=cpu_matmul)
 
 
@@ -105,23 +101,12 @@ def prepare_device(cfg: Config) -> torch.device:
 
 def described(cfg: Config, device: torch.device) -> str:
     """Where and how settled settings are computed, for a person: one line."""
+    precision = f"{cfg.dtype}, head in {cfg.head_precision}"
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, {cfg.dtype}, head in {cfg.head_precision}"
-    cpu, library = processor(), "oneDNN" if onednn.overrides else float32_library()
-    if cfg.dtype == "bfloat16":
-        library = f"oneDNN, in float32 by {library}"
-    line = (f"{cpu.name} ({', '.join(cpu.has) or 'no AVX-512'}), {torch.get_num_threads()} threads, "
-            f"{cfg.dtype}, head in {cfg.head_precision}, products by {library}")
-    if cfg.cpu_matmul == "onednn" and not onednn.overrides:
-        line += ", which this PyTorch has in place of the settings' oneDNN: figures differ by rounding"
-    if cfg.dtype == "bfloat16" and "bfloat16" not in cpu.has:
-        line += ". It has no arithmetic in bfloat16: float32 is faster here"
-    return line
-
-
-def float32_library() -> str:
-    """The library behind PyTorch's float32 matrix products on this CPU."""
-    return "MKL" if torch.backends.mkl.is_available() else "PyTorch's BLAS"
+        return f"{torch.cuda.get_device_name(device)}, {precision}"
+    cpu, library = processor(), "oneDNN" if onednn.overrides else "PyTorch"
+    return (f"{cpu.name} ({', '.join(cpu.has) or 'no AVX-512'}), {torch.get_num_threads()} threads, "
+            f"{precision}, products by {library}")
 
 
 def keep_freed_memory() -> None:
@@ -141,9 +126,8 @@ def peak_memory(device: torch.device) -> float | None:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    try:
+    with suppress(ImportError):
         import resource
-    except ImportError:
-        return None
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+        unit = 1 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    return None

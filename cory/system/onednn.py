@@ -1,10 +1,11 @@
-"""For AMD processors with AVX-512, and no others (docs/hardware.md): in the whole process, PyTorch's float32
-and bfloat16 matrix products on the CPU (`aten::mm`, `aten::addmm`) become oneDNN's, and attention under
-bfloat16 autocast is computed in float32.
+"""Fast matrix products on AMD processors with AVX-512 (docs/hardware.md): oneDNN's in place of MKL's.
 
-MKL, PyTorch's own library for float32, keeps its AVX-512 kernels for Intel's processors, where it is the
-faster one; on an AMD EPYC oneDNN is twice as fast. `--cpu_matmul` chooses (`machine.settled`); to be without
-this file, delete the call of `install` in `machine.prepare_device`.
+PyTorch multiplies float32 matrices on a CPU by MKL, which keeps its AVX-512 kernels for Intel's processors.
+On an AMD EPYC oneDNN, which is in the same PyTorch, is twice as fast. `install` makes oneDNN's products the
+implementation of `aten::mm` and `aten::addmm`, by which every linear layer multiplies, forward and backward.
+
+`--cpu_matmul` chooses (`machine.settled`). To be without this file, delete the call of `install` in
+`machine.prepare_device`.
 """
 import warnings
 
@@ -22,12 +23,7 @@ if AVAILABLE and not AMX and torch.ops.mkldnn._is_mkldnn_bf16_supported():
 
 
 def install() -> None:
-    """Replaces the products until `remove`. Nothing happens where PyTorch has no oneDNN for x86.
-
-    oneDNN compiles a kernel for each new shape, about 2 ms and 0.7 MiB that it never gives back. So that ever
-    new numbers of tokens do not fill the memory, `mm` and `addmm` round them to `grid`; bfloat16, which
-    PyTorch itself hands to oneDNN where the processor has it, takes the same way.
-    """
+    """Replaces the products until `remove`. Nothing happens where PyTorch has no oneDNN for x86."""
     if overrides or not AVAILABLE:
         return
     overrides.append(Library("aten", "IMPL"))
@@ -44,8 +40,8 @@ def remove() -> None:
 
 
 def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """`a b`. An `a` stored by columns is the transpose of a layer's gradient by tokens, and the product its
-    weight's gradient.
+    """`a b`. With `a` stored by rows this is a layer's output, and M counts tokens. With `a` stored by
+    columns it is the gradient of a layer's weight, `gradient^T input`, and K counts tokens.
     """
     if not for_onednn(a_MK, b_KN):
         return torch.mm(a_MK, b_KN, out=a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]))
@@ -53,7 +49,7 @@ def mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
         return linear(a_MK, b_KN.t())
     K = grid(a_MK.shape[1], down=True)
     a, b = a_MK[:, :K], b_KN[:K]
-    transposed = a.numel() > b.numel()                              # it copies the first: be it the smaller
+    transposed = a.numel() > b.numel()                  # oneDNN copies its first matrix: be it the smaller
     y_MN = onednn_linear(b.t(), a).t() if transposed else onednn_linear(a, b.t())
     return y_MN if K == a_MK.shape[1] else y_MN.addmm_(a_MK[:, K:], b_KN[K:])
 
@@ -65,18 +61,6 @@ def addmm(bias: Tensor, a_MK: Tensor, b_KN: Tensor, *, beta=1, alpha=1) -> Tenso
         return linear(a_MK, b_KN.t(), bias)
     y_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
     return torch.addmm(bias, a_MK, b_KN, beta=beta, alpha=alpha, out=y_MN)
-
-
-def attention_in_float32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args,
-                         **kwargs) -> Tensor:
-    """Attention under autocast on a CPU without AMX, where bfloat16's backward pass takes four times as long
-    (AMD EPYC). A single query, as sampling has it, stays in bfloat16, as its cache does.
-    """
-    dtype = torch.get_autocast_dtype("cpu") if query.shape[-2] == 1 else torch.float32
-    mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    with torch.autocast("cpu", enabled=False):
-        return nn.functional.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
 
 
 def for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
@@ -95,10 +79,26 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ten
 
 
 def grid(n: int, down: bool = False) -> int:
-    """The nearest of ..., 32, 36, 40, ..., 60, 64, 72, ..., eight to a doubling, at or above (below) n."""
+    """The nearest of ..., 32, 36, 40, ..., 60, 64, 72, ..., eight to a doubling, at or above (below) n.
+
+    oneDNN compiles a kernel for each new shape: 2 ms, and 0.7 MiB that it never gives back. Numbers of tokens
+    are rounded to this grid, so that there are few shapes.
+    """
     step = 2 ** max(0, n.bit_length() - 4)
     return n // step * step if down else -(-n // step) * step
 
 
 def onednn_linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias_N, "none", [], "")
+
+
+def attention_in_float32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args,
+                         **kwargs) -> Tensor:
+    """Attention under bfloat16 autocast, without AMX: there bfloat16's backward pass takes four times as long
+    as float32's (AMD EPYC). A single query, as sampling has it, stays in bfloat16, as its cache does.
+    """
+    dtype = torch.get_autocast_dtype("cpu") if query.shape[-2] == 1 else torch.float32
+    mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    with torch.autocast("cpu", enabled=False):
+        return nn.functional.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
