@@ -179,7 +179,7 @@ def test_runs_that_do_not_compare_and_folders_without_a_run_are_refused(finished
     for argv, says in (
         ([finished / "cory-0", finished / "ppo"], "differs from"),
         ([tmp_path], "is no finished run (no eval.json)"),
-        ([finished / "ppo"] * 2, "is named twice"),
+        ([finished / "ppo"] * 2, "has seed 0 as"),
     ):
         with pytest.raises(SystemExit):
             evaluate.main([str(a) for a in argv])

@@ -1,26 +1,29 @@
 """The two loops over whole runs: role exchange, ablations, logs, and resuming bit for bit."""
-
 import json
+import random
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import mend_checksums
+from toys import mend_checksums, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import cory.train as loop
 import train_imdb
 from cory.commands.flags import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
+from cory.experiment import checkpoint
 from cory.experiment.checkpoint import checkpoints_of, saved_tensors, write_tensors
 from cory.experiment.run import Run
 from cory.experiment.saved_config import load_config
 from cory.ppo.agent import Agent
-from cory.train import train_cory
+from cory.ppo.loading import load_language_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,12 +33,18 @@ def run(flags, folder, *changes) -> Path:
     return Path(folder)
 
 
+def resume(folder, *changes) -> None:
+    train_imdb.main(["--resume", "--run_dir", str(folder), *changes])
+
+
+def prepared(flags, folder, *changes) -> Run:
+    return Run(parse(ImdbConfig, IMDB_PRESETS, [*flags, "--run_dir", str(folder), *changes]))
+
+
 def metrics(folder) -> list[dict]:
     """Rows of metrics.jsonl without the times."""
-    return [
-        {k: v for k, v in json.loads(line).items() if k != "seconds"}
-        for line in (Path(folder) / "metrics.jsonl").open()
-    ]
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
 def weights(folder, agent="llm1") -> dict[str, torch.Tensor]:
@@ -56,66 +65,45 @@ def whole(small_flags, tmp_path_factory):
 def test_roles_follow_the_exchange_and_figures_stand_under_role_and_identity(whole):
     rows = metrics(whole["cory"])
     assert [row["iteration"] for row in rows] == list(range(8))
-    for row in rows[1:]:  # exchanged after iterations 2, 4, 6
-        pioneer = "llm2" if (row["iteration"] - 1) // 2 % 2 else "llm1"
-        observer = {"llm1": "llm2", "llm2": "llm1"}[pioneer]
-        for key in ("task_reward", "kl", "combined_reward", "entropy", "kl_coef"):
-            assert (
-                row[f"pioneer/{key}"] == row[f"{pioneer}/{key}"]
-                and row[f"observer/{key}"] == row[f"{observer}/{key}"]
-            )
+    for row in rows[1:]:                                    # exchanged after iterations 2, 4, 6
+        exchanged = (row["iteration"] - 1) // 2 % 2
+        played = {"pioneer": "llm2" if exchanged else "llm1", "observer": "llm1" if exchanged else "llm2"}
+        assert row["roles"] == played
+        for role, agent in played.items():
+            for key in ("task_reward", "kl", "combined_reward", "entropy", "kl_coef"):
+                assert row[f"{role}/{key}"] == row[f"{agent}/{key}"]
         assert row["llm1/kl"] != row["llm2/kl"] or row["iteration"] == 1
-    assert (
-        [row["iteration"] for row in rows if "eval/llm1/kl" in row]
-        == [3, 6, 7]
-        == [row["iteration"] for row in rows if "eval/llm2/kl" in row]
-    )
+    for agent in ("llm1", "llm2"):
+        assert [row["iteration"] for row in rows if f"eval/{agent}/kl" in row] == [3, 6, 7]
     samples = [json.loads(line) for line in (whole["cory"] / "samples.jsonl").open()]
-    assert (
-        len(samples) == 7 * 4
-        and samples[-1]["pioneer_agent"] == "llm2"
-        and {"base", "base_reward", "observer_reward"} <= samples[0].keys()
-    )
+    assert len(samples) == 7 * 4 and samples[-1]["pioneer_agent"] == "llm2"
+    assert {"base", "base_reward", "observer_reward"} <= samples[0].keys()
 
 
-def test_two_exchanges_are_the_identity_bit_for_bit(small_flags, small, tmp_path, monkeypatch):
-    """The loop with exchanges, its rollouts and updates taken out: all state of both agents stays where
-    it is.
-    """
-    import cory.train as loop
-
-    cfg = parse(
-        ImdbConfig,
-        IMDB_PRESETS,
-        [*small_flags, "--run_dir", str(tmp_path / "r"), "--role_exchange_every", "1", "--iterations", "2"],
-    )
-    the_run = Run(cfg)
-    for agent in the_run.agents:  # give Adam moments to lose
-        sum(p.sum() for p in agent.policy.parameters()).backward()
-        agent.optimizer.step(), agent.optimizer.zero_grad()
-    the_run.agents[0].kl_coef, the_run.agents[1].kl_coef = 0.11, 0.22
+def test_two_exchanges_are_the_identity_bit_for_bit(small_flags, tmp_path, monkeypatch):
+    """The loop with exchanges, its rollouts and updates taken out: all state stays with its agent."""
+    the_run = prepared(small_flags, tmp_path / "r", "--role_exchange_every", "1", "--iterations", "2")
+    for agent, kl_coef in zip(the_run.agents, (0.11, 0.22)):
+        sum(p.sum() for p in agent.policy.parameters()).backward()      # gives Adam moments to lose
+        agent.optimizer.step()
+        agent.optimizer.zero_grad()
+        agent.kl_coef = kl_coef
 
     def state(agent):
-        return [
-            agent.name,
-            agent.kl_coef,
-            *agent.policy.state_dict().values(),
-            agent.generator.get_state(),
-            *(t for moments in agent.optimizer.state_dict()["state"].values() for t in moments.values()),
-        ]
+        moments = [t for of_one in agent.optimizer.state_dict()["state"].values() for t in of_one.values()]
+        tensors = [*agent.policy.state_dict().values(), agent.generator.get_state(), *moments]
+        return agent.name, agent.kl_coef, [t.clone() for t in tensors]
 
-    before = [[x.clone() if torch.is_tensor(x) else x for x in state(a)] for a in the_run.agents]
-    queued = []
+    before, queued = [state(agent) for agent in the_run.agents], []
     monkeypatch.setattr(loop, "collect_rollout", lambda *a: type("T", (), {"text": ["x"] * 8}))
     monkeypatch.setattr(loop, "ppo_update", lambda *a: {})
-    monkeypatch.setattr(
-        the_run, "finish_iteration", lambda *a, roles: queued.append([agent.name for agent in roles])
-    )
+    monkeypatch.setattr(the_run, "finish_iteration",
+                        lambda *a, roles: queued.append([agent.name for agent in roles]))
     loop.train_cory(the_run)
     assert queued == [["llm2", "llm1"], ["llm1", "llm2"]]
-    for old, agent in zip(before, the_run.agents):
-        for a, b in zip(old, state(agent)):
-            assert torch.equal(a, b) if torch.is_tensor(a) else a == b
+    for (*numbers, tensors), agent in zip(before, the_run.agents):
+        *now, tensors_now = state(agent)
+        assert numbers == now and all(map(torch.equal, tensors, tensors_now))
     the_run.close()
 
 
@@ -127,63 +115,35 @@ def test_an_exchange_period_beyond_the_run_equals_no_exchange(small_flags, tmp_p
 
 def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     """No knowledge transfer, no shared reward, no exchange: LLM1 is then trained exactly as by PPO."""
-    bare = run(
-        small_flags,
-        tmp_path / "bare",
-        "--method",
-        "cory",
-        "--knowledge_transfer",
-        "false",
-        "--partner_reward",
-        "0",
-        "--role_exchange_every",
-        "0",
-    )
+    without = "--method cory --knowledge_transfer false --partner_reward 0 --role_exchange_every 0"
+    bare = run(small_flags, tmp_path / "bare", *without.split())
     assert same_weights(weights(bare), weights(whole["ppo"]))
     for a, b in zip(metrics(bare), metrics(whole["ppo"])):
         assert all(a[k] == v for k, v in b.items() if k != "roles")
     assert not same_weights(weights(bare), weights(bare, "llm2"))  # the agents draw from streams of their own
 
 
-def test_each_ablation_changes_the_run(whole, small_flags, tmp_path):
-    for i, flags in enumerate(
-        (
-            ["--knowledge_transfer", "false"],
-            ["--partner_reward", "-1"],
-            ["--role_exchange_every", "0"],
-            ["--reset_on_exchange", "true"],
-            ["--kl_penalty", "full"],
-        )
-    ):
-        changed = run(small_flags, tmp_path / str(i), *flags, "--iterations", "3", "--eval_every", "0")
-        old, new = metrics(whole["cory"])[3], metrics(changed)[3]
-        assert old["llm1/kl"] != new["llm1/kl"], flags
+@pytest.mark.parametrize("flag, value", [
+    ("--knowledge_transfer", "false"), ("--partner_reward", "-1"), ("--role_exchange_every", "0"),
+    ("--reset_on_exchange", "true"), ("--kl_penalty", "full")])
+def test_each_ablation_changes_the_run(flag, value, whole, small_flags, tmp_path):
+    changed = run(small_flags, tmp_path / "r", flag, value, "--iterations", "3", "--eval_every", "0")
+    assert metrics(whole["cory"])[3]["llm1/kl"] != metrics(changed)[3]["llm1/kl"]
 
 
 def test_partner_reward_weighs_the_other_agents_task_reward(small_flags, tmp_path, monkeypatch):
-    import cory.train as loop
-
-    cfg = parse(
-        ImdbConfig,
-        IMDB_PRESETS,
-        [*small_flags, "--run_dir", str(tmp_path / "r"), "--partner_reward", "-0.5", "--iterations", "1"],
-    )
-    the_run, trained_on, turns = Run(cfg), {}, []
-    monkeypatch.setattr(
-        loop, "ppo_update", lambda agent, rollout, score, *_: trained_on.update({agent.name: score}) or {}
-    )
+    the_run = prepared(small_flags, tmp_path / "r", "--partner_reward", "-0.5", "--iterations", "1")
+    trained_on, turns = {}, []
+    monkeypatch.setattr(loop, "ppo_update",
+                        lambda agent, rollout, score, *_: trained_on.update({agent.name: score}) or {})
     monkeypatch.setattr(the_run, "finish_iteration", lambda i, q, limit, t, roles: turns.extend(t))
-    train_cory(the_run)
+    loop.train_cory(the_run)
     r1, r2 = (turn.reward_B for turn in turns)
     assert torch.equal(trained_on["llm1"], r1 - 0.5 * r2) and torch.equal(trained_on["llm2"], r2 - 0.5 * r1)
     the_run.close()
 
 
 def test_reset_on_exchange_forgets_moments_coefficient_and_stream(small):
-    from toys import settings
-
-    from cory.ppo.loading import load_language_model
-
     agent = Agent("llm2", load_language_model(str(small / "lm")), settings(), 1)
     start = agent.generator.get_state()
     sum(p.sum() for p in agent.policy.parameters()).backward()
@@ -191,11 +151,8 @@ def test_reset_on_exchange_forgets_moments_coefficient_and_stream(small):
     torch.rand(3, generator=agent.generator)
     agent.kl_coef, moved = 9.0, [p.clone() for p in agent.policy.parameters()]
     agent.reset()
-    assert (
-        agent.optimizer.state_dict()["state"] == {}
-        and agent.kl_coef == 0.3
-        and torch.equal(agent.generator.get_state(), start)
-    )
+    assert agent.optimizer.state_dict()["state"] == {} and agent.kl_coef == 0.3
+    assert torch.equal(agent.generator.get_state(), start)
     assert all(torch.equal(p, q) for p, q in zip(moved, agent.policy.parameters()))
 
 
@@ -203,8 +160,20 @@ def test_an_exchange_with_reset_resets_both_agents(small_flags, tmp_path, monkey
     run(small_flags, tmp_path / "r", "--reset_on_exchange", "true", "--iterations", "1")
     reset, kept = [], Agent.reset
     monkeypatch.setattr(Agent, "reset", lambda agent: reset.append(agent.name) or kept(agent))
-    train_imdb.main(["--resume", "--run_dir", str(tmp_path / "r"), "--iterations", "2"])
+    resume(tmp_path / "r", "--iterations", "2")
     assert reset == ["llm1", "llm2", "llm2", "llm1"]        # when made; at the exchange of iteration 2
+
+
+KILLER = """
+import os, signal, cory.experiment.run as r
+kept = r.save_checkpoint
+def save(run_dir, iteration, *rest):
+    if iteration > {kill_at}: os.kill(os.getpid(), signal.SIGKILL)
+    kept(run_dir, iteration, *rest)
+r.save_checkpoint = save
+import train_imdb
+train_imdb.main()
+"""
 
 
 @pytest.mark.parametrize("method, kill_at", [("cory", 2), ("cory", 3), ("ppo", 4)])
@@ -212,39 +181,24 @@ def test_a_killed_run_resumes_to_the_same_bits(method, kill_at, whole, small_fla
     """Killed by SIGKILL after the checkpoint of `kill_at` (2: at an exchange; 3: inside a period) and a
     log line beyond it.
     """
-    folder = tmp_path / "killed"
-    killer = (
-        f"import os, signal, cory.experiment.run as r\nkept = r.save_checkpoint\n"
-        f"def save(run_dir, iteration, *rest):\n"
-        f"    if iteration > {kill_at}: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"    kept(run_dir, iteration, *rest)\n"
-        f"r.save_checkpoint = save\nimport train_imdb\ntrain_imdb.main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", killer, *small_flags, "--method", method, "--run_dir", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    folder, expected = tmp_path / "killed", whole[method]
+    command = [sys.executable, "-c", KILLER.format(kill_at=kill_at), *small_flags, "--method", method,
+               "--run_dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert len(metrics(folder)) == kill_at + 2  # iteration 0, and one row that no checkpoint knows of
-    train_imdb.main(["--resume", "--run_dir", str(folder)])
-    assert metrics(folder) == metrics(whole[method])
-    assert (folder / "samples.jsonl").read_text() == (whole[method] / "samples.jsonl").read_text()
-    assert (folder / "eval.json").read_text() == (whole[method] / "eval.json").read_text()
-    for agent in ("llm1", "llm2")[: 1 if method == "ppo" else 2]:
-        assert same_weights(weights(folder, agent), weights(whole[method], agent))
-        ends = [
-            load_file(checkpoints_of(d)[0] / f"{agent}.safetensors")
-            for d in (folder, whole[method])
-        ]
+    assert len(metrics(folder)) == kill_at + 2              # iteration 0, and one that no checkpoint knows of
+    resume(folder)
+    assert metrics(folder) == metrics(expected)
+    for name in ("samples.jsonl", "eval.json"):
+        assert (folder / name).read_text() == (expected / name).read_text()
+    for agent in ("llm1", "llm2")[:1 if method == "ppo" else 2]:
+        assert same_weights(weights(folder, agent), weights(expected, agent))
+        ends = [load_file(checkpoints_of(d)[0] / f"{agent}.safetensors") for d in (folder, expected)]
         assert same_weights(*ends)
 
 
 def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_path, monkeypatch):
-    import cory.experiment.checkpoint as checkpoint
-
-    folder, kept = run(small_flags, tmp_path / "r", "--iterations", "2"), checkpoint.put_in_place
+    folder = run(small_flags, tmp_path / "r", "--iterations", "2")
 
     def dies(*paths):
         raise KeyboardInterrupt
@@ -253,12 +207,11 @@ def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_pa
         return sorted(p.name for p in (folder / "checkpoints").iterdir())
 
     assert saved() == ["iteration_000001", "iteration_000002"]      # the last two are kept
-    monkeypatch.setattr(checkpoint, "put_in_place", dies)
-    with pytest.raises(SystemExit) as stop:
-        train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "3"])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(checkpoint, "put_in_place", dies)
+        resume(folder, "--iterations", "3")
     assert stop.value.code == 130 and saved() == ["iteration_000001", "iteration_000002", "writing"]
-    monkeypatch.setattr(checkpoint, "put_in_place", kept)
-    train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "3"])
+    resume(folder, "--iterations", "3")
     assert [row["iteration"] for row in metrics(folder)] == [0, 1, 2, 3]
     assert saved() == ["iteration_000002", "iteration_000003"]
 
@@ -278,13 +231,13 @@ def test_the_logged_combined_reward_is_charged_by_the_first_kl_coefficient(small
 def test_nothing_in_a_checkpoint_is_unpickled(name, says, small_flags, tmp_path, capsys):
     """A file that would run code when unpickled is refused, its checksum mended or not."""
     folder = run(small_flags, tmp_path / "r", "--iterations", "1")
-    checkpoint = folder / "checkpoints" / "iteration_000001"
-    torch.save({"optimizer": Trap(), "cpu": Trap()}, checkpoint / name)
+    newest = folder / "checkpoints" / "iteration_000001"
+    torch.save({"optimizer": Trap(), "cpu": Trap()}, newest / name)
     for line in ("its checksum is another", says):
         with pytest.raises(SystemExit):
-            train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "2"])
+            resume(folder, "--iterations", "2")
         assert line in capsys.readouterr().err
-        mend_checksums(checkpoint)
+        mend_checksums(newest)
     assert not Trap.sprung
 
 
@@ -298,7 +251,7 @@ class Trap:
 def test_a_run_killed_before_its_first_checkpoint_resumes_from_the_start(whole, small_flags, tmp_path):
     folder = run(small_flags, tmp_path / "r", "--save_every", "5", "--iterations", "2")
     shutil.rmtree(folder / "checkpoints")  # as if killed after iteration 2
-    train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "7", "--save_every", "1"])
+    resume(folder, "--iterations", "7", "--save_every", "1")
     assert metrics(folder) == metrics(whole["cory"])
 
 
@@ -306,65 +259,52 @@ def test_a_finished_run_without_a_checkpoint_is_not_started_over(small_flags, tm
     folder = run(small_flags, tmp_path / "r", "--save_every", "0", "--iterations", "2")
     before = metrics(folder)
     with pytest.raises(SystemExit):
-        train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "7"])
+        resume(folder, "--iterations", "7")
     assert "has done 2 iterations and has no checkpoint" in capsys.readouterr().err
     assert metrics(folder) == before
 
 
 def test_checkpoints_hold_the_kl_coefficients_and_every_random_generator(small, tmp_path):
-    import random
-
-    import numpy as np
-    from toys import settings
-
-    from cory.experiment.checkpoint import load_checkpoint, save_checkpoint
-    from cory.ppo.loading import load_language_model
-
     base = load_language_model(str(small / "lm"))
     agents = [Agent(name, base, settings(), i) for i, name in enumerate(("llm1", "llm2"))]
     agents[0].kl_coef, agents[1].kl_coef = 0.125, 0.375
-    save_checkpoint(tmp_path, 3, agents, agents[::-1], "abc")
-    draw = lambda: (
-        random.random(),
-        np.random.rand(),
-        torch.rand(1).item(),
-        torch.rand(1, generator=agents[1].generator).item(),
-    )
+    checkpoint.save_checkpoint(tmp_path, 3, agents, agents[::-1], "abc")
+
+    def draw():
+        own = torch.rand(1, generator=agents[1].generator).item()
+        return random.random(), np.random.rand(), torch.rand(1).item(), own
+
     expected = draw()
     agents[0].kl_coef = agents[1].kl_coef = 9.0
-    state = load_checkpoint(tmp_path, agents)
+    state = checkpoint.load_checkpoint(tmp_path, agents)
     assert draw() == expected and [a.kl_coef for a in agents] == [0.125, 0.375]
     assert state["roles"] == ["llm2", "llm1"] and state["iteration"] == 3 and state["wandb_id"] == "abc"
 
 
 def test_a_finished_run_can_be_resumed_at_its_end_or_lengthened_but_not_shortened(
-    small_flags, tmp_path, capsys
-):
+        small_flags, tmp_path, capsys):
     folder = run(small_flags, tmp_path / "r", "--iterations", "5", "--eval_every", "0")
     before = (folder / "eval.json").read_text()
-    train_imdb.main(["--resume", "--run_dir", str(folder)])
+    resume(folder)
     assert (folder / "eval.json").read_text() == before
     rows = (folder / "metrics.jsonl").read_text().splitlines()
     unevaluated = {k: v for k, v in json.loads(rows[-1]).items() if not k.startswith("eval/")}
     (folder / "metrics.jsonl").write_text("\n".join([*rows[:-1], json.dumps(unevaluated)]) + "\n")
-    train_imdb.main(
-        ["--resume", "--run_dir", str(folder)]
-    )  # an end that was none before has not been evaluated
+    resume(folder)                              # an end that was none before has not been evaluated
     assert (folder / "eval.json").read_text() == before
-    capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "4"])
+        resume(folder, "--iterations", "4")
     assert stop.value.code == 2 and "iterations is 4: the run" in capsys.readouterr().err
 
 
-def test_resume_with_changed_settings_shows_the_difference(whole, capsys):
+@pytest.mark.parametrize("changes, says", [
+    (["--learning_rate", "0.5"], "learning_rate was 0.001, now 0.5"),
+    (["--batch_size", "8", "--seed", "5"], "seed was 0, now 5")])   # what is right for it no preset judges
+def test_resume_with_changed_settings_shows_the_difference(changes, says, whole, capsys):
     with pytest.raises(SystemExit) as stop:
-        train_imdb.main(["--resume", "--run_dir", str(whole["cory"]), "--learning_rate", "0.5"])
+        resume(whole["cory"], *changes)
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and "learning_rate was 0.001, now 0.5" in err and err.count("\n") == 1
-    with pytest.raises(SystemExit):  # what is right for the run is not judged by a preset
-        train_imdb.main(["--resume", "--run_dir", str(whole["cory"]), "--batch_size", "8", "--seed", "5"])
-    assert "seed was 0, now 5" in capsys.readouterr().err
+    assert stop.value.code == 2 and says in err and err.count("\n") == 1
 
 
 def test_a_folder_that_holds_another_run_is_not_touched(whole, small_flags, capsys):
@@ -377,22 +317,14 @@ def test_a_folder_that_holds_another_run_is_not_touched(whole, small_flags, caps
 
 def test_final_models_load_in_plain_transformers(whole):
     for agent in ("llm1", "llm2"):
-        model = AutoModelForCausalLM.from_pretrained(whole["cory"] / "final" / agent)
-        tokenizer = AutoTokenizer.from_pretrained(whole["cory"] / "final" / agent)
-        out = model.generate(
-            **tokenizer("the film", return_tensors="pt"),
-            max_new_tokens=4,
-            pad_token_id=tokenizer.eos_token_id,
-        )
-        assert out.shape[1] > 8
+        final = whole["cory"] / "final" / agent
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+        asked = tokenizer("the film", return_tensors="pt")
+        assert model.generate(**asked, max_new_tokens=4, pad_token_id=tokenizer.eos_token_id).shape[1] > 8
         saved = load_file(checkpoints_of(whole["cory"])[0] / f"{agent}.safetensors")
-        assert torch.equal(
-            model.transformer.h[0].attn.c_attn.weight, saved["lm.transformer.h.0.attn.c_attn.weight"]
-        )
-        assert load_file(whole["cory"] / "final" / agent / "value_head.safetensors")["weight"].shape == (
-            1,
-            32,
-        )
+        name = "transformer.h.0.attn.c_attn.weight"
+        assert torch.equal(model.get_parameter(name), saved[f"lm.{name}"])
+        assert load_file(final / "value_head.safetensors")["weight"].shape == (1, 32)
 
 
 def test_what_is_saved_of_a_divided_model_is_what_transformers_saves(small, tmp_path):
@@ -409,13 +341,11 @@ def test_what_is_saved_of_a_divided_model_is_what_transformers_saves(small, tmp_
 def test_local_files_are_all_there_and_agree(whole):
     for method, folder in whole.items():
         held_out, last = json.loads((folder / "eval.json").read_text()), metrics(folder)[-1]
-        of_all = {"iteration", "split", "queries", "samples", "base", "llm1"}
-        assert held_out["iteration"] == 7 and set(held_out) == of_all | (
-            {"llm2"} if method == "cory" else set()
-        )
-        assert held_out["llm1"]["kl"] == last["eval/llm1/kl"] and held_out["base"]["kl"] == 0
-        assert held_out["llm1"]["combined_reward"] == pytest.approx(
-            held_out["llm1"]["task_reward"] - 0.15 * held_out["llm1"]["kl"]
-        )
+        agents = {"llm1"} if method == "ppo" else {"llm1", "llm2"}
+        assert held_out.keys() == {"iteration", "split", "queries", "samples", "base"} | agents
+        of_agent = held_out["llm1"]
+        assert held_out["iteration"] == 7 and held_out["base"]["kl"] == 0
+        assert of_agent["kl"] == last["eval/llm1/kl"]
+        assert of_agent["combined_reward"] == pytest.approx(of_agent["task_reward"] - 0.15 * of_agent["kl"])
         assert (folder / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert type(load_config(folder)) is ImdbConfig and load_config(folder).method == method

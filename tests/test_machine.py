@@ -1,5 +1,4 @@
 """What a machine decides of a run's settings, and that it runs where Unix's own modules are missing."""
-
 import ast
 import ctypes
 import importlib
@@ -19,15 +18,7 @@ from cory.ppo.loading import load_language_model
 from cory.ppo.precision import multiply
 from cory.ppo.sampling import encode_prompts, sample
 from cory.system import files, machine
-from cory.system.machine import (
-    Processor,
-    choose_device,
-    described,
-    peak_memory,
-    prepare_device,
-    settled,
-    settled_anew,
-)
+from cory.system.machine import Processor, choose_device, peak_memory, prepare_device, settled, settled_anew
 
 EPYC = Processor("AMD EPYC", True, ["AVX-512", "bfloat16"])
 OLD_AMD = Processor("AMD Ryzen", True, [])
@@ -75,12 +66,14 @@ def test_a_gpu_decides_by_what_it_has(gpu, monkeypatch, dtype, capability, expec
     assert (cfg.dtype, cfg.head_precision, cfg.cpu_matmul) == (*expected, "pytorch")
 
 
-@pytest.mark.parametrize("name, value", [("dtype", "bfloat16"), ("dtype", "tf32"),
-                                         ("head_precision", "tf32")])
-def test_what_an_old_gpu_only_imitates_is_refused(gpu, name, value):
+@pytest.mark.parametrize("device, name, value", [
+    ("auto", "dtype", "bfloat16"), ("auto", "dtype", "tf32"), ("auto", "head_precision", "tf32"),
+    ("cpu", "dtype", "tf32"), ("cpu", "head_precision", "tf32")])
+def test_what_a_machine_only_imitates_is_refused(gpu, device, name, value):
     gpu((7, 5))
-    with pytest.raises(UserError, match=f"{name} is '{value}': a GPU has no such arithmetic"):
-        choose_device(settings(**{name: value}))
+    device_name = "a GPU" if device == "auto" else "this processor"
+    with pytest.raises(UserError, match=f"{name} is '{value}': {device_name} has no such arithmetic"):
+        choose_device(settings(device=device, **{name: value}))
 
 
 def test_a_run_of_a_gpu_is_evaluated_on_a_processor_and_not_resumed_there(monkeypatch):
@@ -103,12 +96,6 @@ def test_runs_of_older_versions_go_on_as_they_began(small_flags, tmp_path):
     (run_dir / "config.json").write_text(json.dumps(config))
     cfg = load_config(run_dir)
     assert (cfg.head_precision, cfg.cpu_matmul) == ("float32", "onednn")
-
-
-@pytest.mark.parametrize("name", ["dtype", "head_precision"])
-def test_tf32_on_a_cpu_is_refused(name):
-    with pytest.raises(UserError, match=f"{name} is 'tf32': this processor has no such arithmetic"):
-        choose_device(settings(device="cpu", **{name: "tf32"}))
 
 
 def test_settings_that_no_machine_has_seen_have_no_precision():
@@ -150,14 +137,6 @@ def test_a_run_says_and_keeps_what_it_is_computed_by(small_flags, tmp_path, caps
     train_imdb.main(["--run_dir", str(run_dir), "--resume", "--iterations", "2"])
     assert json.loads((run_dir / "config.json").read_text())["cpu_matmul"] == "onednn"
     prepare_device(settled(settings(device="cpu")))                         # what the other tests run by
-
-
-def test_what_a_machine_lacks_is_said_where_the_settings_ask_for_it(monkeypatch):
-    monkeypatch.setattr(machine, "processor", lambda: ARM)
-    monkeypatch.setattr(machine.onednn, "overrides", [])
-    cfg = settled(settings(device="cpu", cpu_matmul="onednn", dtype="bfloat16"))
-    line = described(cfg, torch.device("cpu"))
-    assert "the settings' oneDNN: figures differ by rounding" in line and "float32 is faster here" in line
 
 
 def test_only_what_every_system_has_is_imported_at_the_start():

@@ -255,13 +255,15 @@ def test_roles_that_would_hide_something_are_refused(roles, says, played):
     assert (run.run_dir / "metrics.jsonl").read_text() == ""
 
 
-@pytest.mark.parametrize("place", ["turn", "roles"])
-def test_an_agent_that_the_run_does_not_know_is_refused(place, played):
+@pytest.mark.parametrize("place, says", [
+    ("turn", "turns is 'llm3': give finish_iteration a Turn of each agent that played; run.roles holds"),
+    ("roles", "roles is 'llm1, llm3': must be the run's agents in another order: llm1, llm2")])
+def test_an_agent_that_the_run_does_not_know_is_refused(place, says, played):
     run, queries, limit, a, r = played
     stranger = Agent("llm3", run.reference, run.cfg, 2)
     turns = [Turn("pioneer", stranger if place == "turn" else run.agents[0], a, r, {})]
     roles = [run.agents[0], stranger] if place == "roles" else run.agents
-    with pytest.raises(UserError, match="agents is 'llm3': is not one of this run's; name it in the loop's"):
+    with pytest.raises(UserError, match=says):
         run.finish_iteration(1, queries, limit, turns, roles=roles)
     assert (run.run_dir / "metrics.jsonl").read_text() == ""
 
@@ -284,7 +286,7 @@ def test_an_iteration_without_a_turn_is_refused(played):
 def test_a_metric_of_the_update_does_not_hide_one_of_the_rollout(played):
     run, queries, limit, a, r = played
     turns = [Turn("pioneer", run.agents[0], a, r, {"kl": 77.0})]
-    with pytest.raises(UserError, match="metrics is 'kl': is measured for every turn"):
+    with pytest.raises(UserError, match="metrics is 'kl': is taken"):
         run.finish_iteration(1, queries, limit, turns, roles=run.agents)
 
 
@@ -305,13 +307,13 @@ def test_metrics_of_a_loop_that_would_be_lost_are_refused(metrics, says, played)
 def test_a_metric_of_a_task_that_would_hide_one_of_every_task_is_refused(here, small_flags, capsys):
     here("hides", MINE + "    def metrics(self, queries, responses):\n        return {'kl': 0.0}\n")
     flags = [*small_flags, "--iterations", "1", "--task", "hides:Mine", "--run_dir", "run"]
-    assert "metrics is 'kl': is measured for every task already" in one_line(capsys, train_imdb.main, flags)
+    assert "metrics is 'kl': is taken" in one_line(capsys, train_imdb.main, flags)
 
 
 @pytest.mark.parametrize("body, says", [
     ("def metrics(self, queries, responses):\n        return {'distinct_1': 0.0}", "metrics is 'distinct_1'"),
     ("def metrics(self, queries, responses):\n        return {'a/b': 0.0}", "metrics is 'a/b'"),
-    ("def metrics(self, queries, responses):\n        pass", "task is 'Mine': its metrics returned None"),
+    ("def metrics(self, queries, responses):\n        pass", "metrics is None: are no dict"),
     ("def reward(self, queries, responses):\n        return [0.0] * len(queries)", "name it reward_of")])
 def test_what_a_task_may_not_define_or_return(body, says, here, small_flags, capsys):
     here("own", MINE + f"    {body}\n")

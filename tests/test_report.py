@@ -18,9 +18,10 @@ from cory.commands.flags import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
 from cory.experiment import plots, weights_and_biases
 from cory.experiment.evaluation import distinct, evaluate
-from cory.experiment.tables import grouped, shown
 from cory.experiment.log import RunLog
-from cory.experiment.tables import pass_at_k_table, results_table
+from cory.experiment.saved_config import read_config
+from cory.experiment.tables import grouped, groups_table, results_table, shown
+from cory.ppo.loading import load_language_model
 from cory.system.files import read_jsonl
 
 pytestmark = pytest.mark.pictures
@@ -55,10 +56,9 @@ def test_evaluation_metrics_by_hand():
 
 
 def test_evaluation_leaves_every_random_stream_and_repeats_itself(small):
-    from cory.ppo.loading import load_language_model
     model = load_language_model(str(small / "lm"))
     state = torch.get_rng_state()
-    first, second = (evaluate(model, model, Letters, settings(mini_batch_size=m)) for m in (8, 8))
+    first, second = (evaluate(model, model, Letters, settings()) for _ in range(2))
     assert first == second and torch.equal(state, torch.get_rng_state()) and first["kl"] == 0
 
 
@@ -101,6 +101,12 @@ def write_run(folder: Path, agents=("llm1", "llm2"), roles=("pioneer", "observer
     return folder
 
 
+def comparison(folders, out, by=()):
+    """The picture that `report` draws of these runs."""
+    runs = [(read_config(folder), read_jsonl(folder / "metrics.jsonl")) for folder in folders]
+    return plots.draw_runs(runs, out, by)
+
+
 def refused(capsys, *argv) -> str:
     """The one line that `cory.commands.report` ends with."""
     with pytest.raises(SystemExit) as stop:
@@ -118,6 +124,10 @@ def columns_of(table: str) -> dict[str, list[str]]:
 
 def titles(figure) -> list[str]:
     return [ax.get_title() for ax in figure.axes]
+
+
+def labels(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def require_no_overlap(figure) -> None:
@@ -160,7 +170,8 @@ def test_a_resumed_log_drops_what_the_checkpoint_does_not_know(tmp_path):
         log.iteration(i, {"llm1/kl": float(i)}, [{"iteration": i, "query": str(i)}], {"pioneer": "llm1"})
     again = RunLog(cfg, ["llm1"], tmp_path, 2, "abc")
     assert [row["iteration"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2]
-    assert [row["query"] for row in again.sample_rows] == ["0", "1", "2"] and again.wandb_id == "abc"
+    assert [row["query"] for row in read_jsonl(tmp_path / "samples.jsonl")] == ["0", "1", "2"]
+    assert again.wandb.id == "abc"
     RunLog(cfg, ["llm1"], tmp_path, 0, "")
     assert not read_jsonl(tmp_path / "metrics.jsonl")
 
@@ -197,7 +208,8 @@ def started(monkeypatch):
 @pytest.mark.parametrize("asked, environment, key, expected", [
     ("auto", None, True, "online"), ("auto", None, False, "offline"), ("online", None, False, "offline"),
     ("offline", None, True, "offline"), ("disabled", None, True, None), ("auto", "disabled", True, None),
-    ("auto", "offline", True, "offline"), ("auto", None, "refused", "offline")])
+    ("auto", "offline", True, "offline"), ("auto", "dryrun", True, "offline"),
+    ("auto", None, "refused", "offline")])
 def test_wandb_mode(asked, environment, key, expected, started, tmp_path, capsys, monkeypatch):
     import wandb
     init = wandb.init
@@ -227,13 +239,10 @@ def test_wandb_group_tags_and_name(started, tmp_path):
 
 
 def test_wandb_keys_have_the_prefixes():
-    """One agent in a role of its own name, a metric with a slash, and values that are no number."""
-    metrics = {"pioneer/kl": 1.0, "llm2/kl": 1.0, "observer/a/b": 2, "eval/llm1/kl": 3.0, "copied": 4.0,
-               "seconds": 5.0, "note": "text", "llm1/list": [1, 2], "llm1/none": None}
+    metrics = {"pioneer/kl": 1.0, "llm2/kl": 1.0, "eval/llm1/kl": 3.0, "copied": 4.0, "seconds": 5.0}
     got = weights_and_biases.prefixed(metrics, ["llm1", "llm2"], {"pioneer": "llm2", "observer": "llm1"})
     assert got == {"agent/llm1/role": 1, "agent/llm2/role": 0, "role/pioneer/kl": 1.0, "agent/llm2/kl": 1.0,
-                   "role/observer/a/b": 2, "eval/llm1/kl": 3.0, "copied": 4.0, "seconds": 5.0, "note": "text",
-                   "agent/llm1/list": "[1, 2]", "agent/llm1/none": "null"}
+                   "eval/llm1/kl": 3.0, "copied": 4.0, "seconds": 5.0}
     alone = weights_and_biases.prefixed({"llm1/kl": 1.0}, ["llm1"], {"pioneer": "llm1"})
     assert alone == {"agent/llm1/kl": 1.0}
 
@@ -255,19 +264,19 @@ def offline(tmp_path, monkeypatch):
     return logged
 
 
-def test_wandb_takes_values_that_are_no_number_and_tables_whose_columns_change(offline, tmp_path):
+def test_wandb_takes_tables_whose_columns_change(offline, tmp_path):
     folder = write_run(tmp_path / "run")
     plots.draw_curves(folder)
     log = RunLog(settings(wandb="offline"), ["llm1"], folder, 0, "")
     log.iteration(0, {"eval/base/kl": 0.0}, [{"iteration": 0, "query": "q"}], {})
-    odd = {"llm1/odd": ["a", 1], "eval/llm1/kl": float("nan")}
-    log.iteration(1, odd, [{"iteration": 1, "query": 2, "third": "x"}], {})
-    log.finish({"iteration": 1, "queries": 8, "base": {"kl": 0.0}, "llm1": {"kl": 1.0, "copied": "no"}})
-    samples = offline[1][1]["samples"]
+    log.iteration(1, {"eval/llm1/kl": float("nan")}, [{"iteration": 1, "query": 2, "third": "x"}], {})
+    log.wandb.results({"iteration": 1, "queries": 8, "base": {"kl": 0.0}, "llm1": {"kl": 1.0, "copied": 2}})
+    log.close()
+    samples = offline[3][1]["samples"]
     assert samples.columns == ["iteration", "query", "third"]
     assert samples.data == [[0, "q", None], [1, 2, "x"]]
     last = offline[-1][1]
-    assert last["held_out_table"].data == [["kl", 0.0, 1.0], ["copied", None, "no"]]
+    assert last["held_out_table"].data == [["kl", 0.0, 1.0], ["copied", None, 2]]
     assert last["curves"].format == "png"
 
 
@@ -280,20 +289,19 @@ def test_wandb_offline_receives_every_metric_and_the_tables(small_flags, offline
     def saved_id():
         return json.loads(next(folder.glob("checkpoints/*/state.json")).read_text())["wandb_id"]
 
-    first_id = saved_id()
-    rows = read_jsonl(folder / "metrics.jsonl")
-    assert [step for step, _ in offline] == [0, 1, 2, 3, None]          # what comes last joins the last row
-    for row, (_, data) in zip(rows, offline[:-1], strict=True):
+    first_id, rows = saved_id(), read_jsonl(folder / "metrics.jsonl")
+    sent = [(step, data) for step, data in offline if "samples" not in data]
+    assert [step for step, _ in sent] == [0, 1, 2, 3, None]             # what comes last joins the last row
+    for row, (_, data) in zip(rows, sent[:-1], strict=True):
         roles = row.pop("roles", {})
-        expected = weights_and_biases.prefixed(row, ["llm1", "llm2"], roles)
-        assert {k: v for k, v in data.items() if k != "samples"} == expected
+        assert data == weights_and_biases.prefixed(row, ["llm1", "llm2"], roles)
     assert {"iteration", "role/pioneer/kl", "agent/llm2/kl", "agent/llm2/role", "eval/llm2/kl",
-            "seconds"} <= offline[3][1].keys()
-    assert offline[-1][1].keys() == {"iteration", "curves", "held_out_table"}
-    table = offline[3][1]["samples"]
+            "seconds"} <= sent[3][1].keys()
+    assert sent[-1][1].keys() == {"iteration", "curves", "held_out_table"}
+    (step, data), = [item for item in offline if "samples" in item[1]]
+    assert step == 3 and data.keys() == {"samples"} and len(data["samples"].data) == 12
     assert {"query", "pioneer", "observer", "base", "pioneer_reward", "observer_reward",
-            "base_reward"} <= set(table.columns)
-    assert len(table.data) == 12
+            "base_reward"} <= set(data["samples"].columns)
     train_imdb.main(["--resume", "--run_dir", str(folder), "--iterations", "4"])
     assert saved_id() == first_id and first_id
     assert len(offline[-2][1]["samples"].data) == 16                    # rows of before the stop included
@@ -336,8 +344,7 @@ def test_a_metric_of_a_task_or_a_loop_has_a_panel_of_its_own(tmp_path):
         assert titles(figure) == [*FIVE[:-1], "rhymes", "accuracy", *of_loop, FIVE[-1]]
         require_no_overlap(figure)
         assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
-        for ax in figure.axes:
-            assert any(len(line.get_xdata()) > 2 for line in ax.lines), ax.get_title()
+        assert all(any(len(line.get_xdata()) > 2 for line in ax.lines) for ax in figure.axes)
     copied = figure.axes[6].lines[0]                                    # a raw line: every iteration as it is
     assert copied.get_ydata() == pytest.approx([0.1 * i for i in range(1, 13)])
 
@@ -347,7 +354,7 @@ def test_greedy_answers_share_the_panel_in_hollow_markers(tmp_path):
     ax = figure.axes[titles(figure).index("accuracy")]
     hollow = [line for line in ax.lines if line.get_markerfacecolor() == "white" and len(line.get_xdata())]
     assert [line.get_ydata().tolist() for line in hollow] == 2 * [[0.5, 0.75, 0.75, 0.75]]  # the base first
-    assert "greedy answers" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "greedy answers" in labels(figure)
     # a panel of its own, if there is no X or if it is measured in training
     row = {"iteration": 1, "llm1/kl": 0.1, "llm1/greedy_kl": 0.2, "eval/llm1/greedy_new": 1.0}
     assert plots.metric_names([row], ["llm1"])[0] == ["kl", "greedy_kl", "greedy_new"]
@@ -363,17 +370,15 @@ def test_background_shows_who_plays_the_first_role(tmp_path):
         assert bands == {plots.COLORS[0].lower(): [[0.5, 1.5], [1.5, 2.5], [4.5, 5.5]],
                          plots.COLORS[1].lower(): [[2.5, 3.5], [3.5, 4.5]]}
     assert not figure.axes[-1].collections
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["base", "llm1", "llm2", "llm1 is pioneer", "llm2 is pioneer"]
+    assert labels(figure) == ["base", "llm1", "llm2", "llm1 is pioneer", "llm2 is pioneer"]
     alone = plots.draw_curves(write_run(tmp_path / "ppo", agents=["llm1"], roles=["pioneer"], method="ppo"))
     assert not any(ax.collections for ax in alone.axes)
 
 
-def test_smoothing_is_a_centred_mean_and_the_title_says_over_how_many(tmp_path):
-    values = {1: 0.0, 2: 3.0, 3: 6.0, 5: 0.0}
-    assert plots.smooth(values, 1) == {1: 1.5, 2: 3.0, 3: 3.0, 5: 3.0}
-    assert [plots.half_window([{}] * rows) for rows in (1, 13, 61, 101)] == [1, 1, 3, 5]
-    assert "mean over 3 iterations" in plots.draw_curves(write_run(tmp_path / "a")).get_suptitle()
+def test_smoothing_is_a_centred_mean_over_a_tenth():
+    assert plots.smooth({1: 0.0, 2: 3.0, 3: 6.0, 5: 0.0}) == {1: 1.5, 2: 3.0, 3: 3.0, 5: 3.0}
+    ones = dict.fromkeys(range(60), 0.0) | {30: 7.0}                    # 3 on each side
+    assert [x for x, y in plots.smooth(ones).items() if y] == [*range(27, 34)]
 
 
 def test_a_band_is_the_mean_and_one_sample_std_by_hand():
@@ -406,7 +411,7 @@ def test_the_held_out_table_has_every_agent_and_metric_found():
     assert columns_of(results_table(held_out)) == {
         "held-out": ["base", "llm1", "judge"],
         "task reward": ["0.13", "1.00", "2.00"], "kl": ["0.0", "2.3", "1.0"],
-        "greedy accuracy": ["–", "–", "0.500"], "rhymes found": ["–", "–", "1235"]}
+        "greedy accuracy": ["–", "–", "0.500"], "rhymes found": ["–", "–", "1234.568"]}
 
 
 def test_pass_at_k_of_groups_by_hand(tmp_path):
@@ -416,9 +421,8 @@ def test_pass_at_k_of_groups_by_hand(tmp_path):
                   "eval_queries": 7, "task": "gsm8k", "temperature": 1.0}
         shares = {"base": 0.1, "llm1": value}
         runs.append((config, {name: {"pass@1": share, "pass@2": share} for name, share in shares.items()}))
-    table = columns_of(pass_at_k_table(runs, ["learning_rate"]))
-    labels = ["base", "PPO LLM1, learning_rate 1e-5", "PPO LLM1, learning_rate 1e-4"]
-    assert table["held-out, 7 queries"] == labels
+    table = columns_of(groups_table("held-out", grouped(runs, ["learning_rate"])))
+    assert table["held-out"] == ["base", "PPO LLM1, learning_rate 1e-5", "PPO LLM1, learning_rate 1e-4"]
     assert table["pass@1"] == ["0.100", "0.800", "0.300 ± 0.141"]       # std of 0.2 and 0.4: 0.2 / sqrt(2)
     plots.draw_pass_at_k(runs, [2, 1], tmp_path / "p.svg", ["learning_rate"])
     assert (tmp_path / "p.svg").stat().st_size > 5000
@@ -444,14 +448,12 @@ def test_rates_are_grouped_and_never_averaged(rates, tmp_path, capsys):
         ("CORY LLM1, learning_rate 1e-4", "3.50 ± 0.71"), ("CORY LLM2, learning_rate 1e-4", "3.60 ± 0.71"),
         ("CORY LLM1, learning_rate 1.41e-3", "6.50 ± 2.12"),
         ("CORY LLM2, learning_rate 1.41e-3", "6.60 ± 2.12")]
-    runs = [report.read_run(folder)[:2] for folder in rates]
-    figure = plots.draw_comparison(runs, tmp_path / "c.png", ["learning_rate"])
+    figure = comparison(rates, tmp_path / "c.png", ["learning_rate"])
     require_no_overlap(figure)
     held_out = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 4]
     ends = [line.get_ydata()[-1] for line in held_out]
     assert ends == pytest.approx([1.5, 1.6, 3.5, 3.6, 6.5, 6.6])
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert len(labels) == 7 and "CORY LLM2, learning_rate 1.41e-3 (n = 2)" in labels
+    assert len(labels(figure)) == 7 and "CORY LLM2, learning_rate 1.41e-3 (n = 2)" in labels(figure)
 
 
 def test_runs_that_differ_are_refused_with_the_way_out(rates, tmp_path, capsys):
@@ -472,7 +474,7 @@ def test_runs_that_differ_are_refused_with_the_way_out(rates, tmp_path, capsys):
 def test_the_same_run_twice_is_no_second_seed(tmp_path, capsys):
     first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b", device="cuda", wandb_group="x")
     assert "has seed 0 as" in refused(capsys, first, again)
-    assert "is named twice" in refused(capsys, first, first)
+    assert "has seed 0 as" in refused(capsys, first, first)
     ppo = write_run(tmp_path / "p", agents=["llm1"], roles=["pioneer"], method="ppo")
     report.main([str(first), str(ppo), "--out", str(tmp_path / "c.png")])   # another method, another group
     three = write_run(tmp_path / "three", agents=["llm1", "llm2", "llm3"], seed=1)
@@ -484,16 +486,13 @@ def test_three_agents_are_everywhere(tmp_path, capsys):
     runs = [write_run(tmp_path / str(seed), agents, roles, ["rhymes"], ["copied"], seed=seed,
                       method="chain:train_chain") for seed in (0, 1)]
     runs.append(write_run(tmp_path / "cory", task_metrics=["rhymes"]))
-    held_out = json.loads((runs[0] / "eval.json").read_text())
-    assert columns_of(results_table(held_out))["held-out"] == ["base", *agents]
     curves = plots.draw_curves(runs[0])
-    texts = [text.get_text() for text in curves.legends[0].get_texts()]
-    assert {*agents, "llm1 is first", "llm2 is first", "llm3 is first"} <= set(texts)
+    assert {*agents, "llm1 is first", "llm2 is first", "llm3 is first"} <= set(labels(curves))
     assert [len(line.get_xdata()) for line in curves.axes[-1].lines] == [4, 4, 4]   # each one's frontier
     report.main([*map(str, runs), "--out", str(tmp_path / "c.pdf")])
     head = columns_of(capsys.readouterr().out)["held-out"]
     assert head == ["base", "CHAIN LLM1", "CHAIN LLM2", "CHAIN LLM3", "CORY LLM1", "CORY LLM2"]
-    figure = plots.draw_comparison([report.read_run(run)[:2] for run in runs], tmp_path / "c.png")
+    figure = comparison(runs, tmp_path / "c.png")
     require_no_overlap(figure)
     assert titles(figure) == [*FIVE[:3], "repeated tokens", FIVE[3], "rhymes", "copied", FIVE[-1]]
     copied = [line for line in figure.axes[6].lines if len(line.get_xdata())]
@@ -517,9 +516,9 @@ def test_groups_follow_methods_and_bases_as_they_are():
 
 @pytest.mark.parametrize("name, text, says", [
     ("eval.json", None, "is no finished run (no eval.json)"), ("eval.json", "{", "is damaged"),
-    ("eval.json", "[]", "names no iteration"),
-    ("eval.json", '{"iteration": 1, "base": {"kl": 0}, "llm1": {"kl": 0}}', "'llm2'"),
-    ("eval.json", '{"iteration": 1, "base": {"kl": "x"}}', "has base's kl as 'x'"),
+    ("eval.json", "[]", "is damaged"), ("eval.json", "{}", "is damaged (KeyError: 'iteration')"),
+    ("eval.json", '{"iteration": 1, "base": {"kl": 0}, "llm1": {"kl": 0}}', "is damaged (KeyError: 'llm2')"),
+    ("eval.json", '{"iteration": 1, "base": {"kl": "x"}}', "is damaged (TypeError"),
     ("config.json", None, "config.json"), ("config.json", "{}", "it lacks agents"),
     ("metrics.jsonl", "", "holds no rows"), ("metrics.jsonl", "{\n", "metrics.jsonl:1': is no row of a log")])
 def test_a_folder_that_is_no_finished_run_is_one_line(name, text, says, tmp_path, capsys):
@@ -533,7 +532,7 @@ def test_a_folder_that_is_no_finished_run_is_one_line(name, text, says, tmp_path
 def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path, capsys):
     folder = write_run(tmp_path / "run")
     assert "must end in .png" in refused(capsys, folder, "--out", tmp_path / "c.txt")
-    assert "its folder is missing" in refused(capsys, folder, "--out", tmp_path / "none" / "c.png")
+    assert "cannot be written to" in refused(capsys, folder, "--out", tmp_path / "none" / "c.png")
     assert "unrecognized arguments: --zzz" in refused(capsys, folder, "--zzz")
 
 

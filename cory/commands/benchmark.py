@@ -6,7 +6,7 @@ The loop of `cory.train` runs as it is, on IMDB's prompts with a trivial reward;
 outside, the first iteration left out, medians of the others. `floor` divides operations and bytes of the same
 work by the rates of a large matrix product and a large copy, measured in the same process. The first line
 names the processor and the library that multiplies, the last is JSON. Several values of --batch or --response
-are a sweep: each in a process of its own, then a picture.
+are a sweep: each in a process of its own.
 """
 import argparse
 import json
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from itertools import product
-from pathlib import Path
 from typing import get_args, get_type_hints
 from unittest.mock import patch
 
@@ -26,10 +25,8 @@ from transformers.pytorch_utils import Conv1D
 import cory.ppo.rollout
 import cory.train
 from cory.commands.flags import OneLineParser
-from cory.commands.report import require_picture
 from cory.config import ASSETS, METHODS, Config, ImdbConfig
 from cory.errors import UserError, exit_on_user_error
-from cory.experiment.plots import draw_costs
 from cory.names import find
 from cory.ppo.agent import Agent
 from cory.ppo.loading import load_language_model
@@ -205,8 +202,7 @@ def measure(args: argparse.Namespace, batch: int, response: int) -> dict:
 
 
 def measure_sizes(args: argparse.Namespace, argv: list[str]) -> dict:
-    """Each size in a process of its own, so that peaks of memory do not mix, and a picture."""
-    require_picture(Path(args.plot), "plot")
+    """Each size in a process of its own, so that peaks of memory do not mix."""
     rows = []
     for batch, response in product(args.batch, args.response):
         size = ["--batch", str(batch), "--response", str(response)]
@@ -216,8 +212,7 @@ def measure_sizes(args: argparse.Namespace, argv: list[str]) -> dict:
             raise SystemExit(done.returncode)                   # it has said why
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(f"batch {batch}, response {response}: {rows[-1]['seconds']['total']:.2f} s", flush=True)
-    draw_costs(rows, Path(args.plot))
-    return {"sweep": rows, "plot": args.plot}
+    return {"sweep": rows}
 
 
 @exit_on_user_error
@@ -241,7 +236,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--lora", action="store_true", help="two adapters on one frozen base instead of three full copies")
     add("--generate", action="store_true", help="also time the sampling loop against transformers' generate")
     add("--dataset", default=str(ASSETS / "imdb/openings"), help="reviews whose first tokens are the queries")
-    add("--plot", default="cost.png", help="picture of a series")
     args = parser.parse_args(argv)
     if args.iterations < 2:
         raise UserError("iterations", args.iterations, "must be 2 or more: the first is left out")

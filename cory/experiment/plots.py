@@ -1,4 +1,4 @@
-"""Pictures of whatever agents and metrics there are: runs, runs compared, pass@k, what an iteration costs."""
+"""Pictures of whatever agents and metrics there are: runs, runs compared, pass@k."""
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -117,6 +117,19 @@ def draw_training(ax, seeds: list[dict[int, float]], color: str, linestyle: str 
     band(ax, [smooth(values) for values in seeds], color=color, linestyle=linestyle, linewidth=1.2, alpha=0.6)
 
 
+def draw_agent(axes, names: list[str], seeds: list[tuple[list[dict], str]], style: dict) -> None:
+    """A group, given as (rows, agent) of each seed: its metrics `names`, and its reward against KL."""
+    for ax, name in zip(axes, names, strict=False):
+        draw_training(ax, [series(rows, f"{agent}/{name}") for rows, agent in seeds], **style)
+        for kind, marker in MARKERS.items():
+            points = [held_out(rows, agent, kind + name) for rows, agent in seeds]
+            band(ax, points, **style, **marker, zorder=3)
+    for rows, agent in seeds:
+        kl, reward = held_out(rows, agent, "kl"), held_out(rows, agent, "task_reward")
+        both = [i for i in kl if i in reward]
+        axes[-1].plot([kl[i] for i in both], [reward[i] for i in both], **style, **MARKERS[""])
+
+
 def draw_curves(run_dir: Path):
     """curves.png of one run, in its folder."""
     run = read_config(run_dir), read_log(run_dir / "metrics.jsonl")
@@ -125,48 +138,35 @@ def draw_curves(run_dir: Path):
 
 def draw_runs(runs: list[tuple[dict, list[dict]]], out: Path, by: Sequence[str] = (),
               limits: Collection[Limit | None] = ()):
-    """The groups of runs, each (config.json, rows of metrics.jsonl): a panel for each metric of the agents,
-    with training batches smoothed, held-out points and the base; one for each metric of a loop; and reward
-    against KL, with the limits. Bands: one sample std over seeds. One run alone: on the colour of the agent
-    that plays the first role.
+    """Groups of runs, each (config.json, rows of metrics.jsonl): a panel for each metric of the agents and of
+    the loops, and one of reward against KL. A run alone is drawn on the colour of who plays its first role.
     """
     config, alone = runs[0][0], len(runs) == 1
     all_rows = [row for _, rows in runs for row in rows]
     names, of_loop = metric_names(all_rows, {agent for config, _ in runs for agent in config["agents"]})
     if alone:
         names = [name for name in names if name != "repeated_tokens"]
-    groups = grouped([(config, {agent: (rows, agent, agent == config["agents"][0])
-                                for agent in config["agents"]}) for config, rows in runs], by)
-    styles = {label: look(i) for i, label in enumerate(groups)}
     count = len(names) + len(of_loop) + 1
     figure, axes = grid(count, 3 if count <= 6 or count == 9 else 4, 4.2, 3.2, below=0.9)
+    axes[-1].set(title="held-out reward against KL", xlabel=FIRST["kl"], ylabel=FIRST["task_reward"])
     for ax, name in zip(axes, names + of_loop, strict=False):
         ax.set(title=FIRST.get(name, name.replace("_", " ")), xlabel="iteration")
         ax.xaxis.get_major_locator().set_params(integer=True)
-    axes[-1].set(title="held-out reward against KL", xlabel=FIRST["kl"], ylabel=FIRST["task_reward"])
+        at_base = {series(rows, f"eval/base/{kind}{name}").get(0) for _, rows in runs for kind in MARKERS}
+        for value in at_base - {None}:
+            ax.axhline(value, **BASE)
 
-    for label, members in groups.items():
-        style = styles[label]
-        for ax, name in zip(axes, names, strict=False):
-            lines = [series(rows, f"{agent}/{name}") for rows, agent, _ in members]
-            draw_training(ax, lines, **style)
-            for kind, marker in MARKERS.items():
-                points = [held_out(rows, agent, kind + name) for rows, agent, _ in members]
-                band(ax, points, **style, **marker, zorder=3)
-                for value in {values[0] for values in points if 0 in values}:
-                    ax.axhline(value, **BASE)
-        for ax, name in zip(axes[len(names):], of_loop, strict=False):
-            lines = [series(rows, name) for rows, _, is_first in members if is_first]
-            if lines:                                               # each run once
-                draw_training(ax, lines, **{"color": "black"} if alone else style)
-        for rows, agent, _ in members:
-            kl, reward = held_out(rows, agent, "kl"), held_out(rows, agent, "task_reward")
-            both = [i for i in kl if i in reward]
-            axes[-1].plot([kl[i] for i in both], [reward[i] for i in both], **style, **MARKERS[""])
-
+    groups = grouped([(config, {agent: (rows, agent) for agent in config["agents"]})
+                      for config, rows in runs], by)
+    first_agents = {id(rows): config["agents"][0] for config, rows in runs}
     looks = {"base": BASE}
-    for label, members in groups.items():
-        looks[members[0][1] if alone else f"{label} (n = {len(members)})"] = styles[label]
+    for i, (label, seeds) in enumerate(groups.items()):
+        draw_agent(axes, names, seeds, look(i))
+        of_first = [rows for rows, agent in seeds if agent == first_agents[id(rows)]]
+        for ax, name in zip(axes[len(names):], of_loop if of_first else [], strict=False):   # each run once
+            style = {"color": "black"} if alone else look(i)
+            draw_training(ax, [series(rows, name) for rows in of_first], **style)
+        looks[seeds[0][1] if alone else f"{label} (n = {len(seeds)})"] = look(i)
     if alone and len(groups) > 1:
         looks |= draw_first_role(axes[:-1], all_rows, looks)
     looks |= draw_limits(axes[-1], limits)
@@ -222,23 +222,4 @@ def draw_pass_at_k(runs: list[tuple[dict, dict]], ks: list[int], out: Path, by: 
     ax.set(title=f"{task}: pass@k on {queries} held-out queries, temperature {heat}",
            xlabel="k responses per query", ylabel="share of queries solved by one of k")
     legend(figure, looks)
-    save(figure, out)
-
-
-def draw_costs(rows: list[dict], out: Path) -> None:
-    """Seconds and peak memory of an iteration against each size varied. Dashed: in proportion to the last."""
-    sizes = {"batch": "queries per iteration", "response": "tokens per response"}
-    varied = [size for size in sizes if len({row[size] for row in rows}) > 1]
-    figure, axes = grid(2 * len(varied), 2, 5, 3.8)
-    for left, right, size in zip(axes[::2], axes[1::2], varied, strict=True):
-        fixed = "response" if size == "batch" else "batch"
-        for i, value in enumerate(sorted({row[fixed] for row in rows})):
-            line = sorted((row for row in rows if row[fixed] == value), key=lambda row: row[size])
-            x, seconds = [row[size] for row in line], [row["seconds"]["total"] for row in line]
-            left.plot(x, seconds, **look(i), label=f"{fixed} {value}")
-            left.plot([0, x[-1]], [0, seconds[-1]], color=look(i)["color"], linestyle="--", linewidth=0.8)
-            right.plot(x, [row.get("peak_cuda_gib", row["peak_rss_gib"]) for row in line], **look(i))
-        for ax, label in ((left, "seconds per iteration"), (right, "peak memory, GiB")):
-            ax.set(xlabel=sizes[size], ylabel=label, xlim=(0, None), ylim=(0, 1.05 * ax.get_ylim()[1]))
-        left.legend(fontsize=8)
     save(figure, out)

@@ -224,7 +224,7 @@ FAULTS = [
         ("held-out set", "limit, seed=None)", "limit, seed=EVALUATION_SEED)", "gsm8k trajectory"),
     ),
     *of("cory/experiment/run.py",
-        ("metric", "turn.metrics(self.task, queries, cfg.init_kl_coef)",
+        ("metric", "turn.metrics(self.task, queries, self.cfg.init_kl_coef)",
          "turn.metrics(self.task, queries, turn.agent.kl_coef)", "loop"),
         ("wrong agent or role", "evaluate(agent.policy, self.reference,",
          "evaluate(self.agents[0].policy, self.reference,", "loop"),
