@@ -6,7 +6,6 @@ Shapes: Q held-out queries, n answers of the base to each. Rewards are the task'
 import math
 import zlib
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,55 +17,47 @@ from cory.tasks.task import Task
 LEAST_ESS = 8.0         # effective samples per query, below which a tilt is not trusted
 
 
-class Point(NamedTuple):
-    """Means over queries; `ess`: effective samples per query."""
-    kl: float
-    reward: float
-    ess: float
-
-
-def best_of(reward_Qn: np.ndarray, m: int) -> Point:
-    """The best of m answers: its expected reward over all subsets of m of the n, and a bound of its KL.
+def best_of(reward_Qn: np.ndarray, m: int) -> tuple[float, float]:
+    """(KL, reward) of the best of m answers: a bound of its KL (Beirami et al., arXiv:2401.01879), and its
+    expected reward over all subsets of m of the n. Means over queries.
 
         E[max] = sum_i C(i - 1, m - 1) / C(n, m) r_(i), r_(1) <= ... <= r_(n)        KL <= log m - (m - 1) / m
-
-    The bound is Beirami et al.'s, arXiv:2401.01879. 1 <= m <= n.
     """
     n = reward_Qn.shape[1]
     weight_n = np.array([math.comb(i, m - 1) / math.comb(n, m) for i in range(n)])
-    return Point(math.log(m) - (m - 1) / m, float((np.sort(reward_Qn, 1) @ weight_n).mean()), n / m)
+    return math.log(m) - (m - 1) / m, float((np.sort(reward_Qn, 1) @ weight_n).mean())
 
 
-def tilted(reward_Qn: np.ndarray, temperature: float) -> Point:
-    """The base tilted by its rewards, by self-normalised importance weights over the n answers to a query.
+def tilted(reward_Qn: np.ndarray, temperature: float) -> tuple[float, float, float]:
+    """(KL, reward, effective samples) of the base tilted by its rewards. Means over queries.
 
-        w_i = exp(r_i / temperature) / sum_j exp(r_j / temperature)
-        reward = sum_i w_i r_i        KL = sum_i w_i log(n w_i)        effective samples = 1 / sum_i w_i^2
+        w_i = exp(r_i / temperature) / sum_j exp(r_j / temperature)        over the n answers to a query
+        KL = sum_i w_i log(n w_i)        reward = sum_i w_i r_i        effective samples = 1 / sum_i w_i^2
     """
     weight_Qn = np.exp((reward_Qn - reward_Qn.max(1, keepdims=True)) / temperature)
     weight_Qn /= weight_Qn.sum(1, keepdims=True)
     log_Qn = np.log(np.maximum(weight_Qn, 1e-300) * reward_Qn.shape[1])
     sums = (weight_Qn * log_Qn).sum(1), (weight_Qn * reward_Qn).sum(1), 1 / (weight_Qn**2).sum(1)
-    return Point(*(float(x_Q.mean()) for x_Q in sums))
+    return tuple(float(x_Q.mean()) for x_Q in sums)
 
 
 class Limit:
     """What the objective can reach: a lower bound, since nothing outside the n answers is seen.
 
-    `tilts` lead from the base to the strongest tilt, at a temperature of eta or more, that has `LEAST_ESS`
-    effective samples. `metrics` are those of base, best of n and tilt, by the names that eval.json has.
+    `tilts` lead, as (KL, reward), from the base to the strongest tilt, at a temperature of eta or more, that
+    has `LEAST_ESS` effective samples. `metrics` are those of base, best of n and tilt, as eval.json has them.
     """
 
     def __init__(self, rewards: list[list[float]], eta: float):
         reward_Qn = np.array(rewards, dtype=np.float64)
         coldest, n = max(eta, 1e-3 * float(reward_Qn.std()), 1e-9), reward_Qn.shape[1]
-        points = [tilted(reward_Qn, coldest * 2 ** (i / 8)) for i in reversed(range(120))]
-        base = Point(0.0, float(reward_Qn.mean()), n)
-        self.tilts = [base, *(p for p in points if p.ess >= LEAST_ESS)]
+        tilts = [tilted(reward_Qn, coldest * 2 ** (i / 8)) for i in reversed(range(120))]
+        base = 0.0, float(reward_Qn.mean())
+        self.tilts = [base, *((kl, reward) for kl, reward, ess in tilts if ess >= LEAST_ESS)]
         self.best_of = {m: best_of(reward_Qn, m) for m in (4, 16, 32) if m <= n / 2}
         best = {f"best of {m}": point for m, point in self.best_of.items()}
-        self.metrics = {name: {"task_reward": p.reward, "kl": p.kl, "combined_reward": p.reward - eta * p.kl}
-                        for name, p in {"base": base, **best, "tilt": self.tilts[-1]}.items()}
+        self.metrics = {name: {"task_reward": reward, "kl": kl, "combined_reward": reward - eta * kl}
+                        for name, (kl, reward) in {"base": base, **best, "tilt": self.tilts[-1]}.items()}
 
     def with_shares(self, held_out: dict) -> dict:
         """What eval.json holds, with `share_of_limit` in all metrics: 0 is the base, 1 the tilt.
@@ -75,8 +66,8 @@ class Limit:
         """
         base, tilt = (self.metrics[name]["combined_reward"] for name in ("base", "tilt"))
         room = tilt - base if tilt - base > 1e-9 else math.inf
-        shares = {name: {"share_of_limit": (x["combined_reward"] - base) / room}
-                  for name, x in held_out.items() if isinstance(x, dict)}
+        shares = {name: {"share_of_limit": (metrics["combined_reward"] - base) / room}
+                  for name, metrics in held_out.items() if isinstance(metrics, dict)}
         return held_out | {name: held_out[name] | share for name, share in shares.items()}
 
 

@@ -94,9 +94,8 @@ def draw_limits(ax, limits: Collection[Limit | None]) -> dict[str, dict]:
     """What the base's own answers reach, in a panel of reward against KL. Returns the legend's looks."""
     looks = {}
     for limit in {tuple(limit.tilts): limit for limit in limits if limit}.values():
-        best = limit.best_of.values()
-        ax.plot([p.kl for p in limit.tilts], [p.reward for p in limit.tilts], **LIMIT, zorder=1)
-        ax.plot([p.kl for p in best], [p.reward for p in best], **BEST_OF, zorder=1)
+        ax.plot(*zip(*limit.tilts, strict=True), **LIMIT, zorder=1)
+        ax.plot(*zip(*limit.best_of.values(), strict=True), **BEST_OF, zorder=1)
         looks["limit: the base tilted by reward"] = LIMIT
         looks[f"the base's best of {', '.join(map(str, limit.best_of))}"] = BEST_OF
     return looks
