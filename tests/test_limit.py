@@ -78,10 +78,9 @@ TINY = "--method ppo --iterations 1 --batch_size 8 --mini_batch_size 8 --eval_qu
 TINY += "--eval_samples 1 --wandb disabled --sample_rows 0 --save_every 0"
 
 
-def test_a_run_of_the_embedded_base_has_its_share(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "r"
-    train_imdb.main([*TINY.split(), "--run_dir", str(folder)])
-    known, held_out = (json.loads((folder / f"{name}.json").read_text()) for name in ("limit", "eval"))
+def test_a_run_of_the_embedded_base_has_its_share_as_the_command_draws_it(tmp_path, capsys):
+    train_imdb.main([*TINY.split(), "--run_dir", str(tmp_path)])
+    known, held_out = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("limit", "eval"))
     assert np.array(known["rewards"]).shape == (16, 64) and len(known["examples"]) == 16
     ends = Limit(known["rewards"], 0.15).metrics
     base, tilt = (ends[name]["combined_reward"] for name in ("base", "tilt"))
@@ -89,25 +88,20 @@ def test_a_run_of_the_embedded_base_has_its_share(tmp_path, monkeypatch, capsys)
         share = (held_out[name]["combined_reward"] - base) / (tilt - base)
         assert held_out[name]["share_of_limit"] == pytest.approx(share)
     assert "| share of limit" in capsys.readouterr().out
-    # another reward or another length: no limit rather than a wrong one
-    train_imdb.main([*TINY.split(), "--max_response_length", "14", "--run_dir", str(tmp_path / "length")])
-    reward_of = Imdb.reward_of
-    monkeypatch.setattr(Imdb, "reward_of", lambda *args: [2 * r for r in reward_of(*args)])
-    train_imdb.main([*TINY.split(), "--run_dir", str(tmp_path / "reward")])
-    for name in ("length", "reward"):
-        assert not (tmp_path / name / "limit.json").exists()
-        assert "share_of_limit" not in json.loads((tmp_path / name / "eval.json").read_text())["llm1"]
-
-
-def test_the_command_draws_the_embedded_rewards(tmp_path, capsys):
-    """Of the first 16 test queries."""
-    train_imdb.main([*TINY.split(), "--run_dir", str(tmp_path)])
-    known = json.loads((tmp_path / "limit.json").read_text())
     command.main([str(tmp_path)])
     drawn = json.loads((tmp_path / "limit.json").read_text())
     assert drawn["made_with"] == known["made_with"]
     assert drawn["rewards"][0] == pytest.approx(known["rewards"][0], abs=2e-3)
     assert "best of 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, times", [("--max_response_length 14", 1), ("", 2)], ids=["length", "reward"])
+def test_another_length_or_reward_has_no_limit_rather_than_a_wrong_one(flags, times, tmp_path, monkeypatch):
+    reward_of = Imdb.reward_of
+    monkeypatch.setattr(Imdb, "reward_of", lambda *args: [times * r for r in reward_of(*args)])
+    train_imdb.main([*TINY.split(), *flags.split(), "--run_dir", str(tmp_path)])
+    assert not (tmp_path / "limit.json").exists()
+    assert "share_of_limit" not in json.loads((tmp_path / "eval.json").read_text())["llm1"]
 
 
 def test_the_command_gives_a_finished_run_its_limit(small_flags, tmp_path, capsys):
@@ -127,9 +121,3 @@ def test_a_damaged_file_is_one_line(content, tmp_path):
     (tmp_path / "limit.json").write_text(content)
     with pytest.raises(UserError, match="limit.json"):
         limit_of(tmp_path)
-
-
-def test_what_is_no_finished_run_is_one_line(capsys):
-    with pytest.raises(SystemExit) as stop:
-        command.main(["nowhere"])
-    assert stop.value.code == 2 and "is no finished run" in capsys.readouterr().err

@@ -138,11 +138,6 @@ def require_no_overlap(figure) -> None:
 
 
 # --- the log ----------------------------------------------------------------------------------------------
-def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):
-    (tmp_path / "m.jsonl").write_text('{"iteration": 0}\n{"iteration": 1}\n{"itera')
-    assert read_jsonl(tmp_path / "m.jsonl") == [{"iteration": 0}, {"iteration": 1}]
-
-
 def test_the_log_writes_whatever_agents_and_roles_there_are(tmp_path):
     log = RunLog(settings(wandb="disabled", method="chain:train_chain"), ["llm1", "llm2"], tmp_path, 0, "")
     log.iteration(0, {"eval/base/kl": 0.0}, [], {})
@@ -185,7 +180,7 @@ def test_auto_goes_online_only_with_a_key(environment, host, expected, tmp_path,
 
 @pytest.fixture
 def started(monkeypatch):
-    """Options of each `wandb.init`; nothing is started."""
+    """Options of each `wandb.init`, of which nothing starts; online a run of the name `refused` fails."""
     import wandb
     calls = []
 
@@ -248,22 +243,6 @@ def offline(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wandb.sdk.wandb_run.Run, "log", spy)
     return logged
-
-
-def test_wandb_takes_tables_whose_columns_change(offline, tmp_path):
-    folder = write_run(tmp_path / "run")
-    plots.draw_curves(folder)
-    log = RunLog(settings(wandb="offline"), ["llm1"], folder, 0, "")
-    log.iteration(0, {"eval/base/kl": 0.0}, [{"iteration": 0, "query": "q"}], {})
-    log.iteration(1, {"eval/llm1/kl": float("nan")}, [{"iteration": 1, "query": 2, "third": "x"}], {})
-    log.wandb.results({"iteration": 1, "queries": 8, "base": {"kl": 0.0}, "llm1": {"kl": 1.0, "copied": 2}})
-    log.close()
-    samples = offline[3][1]["samples"]
-    assert samples.columns == ["iteration", "query", "third"]
-    assert samples.data == [[0, "q", None], [1, 2, "x"]]
-    last = offline[-1][1]
-    assert last["held_out_table"].data == [["kl", 0.0, 1.0], ["copied", None, 2]]
-    assert last["curves"].format == "png"
 
 
 def test_wandb_offline_receives_every_metric_and_the_tables(small_flags, offline, tmp_path, capsys):
@@ -375,10 +354,6 @@ def test_a_band_is_the_mean_and_one_sample_std_by_hand():
     assert (low, high) == pytest.approx((2 - 2**0.5, 2 + 2**0.5))
 
 
-def test_looks_differ_for_many_agents():
-    assert len({tuple(plots.look(i).items()) for i in range(21)}) == 21
-
-
 def test_values_that_are_no_finite_number_are_left_out(tmp_path):
     folder = write_run(tmp_path / "run", loop_metrics=["copied"])
     rows = read_jsonl(folder / "metrics.jsonl")
@@ -458,8 +433,8 @@ def test_runs_that_differ_are_refused_with_the_way_out(rates, tmp_path, capsys):
 
 def test_the_same_run_twice_is_no_second_seed(tmp_path, capsys):
     first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b", device="cuda", wandb_group="x")
-    assert "has seed 0 as" in refused(capsys, first, again)
-    assert "has seed 0 as" in refused(capsys, first, first)
+    for other in (first, again):
+        assert "has seed 0 as" in refused(capsys, first, other)
     ppo = write_run(tmp_path / "p", agents=["llm1"], roles=["pioneer"], method="ppo")
     report.main([str(first), str(ppo), "--out", str(tmp_path / "c.png")])   # another method, another group
     three = write_run(tmp_path / "three", agents=["llm1", "llm2", "llm3"], seed=1)

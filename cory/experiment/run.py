@@ -256,17 +256,16 @@ class Run(ExitStack):
     def finish(self) -> None:
         """Final models, eval.json, curves.png, and the held-out table on the terminal."""
         rows = broadcast(lambda: read_log(self.run_dir / "metrics.jsonl"))
-        last = rows[-1]
-        if last["iteration"] < self.cfg.iterations:
-            way_out = f"stopped after iteration {last['iteration']}; call run.finish_iteration in each"
-            raise UserError("method", self.cfg.method, way_out)
+        last, done = rows[-1], rows[-1]["iteration"]
+        self.cfg.require("method", done >= self.cfg.iterations,
+                         f"stopped after iteration {done}; call run.finish_iteration in each")
         save_final(self.run_dir, self.agents)
         metrics = rows[0] | last                        # the base's stand in the first row
         if f"eval/{self.agent_names[0]}/kl" not in last:
             metrics |= self.evaluate_agents()           # resumed at its end, which was not an end before
         if is_main():
             self.log.bar.close()
-            held_out = self.write_results(last["iteration"], metrics)
+            held_out = self.write_results(done, metrics)
             seconds = [row["seconds"] for row in rows[1:]]
             memory = peak_memory(self.device)
             print(f"{statistics.median(seconds):.2f} s per iteration (median of {len(seconds)})"
