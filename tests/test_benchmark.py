@@ -107,7 +107,7 @@ def test_floor_counts_the_operations_of_a_forward_pass(small):
 def test_a_sweep_measures_each_size(small, capsys, monkeypatch):
     def in_this_process(command, **kwargs):  # a new one takes six seconds to import everything
         with redirect_stdout(StringIO()) as out:
-            benchmark.main(command[3:])
+            benchmark.main(command[4:])
         return subprocess.CompletedProcess(command, 0, out.getvalue())
 
     monkeypatch.setattr(subprocess, "run", in_this_process)

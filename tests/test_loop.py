@@ -107,12 +107,6 @@ def test_two_exchanges_are_the_identity_bit_for_bit(small_flags, tmp_path, monke
     the_run.close()
 
 
-def test_an_exchange_period_beyond_the_run_equals_no_exchange(small_flags, tmp_path):
-    late = run(small_flags, tmp_path / "late", "--role_exchange_every", "8", "--iterations", "3")
-    never = run(small_flags, tmp_path / "never", "--role_exchange_every", "0", "--iterations", "3")
-    assert metrics(late) == metrics(never) and same_weights(weights(late, "llm2"), weights(never, "llm2"))
-
-
 def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     """No knowledge transfer, no shared reward, no exchange: LLM1 is then trained exactly as by PPO."""
     without = "--method cory --knowledge_transfer false --partner_reward 0 --role_exchange_every 0"

@@ -13,7 +13,6 @@ from toys import settings
 import cory
 import train_imdb
 from cory.errors import UserError
-from cory.experiment.saved_config import load_config
 from cory.ppo.loading import load_language_model
 from cory.ppo.precision import multiply
 from cory.ppo.sampling import encode_prompts, sample
@@ -85,17 +84,6 @@ def test_a_run_of_a_gpu_is_evaluated_on_a_processor_and_not_resumed_there(monkey
         settled(settings(device="cpu", dtype="bfloat16", head_precision="tf32"))
     of_epyc = settings(device="cpu", dtype="float32", head_precision="float32", cpu_matmul="onednn")
     assert settled_anew(of_epyc).cpu_matmul == "pytorch"
-
-
-def test_runs_of_older_versions_go_on_as_they_began(small_flags, tmp_path):
-    """Before these were settings, every CPU multiplied by oneDNN and the head was float32."""
-    run_dir = tmp_path / "run"
-    train_imdb.main([*small_flags, "--run_dir", str(run_dir), "--iterations", "1"])
-    config = json.loads((run_dir / "config.json").read_text())
-    del config["head_precision"], config["cpu_matmul"]
-    (run_dir / "config.json").write_text(json.dumps(config))
-    cfg = load_config(run_dir)
-    assert (cfg.head_precision, cfg.cpu_matmul) == ("float32", "onednn")
 
 
 def test_settings_that_no_machine_has_seen_have_no_precision():

@@ -123,7 +123,7 @@ class Run(ExitStack):
         """
         cfg, before = self.cfg, read_config(self.run_dir)
         for name, setting in (("data", "dataset"), ("model", "model")):
-            same = before["fingerprints"].get(name) in (None, self.fingerprints[name])
+            same = before["fingerprints"].get(name) == self.fingerprints[name]
             way_out = f"the {name} of this run was another; put it back as it was, or start a new run"
             cfg.require(setting, same, way_out)
         logged = {row["iteration"] for row in read_log(self.run_dir / "metrics.jsonl")}
