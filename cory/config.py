@@ -3,6 +3,7 @@
 Nothing here imports PyTorch, so that `--help` and a bad flag are answered at once.
 """
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
@@ -17,6 +18,8 @@ METHODS = {"ppo": "cory.train:train_ppo", "cory": "cory.train:train_cory"}
 ADVANTAGES = {name: f"cory.ppo.advantages:{name}" for name in ("gae", "rloo", "grpo", "reinforce")}
 CHECKERS = {name: f"cory.tasks.answers:{name}" for name in ("last_number", "strict")}
 LR_SCHEDULES = {name: f"cory.ppo.formulas:{name}" for name in ("constant", "linear", "cosine")}
+NAMED = {"task": TASKS, "method": METHODS, "advantage": ADVANTAGES, "checker": CHECKERS,
+         "lr_schedule": LR_SCHEDULES}
 
 
 class Precision(NamedTuple):
@@ -28,8 +31,12 @@ class Precision(NamedTuple):
 FLOAT32 = Precision()
 
 
-def setting(default, help: str):
-    return field(default=default, metadata={"help": help})
+ABOVE_0 = 1e-30
+
+
+def setting(default, help: str, least: float = -inf, most: float = inf):
+    """A field of settings: what `--help` says of it, and the least and the most that a number may be."""
+    return field(default=default, metadata={"help": help, "least": least, "most": most})
 
 
 @dataclass
@@ -37,108 +44,85 @@ class Config:
     """Settings shared by the experiments: a class's defaults are the paper's, a preset changes some."""
     # what runs
     task: str = setting("imdb", "imdb, gsm8k, or a class of yours as module:Class (ours)")
-    method: str = setting("cory", "ppo: one agent; cory: pioneer and observer; or a loop of yours as "
-                                  "module:function (ours)")
+    method: str = setting("cory", "ppo (one agent), cory (two), or a loop of yours as module:function (ours)")
     preset: str = setting("tiny", "named settings; every other flag given overrides them (ours)")
     model: str = setting("gpt2-large", "causal LM of agents and reference: folder or Hub name (paper)")
-    dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper: IMDB)")
+    dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA when there is one (ours)")
-    dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting("auto",
-        "arithmetic of the transformer's body, and what a frozen base is kept in; other weights, logits and "
-        "losses stay float32. auto: bfloat16 on a GPU that has it, float32 on a CPU (ours)")
-    head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = setting("auto",
-        "what the inputs of the head's products are rounded to; their sums are float32. auto: float32, and "
-        "under dtype bfloat16 tf32 on a GPU, bfloat16 on a CPU that has it (ours)")
+    dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting("auto", "products of the transformer's "
+        "body, and what a frozen base is kept in. auto: bfloat16 on a GPU that has it, else float32 (ours)")
+    head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = setting("auto", "inputs of the head's "
+        "products. auto: float32; under bfloat16 tf32 on a GPU, bfloat16 on a CPU that has it (ours)")
     cpu_matmul: Literal["auto", "pytorch", "onednn"] = setting("auto",
-        "library of a CPU's matrix products. auto: onednn on AMD processors with AVX-512, else PyTorch's own "
-        "(ours)")
-    seed: int = setting(0, "seeds queries, lengths, sampling and mini-batches; 0 to 2^31 - 1 (ours)")
-    iterations: int = setting(100, "rollout and update rounds (paper: 100)")
+        "library of a CPU's products. auto: onednn on AMD processors with AVX-512, else PyTorch's (ours)")
+    seed: int = setting(0, "seeds queries, lengths, sampling and mini-batches; below 2^31 (ours)", least=0)
+    iterations: int = setting(100, "rollout and update rounds (paper: 100)", least=1)
     # LoRA: two agents, one base
-    lora: bool = setting(False,
-        "an adapter and a value head per agent on one frozen base; adapters off is the reference "
-        "(paper: not stated)")
-    lora_rank: int = setting(16, "rank r of each adapter's matrices (ours)")
-    lora_alpha: float = setting(32.0, "adapters are scaled by lora_alpha / lora_rank (ours)")
-    lora_targets: str = setting("all-linear",
-        "modules that get an adapter, separated by commas; all-linear: every linear layer but the head "
-        "(ours)")
-    load_in_4bit: bool = setting(False,
-        "a frozen base in 4 bits by bitsandbytes, on CUDA (paper: yes for Llama-2)")
-    shard: bool = setting(False,
-        "divide the layers of policies and reference, and Adam's moments, among torchrun's processes, by "
-        "FSDP2 (ours)")
+    lora: bool = setting(False, "adapters and a value head per agent on one frozen base (paper: not stated)")
+    lora_rank: int = setting(16, "rank r of each adapter's matrices (ours)", least=1)
+    lora_alpha: float = setting(32.0, "adapters are scaled by lora_alpha / lora_rank (ours)", least=ABOVE_0)
+    lora_targets: str = setting("all-linear", "modules with an adapter, separated by commas (ours)")
+    load_in_4bit: bool = setting(False, "a frozen base in 4 bits by bitsandbytes, on CUDA (paper: Llama-2)")
+    shard: bool = setting(False, "divide layers and Adam's moments among torchrun's processes (ours)")
     # the agents
-    role_exchange_every: int = setting(5, "T_REx: iterations between role exchanges (paper: 5); 0 = never")
+    role_exchange_every: int = setting(5, "T_REx, iterations between exchanges; 0: never (paper: 5)", least=0)
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
-    partner_reward: float = setting(1.0, "weight on the partner's task reward: 1 cooperative (paper), 0 "
-                                         "independent, negative competitive")
+    partner_reward: float = setting(1.0, "weight on the partner's task reward (paper: 1); may be negative")
     partner_term: Literal["sampled", "sampled_to_pioneer", "critic"] = setting("sampled",
         "what an agent adds for its partner: the reward of its response (paper); that, the pioneer alone; or "
         "the pioneer alone the observer's value of its prompt (ours)")
-    share_weights: bool = setting(False, "one model plays both roles, so that there is nothing to exchange "
-                                         "(paper: named as a way out of its memory)")
-    reset_on_exchange: bool = setting(False,
-        "forget Adam's moments, KL coefficients and random streams at each exchange, as the released "
-        "code does (paper: no)")
+    share_weights: bool = setting(False, "one model plays both roles (paper: named as a way to save memory)")
+    reset_on_exchange: bool = setting(False, "forget Adam's moments, KL coefficients and random streams at "
+        "each exchange, as the released code does (paper: no)")
     # rollout
-    batch_size: int = setting(256, "responses per iteration and role (paper: 256, one to a query)")
-    responses_per_query: int = setting(1,
-        "k: batch_size / k queries get k responses each; each of the pioneer's gets its observer's "
-        "(paper: 1)")
-    temperature: float = setting(1.0, "softmax temperature, in sampling and in scoring alike (paper: 1)")
-    min_response_length: int = setting(4, "tokens; each iteration draws one limit from here to the largest "
-                                          "(released code: 4); 0 = always the largest")
-    max_response_length: int = setting(15, "tokens; largest limit of a response (released code: 15)")
+    batch_size: int = setting(256, "responses per iteration and role (paper: 256, GSM8K 32)", least=1)
+    responses_per_query: int = setting(1, "k; batch_size / k queries are answered (paper: 1)", least=1)
+    temperature: float = setting(1.0, "of sampling and scoring alike (paper: 1)", least=0.01, most=100)
+    min_response_length: int = setting(4, "tokens; each iteration draws one limit from here to the largest; "
+        "0: always the largest (released code: 4)", least=0)
+    max_response_length: int = setting(15, "tokens; largest limit of a response (released code: 15)", least=1)
     # the update
-    advantage: str = setting("gae",
-        "gae (paper; with a critic), rloo or grpo (k responses compared), reinforce, or a function of "
-        "yours as module:function")
+    advantage: str = setting("gae", "gae (paper), rloo, grpo, reinforce, or yours as module:function")
     whiten_advantages: Literal["auto", "true", "false"] = setting(
         "auto", "mean 0 and variance 1 over the batch; auto: yes, but for rloo and grpo (TRL: yes)")
-    learning_rate: float = setting(1.41e-5, "Adam step size (paper: 1.41e-5)")
-    critic_learning_rate: float = setting(0.0,
-        "Adam step size of the value head; with a critic. 0 = learning_rate (paper: one rate)")
-    lr_schedule: str = setting("constant", "constant (paper), linear, cosine, or a function of yours as "
-                                           "module:function")
-    warmup_iterations: int = setting(0, "iterations in which the rate rises to learning_rate (paper: 0)")
-    mini_batch_size: int = setting(256, "most rows per forward and backward pass (paper: 256)")
-    gradient_accumulation_steps: int = setting(1, "mini-batches per optimizer step (paper: 1)")
-    num_ppo_epochs: int = setting(4, "passes over each rollout (paper: 4)")
-    init_kl_coef: float = setting(0.3, "eta, weight of the KL penalty at the start, per nat (paper: 0.3)")
-    kl_penalty: Literal["full", "k1"] = setting("full",
-        "the KL that is measured and steered by. full: exact at each state (paper, eq. 2); k1: the sampled "
-        "token's log-ratio")
+    learning_rate: float = setting(1.41e-5, "Adam step size (paper: 1.41e-5, GSM8K 1e-5)", least=ABOVE_0)
+    critic_learning_rate: float = setting(0.0, "of the value head; 0: learning_rate (paper)", least=0)
+    lr_schedule: str = setting("constant", "constant (paper), linear, cosine, or yours as module:function")
+    warmup_iterations: int = setting(0, "iterations in which the rate rises (paper: 0)", least=0)
+    mini_batch_size: int = setting(256, "most rows per backward pass (paper: 256, GSM8K 2)", least=1)
+    gradient_accumulation_steps: int = setting(1, "passes per optimizer step (paper: 1, GSM8K 16)", least=1)
+    num_ppo_epochs: int = setting(4, "passes over each rollout (paper: 4)", least=1)
+    init_kl_coef: float = setting(0.3, "eta, first KL coefficient, per nat (paper: 0.3, GSM8K 0.01)", least=0)
+    kl_penalty: Literal["full", "k1"] = setting("full", "the KL that is measured and steered by. full: exact "
+        "at each state (paper, eq. 2); k1: the sampled token's log-ratio")
     kl_in: Literal["reward", "loss"] = setting(
         "reward", "reward: kl_penalty is charged on tokens (paper, eq. 2); loss: k3 with its gradient (GRPO)")
-    adap_kl_ctrl: bool = setting(True,
-        "let the KL coefficient follow kl_target (TRL; the paper's eta is 'initial')")
-    kl_target: float = setting(6.0, "nats per response that the adaptive controller steers to (TRL: 6)")
+    adap_kl_ctrl: bool = setting(True, "let eta follow kl_target (TRL; the paper's eta is 'initial')")
+    kl_target: float = setting(6.0, "nats per response that this controller steers to (TRL)", least=ABOVE_0)
     kl_horizon: float = setting(10_000.0, "responses over which the controller acts (TRL: 10000)")
-    gamma: float = setting(1.0, "discount per token (paper: 1)")
-    lam: float = setting(0.95, "GAE lambda (paper: 0.95)")
-    cliprange: float = setting(0.2, "policy ratio clip (paper: 0.2)")
-    cliprange_value: float = setting(0.2, "value clip, in units of reward; with a critic (paper: 0.2)")
-    vf_coef: float = setting(0.1, "beta, weight of the value loss; with a critic (paper: 0.1)")
-    ent_coef: float = setting(0.0, "weight of the entropy bonus in the loss, per nat (paper: none)")
-    max_grad_norm: float = setting(0.0, "clip the gradient's norm to this; 0 = off (paper: off)")
+    gamma: float = setting(1.0, "discount per token (paper: 1)", least=0, most=1)
+    lam: float = setting(0.95, "GAE lambda (paper: 0.95)", least=0, most=1)
+    cliprange: float = setting(0.2, "policy ratio clip (paper: 0.2)", least=ABOVE_0)
+    cliprange_value: float = setting(0.2, "value clip, in units of reward (paper: 0.2)", least=ABOVE_0)
+    vf_coef: float = setting(0.1, "beta, weight of the value loss (paper: 0.1)", least=0)
+    ent_coef: float = setting(0.0, "weight of the loss's entropy bonus, per nat (paper: none)", least=0)
+    max_grad_norm: float = setting(0.0, "clip the gradient's norm to this; 0: off (paper: off)", least=0)
     # evaluation, saving, logging
     eval_split: Literal["test", "validation"] = setting(
         "test", "held-out queries that are measured: validation to choose settings by, test to report (ours)")
-    eval_queries: int = setting(256, "held-out queries per evaluation (ours)")
-    eval_samples: int = setting(1, "answers to each held-out query per evaluation (ours)")
-    eval_every: int = setting(20, "iterations between evaluations; 0 = only before and after training (ours)")
-    save_every: int = setting(20, "iterations between checkpoints; 0 = only the final models (ours)")
-    sample_rows: int = setting(4, "queries per iteration whose texts are kept in samples.jsonl (ours)")
+    eval_queries: int = setting(256, "held-out queries per evaluation (ours)", least=1)
+    eval_samples: int = setting(1, "answers to each held-out query per evaluation (ours)", least=1)
+    eval_every: int = setting(20, "iterations between evaluations; 0: at start and end (ours)", least=0)
+    save_every: int = setting(20, "iterations between checkpoints; 0: only the final models (ours)", least=0)
+    sample_rows: int = setting(4, "queries per iteration whose texts samples.jsonl keeps (ours)", least=0)
     run_dir: str = setting("", "folder of this run; a new one under runs/ if empty (ours)")
-    resume: bool = setting(False,
-        "continue the run in run_dir from its last checkpoint, as it was set (ours)")
+    resume: bool = setting(False, "continue the run in run_dir from its last checkpoint (ours)")
     wandb: Literal["auto", "online", "offline", "disabled"] = setting(
         "auto", "auto: online if a W&B key is found, else offline (ours)")
     wandb_project: str = setting("cory", "W&B project (ours)")
-    wandb_group: str = setting("", "W&B group of this run; empty = none (ours)")
+    wandb_group: str = setting("", "W&B group of this run; empty: none (ours)")
     wandb_tags: str = setting("", "W&B tags, separated by commas (ours)")
-    wandb_name: str = setting("", "W&B name; empty = the run folder's (ours)")
+    wandb_name: str = setting("", "W&B name; empty: the run folder's (ours)")
 
     paper_preset: ClassVar[str] = ""            # the preset that holds the paper's setting, if there is one
 
@@ -149,91 +133,88 @@ class Config:
     @property
     def storage(self) -> str:
         """What the base is kept in: 4bit, or bfloat16 where LoRA freezes it, or float32."""
-        self.require("dtype", self.dtype != "auto", "let the machine choose: machine.settled(cfg)")
-        frozen = "4bit" if self.load_in_4bit else "bfloat16" if self.dtype == "bfloat16" else "float32"
-        return frozen if self.lora else "float32"
+        in_bfloat16 = self.settled("dtype") == "bfloat16" and self.lora
+        return "4bit" if self.load_in_4bit else "bfloat16" if in_bfloat16 else "float32"
 
     @property
     def precision(self) -> Precision:
-        for name in ("dtype", "head_precision"):
-            self.require(name, getattr(self, name) != "auto", "let the machine choose: machine.settled(cfg)")
-        return Precision(self.dtype, self.head_precision)
+        return Precision(self.settled("dtype"), self.settled("head_precision"))
+
+    def settled(self, name: str) -> str:
+        self.require(name, getattr(self, name) != "auto", "let the machine choose: machine.settled(cfg)")
+        return getattr(self, name)
 
     @property
     def whitens(self) -> bool:
         """Whether advantages are whitened, `auto` resolved."""
-        return self.whiten_advantages == "true" or (self.whiten_advantages == "auto"
-                                                    and self.advantage not in ("rloo", "grpo"))
+        if self.whiten_advantages == "auto":
+            return self.advantage not in ("rloo", "grpo")
+        return self.whiten_advantages == "true"
 
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, float) and not (value == 0 or 1e-30 < abs(value) < 1e30):
-                raise UserError(f.name, value, "must be a finite number, 0 or between 1e-30 and 1e30 in size")
-            if isinstance(value, int) and abs(value) >= 2**31:
-                raise UserError(f.name, value, "must be below 2^31")
             if isinstance(value, str) and value.startswith(EMBEDDED):
                 setattr(self, f.name, str(ASSETS / value.removeprefix(EMBEDDED)))
-        for name in ("iterations", "batch_size", "mini_batch_size", "gradient_accumulation_steps",
-                     "num_ppo_epochs", "max_response_length", "eval_queries", "eval_samples",
-                     "lora_rank", "responses_per_query"):
-            self.require(name, getattr(self, name) >= 1, "must be 1 or more")
-        for name in ("role_exchange_every", "eval_every", "save_every", "sample_rows", "init_kl_coef",
-                     "vf_coef", "critic_learning_rate", "max_grad_norm", "min_response_length", "ent_coef",
-                     "warmup_iterations"):
-            self.require(name, getattr(self, name) >= 0, "must be 0 or more")
-        for name in ("learning_rate", "temperature", "cliprange", "cliprange_value", "kl_target",
-                     "lora_alpha"):
-            self.require(name, getattr(self, name) > 0, "must be above 0")
-        self.require("temperature", 0.01 <= self.temperature <= 100, "must lie between 0.01 and 100")
+            elif isinstance(value, (int, float)):
+                self.require_bounds(f.name, value, f.metadata.get("least", -inf), f.metadata.get("most", inf))
+        for name, known in NAMED.items():
+            value = getattr(self, name, "another:Task's")
+            self.require(name, value in known or ":" in value, unknown(value, known))
         project = self.wandb_project
         self.require("wandb_project", 0 < len(project) <= 128 and not {*"/\\#?%:"} & {*project},
                      "must have 1 to 128 characters, none of them / \\ # ? % or :")
-        for name in ("gamma", "lam"):
-            self.require(name, 0 <= getattr(self, name) <= 1, "must lie between 0 and 1")
-        for name, known in (("task", TASKS), ("method", METHODS), ("advantage", ADVANTAGES),
-                            ("lr_schedule", LR_SCHEDULES)):
-            value = getattr(self, name)
-            self.require(name, value in known or ":" in value, unknown(value, known))
-        self.require("shard", not (self.shard and self.load_in_4bit),
-                     "4 bits cannot be divided among processes; add --load_in_4bit false")
-        self.require("seed", 0 <= self.seed < 2**31, "must lie between 0 and 2147483647")
-        rows = self.rows_per_optimizer_step
+        self.require_sizes()
+        self.require_combinations()
+
+    def require_bounds(self, name: str, value: float, least: float, most: float) -> None:
+        if isinstance(value, float):
+            self.require(name, value == 0 or 1e-30 < abs(value) < 1e30,
+                         "must be a finite number, 0 or between 1e-30 and 1e30 in size")
+        else:
+            self.require(name, abs(value) < 2**31, "must be below 2^31")
+        self.require(name, value >= least, f"must be {'above 0' if least == ABOVE_0 else f'{least} or more'}")
+        self.require(name, value <= most, f"must be {most} or less")
+
+    def require_sizes(self) -> None:
+        """Refuses numbers that exceed one another, or do not divide."""
+        rows, k = self.rows_per_optimizer_step, self.responses_per_query
         self.require("batch_size", self.batch_size % rows == 0,
                      "must be a multiple of mini_batch_size x gradient_accumulation_steps = "
                      f"{self.mini_batch_size} x {self.gradient_accumulation_steps} = {rows}")
+        self.require("responses_per_query", self.batch_size % k == 0,
+                     f"must divide batch_size = {self.batch_size}")
         self.require("kl_horizon", not self.adap_kl_ctrl or self.kl_horizon > 0.2 * self.batch_size,
                      f"must exceed 0.2 x batch_size = {0.2 * self.batch_size:g}, or the KL coefficient "
                      "could turn negative")
         self.require("min_response_length", self.min_response_length <= self.max_response_length,
                      f"must not exceed max_response_length = {self.max_response_length}")
-        self.require("load_in_4bit", self.lora or not self.load_in_4bit,
-                     "trains nothing by itself: 4-bit weights are frozen; add --lora true")
-        self.require_combinations()
+        self.require("warmup_iterations", self.warmup_iterations < self.iterations,
+                     f"must be below iterations = {self.iterations}, or the rate never gets there")
 
     def require_combinations(self) -> None:
         """Refuses settings that mean nothing together."""
-        k = self.responses_per_query
-        self.require("responses_per_query", self.batch_size % k == 0,
-                     f"must divide batch_size = {self.batch_size}")
-        self.require("warmup_iterations", self.warmup_iterations < self.iterations,
-                     f"must be below iterations = {self.iterations}, or the rate never gets there")
-        if self.advantage in ("rloo", "grpo"):
-            self.require("advantage", k >= 2, "compares the responses to one query with each other and "
-                         "there is one; add --responses_per_query 4, say")
-            self.require("gamma", self.gamma == 1, f"is not used by {self.advantage}, which sums a "
-                         "response's rewards; leave it at 1, or use gae or reinforce")
+        compares = self.advantage in ("rloo", "grpo")
+        self.require("advantage", not compares or self.responses_per_query >= 2,
+                     "compares the responses to one query with each other and there is one; "
+                     "add --responses_per_query 4, say")
+        self.require("gamma", not compares or self.gamma == 1, f"is not used by {self.advantage}, which sums "
+                     "a response's rewards; leave it at 1, or use gae or reinforce")
         self.require("whiten_advantages", self.advantage != "grpo" or self.whiten_advantages != "true",
                      "and grpo already divides by its group's standard deviation; use one of both")
-        if self.partner_term == "critic":
-            self.require("partner_term", self.advantage not in ("rloo", "grpo", "reinforce"),
-                         f"needs a critic, which {self.advantage} has not; use --advantage gae")
-        self.require("reset_on_exchange", self.role_exchange_every > 0 or not self.reset_on_exchange,
-                     "and with --role_exchange_every 0 there is no exchange; leave one out")
-        if self.share_weights:
-            self.require("share_weights", self.method != "ppo", "and ppo plays one role; use --method cory")
-            self.require("reset_on_exchange", not self.reset_on_exchange,
-                         "and with --share_weights true there is nothing to exchange; leave one out")
+        self.require("partner_term", self.partner_term != "critic" or self.advantage == "gae"
+                     or self.advantage not in ADVANTAGES,
+                     f"needs a critic, which {self.advantage} has not; use --advantage gae")
+        self.require("shard", not (self.shard and self.load_in_4bit),
+                     "4 bits cannot be divided among processes; add --load_in_4bit false")
+        self.require("load_in_4bit", self.lora or not self.load_in_4bit,
+                     "trains nothing by itself: 4-bit weights are frozen; add --lora true")
+        self.require("share_weights", not self.share_weights or self.method != "ppo",
+                     "and ppo plays one role; use --method cory")
+        exchanges = self.role_exchange_every > 0 and not self.share_weights
+        self.require("reset_on_exchange", exchanges or not self.reset_on_exchange,
+                     "and with --role_exchange_every 0 or --share_weights true there is nothing to exchange; "
+                     "leave one out")
 
     def require(self, name: str, holds: bool, way_out: str) -> None:
         if not holds:
@@ -244,15 +225,14 @@ class Config:
 class ImdbConfig(Config):
     paper_preset: ClassVar[str] = "gpt2-large"
 
-    reward_model: str = setting("lvwerra/distilbert-imdb", "sentiment classifier whose positive logit is the "
-                                                           "reward: folder or Hub name (paper)")
-    min_query_length: int = setting(2, "tokens; fewest of a review kept as query (paper: 2)")
-    max_query_length: int = setting(8, "tokens; most of a review kept as query (paper: 8)")
+    reward_model: str = setting("lvwerra/distilbert-imdb", "sentiment classifier: folder or Hub name (paper)")
+    min_query_length: int = setting(2, "tokens; fewest of a review kept as query (paper: 2)", least=1)
+    max_query_length: int = setting(8, "tokens; most of a review kept as query (paper: 8)", least=1)
 
     def __post_init__(self):
         super().__post_init__()
-        self.require("min_query_length", 1 <= self.min_query_length <= self.max_query_length,
-                     f"must lie between 1 and max_query_length = {self.max_query_length}")
+        self.require("min_query_length", self.min_query_length <= self.max_query_length,
+                     f"must not exceed max_query_length = {self.max_query_length}")
 
 
 IMDB_PRESETS = {
@@ -268,34 +248,28 @@ IMDB_PRESETS = {
 }
 
 
+def with_default(name: str, default):
+    """The same setting with another default."""
+    return field(default=default, metadata=Config.__dataclass_fields__[name].metadata)
+
+
 @dataclass
 class Gsm8kConfig(Config):
     paper_preset: ClassVar[str] = "llama2-7b"
 
-    task: str = setting("gsm8k", "imdb, gsm8k, or a class of yours as module:Class (ours)")
-    model: str = setting("meta-llama/Llama-2-7b-chat-hf",
-        "causal LM of agents and reference: folder or Hub name (paper: in 4 bits)")
-    dataset: str = setting("openai/gsm8k",
-        "questions and worked answers: folder, .jsonl file or Hub name (paper)")
-    checker: str = setting("last_number",
-        "reads a response's answer: last_number (paper), strict, or a function of yours as "
-        "module:function")
+    task: str = with_default("task", "gsm8k")
+    model: str = with_default("model", "meta-llama/Llama-2-7b-chat-hf")
+    dataset: str = with_default("dataset", "openai/gsm8k")
+    batch_size: int = with_default("batch_size", 32)
+    min_response_length: int = with_default("min_response_length", 0)           # ours
+    max_response_length: int = with_default("max_response_length", 256)         # paper: not stated
+    learning_rate: float = with_default("learning_rate", 1e-5)
+    mini_batch_size: int = with_default("mini_batch_size", 2)
+    gradient_accumulation_steps: int = with_default("gradient_accumulation_steps", 16)
+    init_kl_coef: float = with_default("init_kl_coef", 0.01)
+    checker: str = setting("last_number", "last_number (paper), strict, or yours as module:function")
     one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
     chat_template: bool = setting(False, "wrap prompts by the tokenizer's chat template (paper: not stated)")
-    batch_size: int = setting(32, "responses per iteration and role (paper: 32, one to a query)")
-    min_response_length: int = setting(0,
-        "tokens; each iteration draws one limit from here to the largest; 0 = always the largest (ours)")
-    max_response_length: int = setting(256, "tokens; largest limit of a response (paper: not stated)")
-    learning_rate: float = setting(1e-5,
-        "Adam step size (paper: PPO 1e-5, CORY 1e-4: preset llama2-7b-lr1e-4)")
-    mini_batch_size: int = setting(2, "most rows per forward and backward pass (paper: 2)")
-    gradient_accumulation_steps: int = setting(16, "mini-batches per optimizer step (paper: 16)")
-    init_kl_coef: float = setting(0.01, "eta, weight of the KL penalty at the start, per nat (paper: 0.01)")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require("checker", self.checker in CHECKERS or ":" in self.checker,
-                     unknown(self.checker, CHECKERS))
 
 
 # The paper's base is in 4 bits; that it used LoRA is our reading.
@@ -311,3 +285,5 @@ GSM8K_PRESETS = {
     "llama2-7b": LLAMA2,                        # the paper's table 2, PPO's learning rate
     "llama2-7b-lr1e-4": dict(learning_rate=1e-4, **LLAMA2),         # the paper's learning rate for CORY
 }
+
+EXPERIMENTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}

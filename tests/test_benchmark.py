@@ -1,15 +1,17 @@
-"""python -m cory benchmark: what it reports, and its floor against operations counted by PyTorch."""
-
+"""python -m cory and its benchmark: what it reports, and its floor against operations counted by PyTorch."""
 import json
 import subprocess
-from contextlib import redirect_stdout
-from io import StringIO
+import sys
+from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from cory.commands import benchmark
+from cory.__main__ import COMMANDS
+from cory.commands import benchmark, gpu_check
 from cory.config import ImdbConfig
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -17,116 +19,69 @@ def known_rates(monkeypatch):
     monkeypatch.setattr(benchmark, "measured_rates", lambda device: ({"float32": 1e9, "bfloat16": 2e9}, 1e12))
 
 
-def flags(small, *more):
-    return [
-        str(small / "lm"),
-        "--dataset",
-        str(small / "openings"),
-        "--batch",
-        "4",
-        "--minibatch",
-        "2",
-        "--response",
-        "3",
-        "--iterations",
-        "2",
-        "--device",
-        "cpu",
-        *more,
-    ]
+@pytest.fixture
+def flags(small) -> list[str]:
+    sizes = "--batch_size 4 --mini_batch_size 2 --max_response_length 3 --iterations 2 --device cpu"
+    return ["--model", str(small / "lm"), "--dataset", str(small / "openings"), "--eval_queries", "1",
+            *sizes.split()]
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["--method", "ppo", "--kl", "full"], ["--lora"], ["--dtype", "bfloat16"], ["--generate"]]
-)
-def test_reports_phases_memory_and_floor(small, capsys, more):
-    benchmark.main(flags(small, *more))
-    lines = capsys.readouterr().out.splitlines()
-    result = json.loads(lines[-1])
-    assert len(lines) == 4  # the machine, each iteration, and the result
-    phases = {name: result["seconds"][name] for name in ("sample", "score", "reward", "update")}
-    assert (
-        all(seconds > 0 for seconds in phases.values())
-        and sum(phases.values()) <= result["seconds"]["total"] * 1.001
-    )
-    assert (
-        result["response_tokens"] <= (1 if "ppo" in more else 2) * 4 * 3 and 0.1 < result["peak_rss_gib"] < 5
-    )
-    assert result["floor"]["total"] == pytest.approx(
-        sum(result["floor"][phase] for phase in ("sample", "score", "update"))
-    )
-    for phase in ("sample", "score", "update", "total"):
-        assert result["share_of_floor"][phase] == pytest.approx(
-            result["floor"][phase] / result["seconds"][phase]
-        )
-    assert 0 < result["base_and_moments_gib"] < result["state_gib"]
-    assert ("sampling" in result) == ("--generate" in more)
+@pytest.mark.parametrize("more", ["", "--method ppo --kl_penalty full", "--lora", "--dtype bfloat16"])
+def test_reports_phases_memory_and_floor(flags, more, capsys):
+    benchmark.main([*flags, *more.split()])
+    machine, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    seconds, floor = result["seconds"], result["floor"]
+    assert "1 threads" in machine and 0.1 < result["peak_gib"] < 5
+    assert seconds.keys() == floor.keys() == result["share_of_floor"].keys()
+    assert seconds["sample"] > 0 and seconds["sample"] + seconds["score"] + seconds["update"] > 0
+    assert floor["total"] == pytest.approx(floor["sample"] + floor["score"] + floor["update"])
+    for phase, share in result["share_of_floor"].items():
+        assert share == pytest.approx(floor[phase] / seconds[phase])
 
 
 def test_floor_counts_the_operations_of_a_forward_pass(small):
-    cfg = ImdbConfig(
-        model=str(small / "lm"),
-        dataset=str(small / "openings"),
-        method="ppo",
-        batch_size=1,
-        mini_batch_size=1,
-        min_response_length=6,
-        max_response_length=6,
-        iterations=2,
-        eval_queries=1,
-        device="cpu",
-        num_ppo_epochs=4,
-    )
-    bench = benchmark.Bench(cfg)
+    bench = benchmark.Bench(ImdbConfig(
+        model=str(small / "lm"), dataset=str(small / "openings"), method="ppo", iterations=2, batch_size=1,
+        mini_batch_size=1, min_response_length=6, max_response_length=6, eval_queries=1, device="cpu"))
     bench.run()
     turn = bench.turns[0].rollout
     with FlopCounterMode(display=False) as counter:
         hidden = bench.reference.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT)
         bench.reference.logits(hidden[turn.mask_BT.bool()])
     seen = turn.prompt_BP.shape[1] + turn.mask_BT.shape[1] - 1
-    forward = (
-        counter.get_total_flops() + 4 * 2 * 32 * seen * (seen + 1) / 2
-    )  # PyTorch does not count attention on a CPU
-    least = benchmark.floor(bench, rate=1.0, copy=float("inf"))
-    assert least == pytest.approx(
-        {"sample": forward, "score": 2 * forward, "update": 12 * forward, "total": 15 * forward}, rel=1e-6
-    )
-    weights, T = 4 * (2 * 12 * 32**2 + 257 * 32), turn.mask_BT.sum().item()  # bytes
+    attention = 4 * 2 * 32 * seen * (seen + 1) / 2              # which PyTorch does not count on a CPU
+    forward = counter.get_total_flops() + attention
+    operations = {"sample": forward, "score": 2 * forward, "update": 12 * forward, "total": 15 * forward}
+    assert benchmark.floor(bench, rate=1.0, copy=float("inf")) == pytest.approx(operations, rel=1e-6)
+
+    weights, T = 4 * (2 * 12 * 32**2 + 257 * 32), turn.mask_BT.sum().item()
     trained = sum(p.numel() for p in bench.roles[0].policy.parameters())
-    moved = benchmark.floor(bench, rate=float("inf"), copy=1.0)
-    assert moved == pytest.approx(
-        {
-            "sample": T * weights,
-            "score": 2 * weights,
-            "update": 4 * (3 * weights + 28 * trained),
-            "total": (T + 2 + 12) * weights + 4 * 28 * trained,
-        }
-    )
+    moved = {"sample": T * weights, "score": 2 * weights, "update": 4 * (3 * weights + 28 * trained)}
+    moved["total"] = sum(moved.values())
+    assert benchmark.floor(bench, rate=float("inf"), copy=1.0) == pytest.approx(moved)
 
 
-def test_a_sweep_measures_each_size(small, capsys, monkeypatch):
-    def in_this_process(command, **kwargs):  # a new one takes six seconds to import everything
-        with redirect_stdout(StringIO()) as out:
-            benchmark.main(command[4:])
-        return subprocess.CompletedProcess(command, 0, out.getvalue())
-
-    monkeypatch.setattr(subprocess, "run", in_this_process)
-    benchmark.main([*flags(small), "--batch", "2", "4", "--response", "2", "5"])
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["sweep"]
-    assert [(row["batch"], row["response"]) for row in rows] == [(2, 2), (2, 5), (4, 2), (4, 5)]
-    assert rows[3]["response_tokens"] > rows[0]["response_tokens"]
-
-
-def test_a_sweep_ends_with_its_first_fault(small, monkeypatch):
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, **kwargs: subprocess.CompletedProcess(command, 2, "")
-    )
+def test_one_iteration_is_too_few(flags, capsys):
     with pytest.raises(SystemExit) as end:
-        benchmark.main(flags(small, "--batch", "2", "4"))
-    assert end.value.code == 2
+        benchmark.main([*flags, "--iterations", "1"])
+    assert end.value.code == 2 and "the first is left out" in capsys.readouterr().err
 
 
-def test_one_iteration_is_too_few(small):
-    with pytest.raises(SystemExit) as end:
-        benchmark.main(flags(small, "--iterations", "1"))
-    assert end.value.code == 2
+def test_the_check_of_a_gpu_names_what_fails_and_goes_on(monkeypatch, capsys):
+    seconds = {"total": 2, "sample": 0.5, "score": 0.5, "update": 1}
+    result = json.dumps({"seconds": seconds, "peak_gib": 3.0, "share_of_floor": {"total": 0.6}})
+    monkeypatch.setattr(gpu_check, "passes", lambda *words: result if "ppo" in words else "FAILED, status 1")
+    gpu_check.main(["--device", "cpu"])
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "| ppo, auto | 2.00 | 0.50 | 0.50 | 1.00 | 3.0 | 60% |", "| cory, auto | FAILED, status 1 |"]
+
+
+@pytest.mark.parametrize("words, status, says", [
+    ([], 2, "python -m cory report"), (["--help"], 0, "python -m cory plan"),
+    (["nothing"], 2, f"error: command is 'nothing': choose from {', '.join(COMMANDS)}"),
+    (["plan", "--help"], 0, "usage: python -m cory plan"),
+    (["benchmark", "--help"], 0, "usage: python -m cory benchmark")])
+def test_commands_are_found_by_name(words, status, says):
+    done = subprocess.run([sys.executable, "-m", "cory", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status and says in done.stdout + done.stderr and "Traceback" not in done.stderr

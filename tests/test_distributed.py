@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from toys import settings
 from transformers import AutoModelForCausalLM
 
 import train_gsm8k
@@ -101,7 +102,7 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     train_imdb.main([*imdb, *to("one_two"), "--iterations", "1"])
     for name in ("one", "two"):
         shutil.copytree(folder / "one", folder / f"evaluated_{name}")
-    pass_at_k = [str(folder / "evaluated_two"), "--samples", "2", "--k", "1", "2", "--rows", "3"]
+    pass_at_k = [str(folder / "evaluated_two"), "--samples", "2", "--k", "1", "2"]
     done = torchrun(
         folder,
         ["train_imdb:main", *imdb, *to("two")],
@@ -159,7 +160,9 @@ def test_two_processes_answer_what_one_answers(runs):
 
 def test_two_processes_hold_what_the_plan_counts(runs, small):
     config = model_config(str(small / "lm"))
-    plan = Plan(config, 2, 8, 4, 20, 10, "float32", "cpu", gpus=2, shard=True)
+    cfg = settings(batch_size=8, mini_batch_size=4, max_response_length=10, device="cpu", dtype="float32",
+                   shard=True)
+    plan = Plan(cfg, config, prompt=20, gpus=2)
     for rank in (0, 1):
         held = json.loads((runs / "weighed" / f"weighed_{rank}.json").read_text())
         assert held == {name: plan.parts()[name] for name in held}

@@ -1,7 +1,7 @@
 """Evaluation of finished runs: pass@k, resuming, several runs in one picture."""
-
 import itertools
 import json
+import shutil
 
 import pytest
 
@@ -11,6 +11,8 @@ from cory.commands import evaluate
 from cory.commands.evaluate import solved_metrics
 from cory.ppo.formulas import pass_at_k
 
+FLAGS = ["--k", "1", "2", "4", "--samples", "5", "--queries", "7", "--device", "cpu"]
+
 
 def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_response():
     for n in range(1, 8):
@@ -19,202 +21,137 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_response():
             for k in range(1, n + 1):
                 subsets = list(itertools.combinations(right, k))
                 assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
-    assert pass_at_k(1000, 1, 32) == pytest.approx(
-        0.032
-    )  # 32 of 1000 draws hit the one; large numbers stay exact
+    assert pass_at_k(1000, 1, 32) == pytest.approx(0.032)       # 32 of 1000 draws hit the one; exact
 
 
 class TwoQueries:
     held_out_queries = ["a", "b"]
-    metrics = staticmethod(
-        lambda queries, responses: {"unparsed": sum(r == "" for r in responses) / len(responses)}
-    )
+    metrics = staticmethod(lambda queries, responses: {"unparsed": responses.count("") / len(responses)})
 
 
 def test_figures_of_greedy_and_drawn_answers_by_hand():
     """Greedy answers score 1 and 0. Of three drawn answers a has two right, b none: pass@1 = (2/3 + 0) /
     2, pass@2 = (1 + 0) / 2.
     """
-    lines = [{"round": 0, "first": 0, "responses": ["x", ""], "rewards": [1.0, 0.0]}]
-    lines += [
-        {"round": i + 1, "first": 0, "responses": ["", ""], "rewards": [a, -1.0]}
-        for i, a in enumerate((0.5, 0.0, 2.0))
-    ]
-    assert solved_metrics(TwoQueries, lines, [1, 2]) == pytest.approx(
-        {
-            "greedy_task_reward": 0.5,
-            "greedy_solved": 0.5,
-            "greedy_unparsed": 0.5,
-            "pass@1": 1 / 3,
-            "pass@2": 0.5,
-        }
-    )
+    lines = [{"responses": ["x", ""], "rewards": [1.0, 0.0]}]
+    lines += [{"responses": ["", ""], "rewards": [a, -1.0]} for a in (0.5, 0.0, 2.0)]
+    expected = {"greedy_task_reward": 0.5, "greedy_solved": 0.5, "greedy_unparsed": 0.5, "pass@1": 1 / 3,
+                "pass@2": 0.5}
+    assert solved_metrics(TwoQueries, lines, [1, 2]) == pytest.approx(expected)
+
+
+@pytest.fixture(autouse=True)
+def three_at_once(monkeypatch):
+    monkeypatch.setattr(evaluate, "ROWS", 3)
 
 
 @pytest.fixture(scope="module")
 def finished(problem_flags, tmp_path_factory):
     """Two seeds of a LoRA run, one PPO run without LoRA, untouched by any evaluation."""
     folder = tmp_path_factory.mktemp("finished")
-    for name, flags in {
-        "cory-0": ["--lora", "true"],
-        "cory-1": ["--lora", "true", "--seed", "1"],
-        "ppo": ["--method", "ppo"],
-    }.items():
-        train_gsm8k.main(
-            [
-                *problem_flags,
-                "--iterations",
-                "2",
-                "--save_every",
-                "0",
-                "--run_dir",
-                str(folder / name),
-                *flags,
-            ]
-        )
+    runs = {"cory-0": "--lora true", "cory-1": "--lora true --seed 1", "ppo": "--method ppo"}
+    for name, flags in runs.items():
+        flags = [*flags.split(), "--iterations", "2", "--save_every", "0", "--run_dir", str(folder / name)]
+        train_gsm8k.main([*problem_flags, *flags])
     return folder
 
 
-def copied(finished, tmp_path, *names):
-    import shutil
-
-    return [str(shutil.copytree(finished / name, tmp_path / name)) for name in names]
-
-
-FLAGS = ["--k", "1", "2", "4", "--samples", "5", "--rows", "3", "--queries", "7", "--device", "cpu"]
+@pytest.fixture
+def copied(finished, tmp_path):
+    return lambda *names: [str(shutil.copytree(finished / name, tmp_path / name)) for name in names]
 
 
-def test_finished_runs_are_evaluated_by_agent_and_for_the_base(finished, tmp_path, capsys):
-    runs = copied(finished, tmp_path, "cory-0", "cory-1")
-    evaluate.main([*runs, *FLAGS, "--out", str(tmp_path / "both.png")])
+def lines_of(folder, run: str, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / run / "evaluation" / f"{name}.jsonl").open()]
+
+
+def test_finished_runs_are_evaluated_by_agent_and_for_the_base(copied, tmp_path, capsys):
+    evaluate.main([*copied("cory-0", "cory-1"), *FLAGS, "--out", str(tmp_path / "both.png")])
     out = capsys.readouterr().out
     head = next(line for line in out.splitlines() if line.startswith("| held-out"))
-    assert [cell.strip() for cell in head.strip("|").split("|")] == [
-        "held-out, 7 queries",
-        "base",
-        "CORY LLM1",
-        "CORY LLM2",
-    ]
-    assert (
-        "pass@4" in out
-        and "greedy strict accuracy" in out
-        and (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
-    )
-    for run in runs:
+    cells = [cell.strip() for cell in head.strip("|").split("|")]
+    assert cells == ["held-out, 7 queries", "base", "CORY LLM1", "CORY LLM2"]
+    assert "pass@4" in out and "greedy strict accuracy" in out
+    assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
+    names = ["greedy_accuracy", "greedy_solved", "greedy_strict_accuracy", "greedy_unparsed", "pass@1",
+             "pass@2", "pass@4"]
+    batches = [(number, first, min(3, 7 - first)) for number in range(6) for first in (0, 3, 6)]
+    for run in ("cory-0", "cory-1"):
         results = json.loads((tmp_path / run / "evaluation" / "results.json").read_text())
         assert results["samples"] == 5 and results["queries"] == 7
         for agent in ("base", "llm1", "llm2"):
-            lines = [json.loads(line) for line in (tmp_path / run / "evaluation" / f"{agent}.jsonl").open()]
-            assert [(x["round"], x["first"], len(x["responses"])) for x in lines] == [
-                (r, f, min(3, 7 - f)) for r in range(6) for f in (0, 3, 6)
-            ]
-            assert {
-                "greedy_accuracy",
-                "greedy_solved",
-                "greedy_strict_accuracy",
-                "greedy_unparsed",
-                "pass@1",
-                "pass@2",
-                "pass@4",
-            } <= results[agent].keys()
-    texts = {
-        agent: (tmp_path / "cory-0" / "evaluation" / f"{agent}.jsonl").read_text()
-        for agent in ("base", "llm1", "llm2")
-    }
-    assert texts["base"] == (tmp_path / "cory-1" / "evaluation" / "base.jsonl").read_text()
-    rounds = [x["responses"] for x in map(json.loads, texts["base"].splitlines()) if x["first"] == 0]
-    assert len({tuple(r) for r in rounds}) == 6  # every round draws anew
+            lines = lines_of(tmp_path, run, agent)
+            assert [(x["round"], x["first"], len(x["responses"])) for x in lines] == batches
+            assert {*names} <= results[agent].keys()
+    base = lines_of(tmp_path, "cory-0", "base")
+    assert base == lines_of(tmp_path, "cory-1", "base")
+    rounds = [tuple(line["responses"]) for line in base if line["first"] == 0]
+    assert len(set(rounds)) == 6                                # every round draws anew
 
 
-def test_an_evaluation_goes_on_where_it_was_stopped_and_takes_more_samples(finished, tmp_path, monkeypatch):
-    whole, parts = copied(finished, tmp_path / "a", "ppo")[0], copied(finished, tmp_path / "b", "ppo")[0]
-    evaluate.main([whole, *FLAGS])
-    evaluate.main(
-        [parts, *FLAGS, "--samples", "4"]
-    )  # fewer at first; then the last file loses its end, as by a kill
-    path = tmp_path / "b" / "ppo" / "evaluation" / "llm1.jsonl"
+def test_an_evaluation_goes_on_where_it_was_stopped_and_takes_more_samples(copied, tmp_path, monkeypatch):
+    (run,) = copied("ppo")
+    evaluate.main([run, *FLAGS])
+    folder = tmp_path / "ppo" / "evaluation"
+    whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".png"}
+    shutil.rmtree(folder)
+    evaluate.main([run, *FLAGS, "--samples", "4"])              # fewer at first
+    path = folder / "llm1.jsonl"                                # which then loses its end, as by a kill
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]) + '{"round": 2, "first"')
-    calls, answer = [], evaluate.answer
-    monkeypatch.setattr(evaluate, "answer", lambda *a: calls.append(a) or answer(*a))
-    evaluate.main([parts, *FLAGS])
-    assert len(calls) == 3 + 12  # base: one round of three batches; llm1: 18 less the 6 kept
-    for name in ("base.jsonl", "llm1.jsonl", "results.json"):
-        assert (tmp_path / "a" / "ppo" / "evaluation" / name).read_text() == (
-            tmp_path / "b" / "ppo" / "evaluation" / name
-        ).read_text(), name
+    calls, answer = [], evaluate.evaluation.answer
+    monkeypatch.setattr("cory.experiment.evaluation.answer", lambda *a: calls.append(a) or answer(*a))
+    evaluate.main([run, *FLAGS])
+    assert len(calls) == 3 + 12             # base: one round of three batches; llm1: 18 less the 6 kept
+    assert {name: (folder / name).read_bytes() for name in whole} == whole
 
 
-def test_runs_of_imdb_are_evaluated_too(small_flags, tmp_path, capsys):
+def test_runs_of_imdb_are_evaluated_too(small_flags, tmp_path):
     flags = ["--iterations", "1", "--learning_rate", "0.1", "--run_dir", str(tmp_path / "r")]
     train_imdb.main([*small_flags, *flags])
     evaluate.main([str(tmp_path / "r"), "--k", "1", "2", "--samples", "2", "--queries", "6"])
-    base, llm1 = ((tmp_path / "r" / "evaluation" / f"{name}.jsonl").read_text() for name in ("base", "llm1"))
-    assert base != llm1                                     # the trained model answers, not its base
+    assert lines_of(tmp_path, "r", "base") != lines_of(tmp_path, "r", "llm1")   # the trained model answers
     results = json.loads((tmp_path / "r" / "evaluation" / "results.json").read_text())
     assert results["llm2"].keys() == {"greedy_task_reward", "greedy_solved", "pass@1", "pass@2"}
     assert (tmp_path / "r" / "evaluation" / "pass_at_k.png").exists()
 
 
-@pytest.mark.parametrize(
-    "flags, says",
-    [
-        (["--k", "0"], "k is [0]: must be 1 or more"),
-        (["--samples", "3"], "samples is 3: must be at least the largest k = 32"),
-        (["--queries", "500"], "queries is 500: the run's test part has 10 rows"),
-        (["--rows", "-1"], "rows is -1"),
-        (["--out", "/nowhere/p.png"], "out is '/nowhere/p.png'"),
-        (["--out", "p.txt"], "must end in .png"),
-        (["--temperature", "-1"], "temperature is -1.0"),
-        (["--zzz"], "unrecognized arguments: --zzz"),
-    ],
-)
-def test_bad_requests_exit_2_with_one_line(flags, says, finished, capsys):
+def one_line(capsys, argv: list) -> str:
+    capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        evaluate.main([str(finished / "ppo"), *flags])
-    err = capsys.readouterr().err.split("\r")[-1]
-    assert stop.value.code == 2 and says in err and err.count("\n") == 1, err
+        evaluate.main([str(word) for word in argv])
+    line = capsys.readouterr().err.split("\r")[-1]
+    assert stop.value.code == 2 and line.count("\n") == 1, line
+    return line
 
 
-def test_runs_that_do_not_compare_and_folders_without_a_run_are_refused(finished, tmp_path, capsys):
-    for argv, says in (
-        ([finished / "cory-0", finished / "ppo"], "differs from"),
-        ([tmp_path], "is no finished run (no eval.json)"),
-        ([finished / "ppo"] * 2, "has seed 0 as"),
-    ):
-        with pytest.raises(SystemExit):
-            evaluate.main([str(a) for a in argv])
-        assert says in capsys.readouterr().err
-    (run,) = copied(finished, tmp_path, "ppo")
+@pytest.mark.parametrize("runs, flags, says", [
+    (["ppo"], ["--k", "0"], "k is 0: must be 1 or more"),
+    (["ppo"], ["--samples", "3"], "samples is 3: must be 32 or more"),
+    (["ppo"], ["--queries", "500"], "queries is 500: the run's test part has 10 rows"),
+    (["ppo"], ["--queries", "-1"], "queries is -1"),
+    (["ppo"], ["--out", "/nowhere/p.png"], "out is '/nowhere/p.png'"),
+    (["ppo"], ["--out", "p.txt"], "must end in .png"),
+    (["ppo"], ["--zzz"], "unrecognized arguments: --zzz"),
+    (["cory-0", "ppo"], [], "differs from"), (["ppo", "ppo"], [], "has seed 0 as"),
+    ([""], [], "is no finished run (no eval.json)")])
+def test_bad_requests_exit_2_with_one_line(runs, flags, says, finished, capsys):
+    assert says in one_line(capsys, [*(finished / run for run in runs), *flags])
+
+
+def test_an_evaluation_with_other_settings_or_without_its_models_is_refused(copied, tmp_path, capsys):
+    (run,) = copied("ppo")
     evaluate.main([run, *FLAGS])
-    with pytest.raises(SystemExit):
-        evaluate.main([run, *FLAGS, "--queries", "5"])
-    assert "has an evaluation with other settings (queries was 7, now 5)" in capsys.readouterr().err
+    assert "other settings (queries was 7, now 5)" in one_line(capsys, [run, *FLAGS, "--queries", "5"])
+    shutil.rmtree(tmp_path / "ppo" / "evaluation")
+    shutil.rmtree(tmp_path / "ppo" / "final" / "llm1")
+    assert "has no final/llm1" in one_line(capsys, [run, *FLAGS])
+    assert not (tmp_path / "ppo" / "evaluation").exists()
 
 
 def test_rows_the_run_trained_on_are_never_evaluated(problem_flags, problems, tmp_path, capsys):
     """One file without a test split: the run held its last 8 rows out, and more are not to be had."""
-    train_gsm8k.main(
-        [
-            *problem_flags,
-            "--dataset",
-            str(problems / "train.jsonl"),
-            "--iterations",
-            "1",
-            "--run_dir",
-            str(tmp_path / "r"),
-        ]
-    )
-    with pytest.raises(SystemExit):
-        evaluate.main([str(tmp_path / "r"), *FLAGS, "--queries", "20"])
-    assert "queries is 20: the run's test part has 16 rows" in capsys.readouterr().err
+    flags = [*problem_flags, "--dataset", str(problems / "train.jsonl"), "--iterations", "1"]
+    train_gsm8k.main([*flags, "--run_dir", str(tmp_path / "r")])
+    line = one_line(capsys, [tmp_path / "r", *FLAGS, "--queries", "20"])
+    assert "queries is 20: the run's test part has 16 rows" in line
     evaluate.main([str(tmp_path / "r"), *FLAGS])
-
-
-def test_a_run_without_its_final_models_is_refused(finished, tmp_path, capsys):
-    import shutil
-
-    (run,) = copied(finished, tmp_path, "ppo")
-    shutil.rmtree(tmp_path / "ppo" / "final" / "llm1")
-    with pytest.raises(SystemExit):
-        evaluate.main([run, *FLAGS])
-    assert "has no final/llm1" in capsys.readouterr().err and not (tmp_path / "ppo" / "evaluation").exists()

@@ -19,13 +19,7 @@ from cory.commands.flags import OneLineParser
 from cory.commands.report import read_eval, require_finished, require_picture, require_same_settings
 from cory.config import Config
 from cory.errors import UserError, exit_on_user_error
-from cory.experiment.evaluation import (
-    EVALUATION_SEED,
-    answer,
-    checked,
-    require_same_reward,
-    rows_at_once,
-)
+from cory.experiment import evaluation
 from cory.experiment.plots import draw_pass_at_k
 from cory.experiment.run import find_task
 from cory.experiment.saved_config import load_config, read_config
@@ -35,50 +29,51 @@ from cory.ppo.loading import load_language_model
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
 from cory.system.distributed import all_gather_parts, broadcast, held_by_main, is_main, launched, world_size
-from cory.system.files import append_jsonl, own_folder, read_json, read_jsonl, read_text, replace_text
+from cory.system.files import append_jsonl, own_folder, read_json, read_jsonl, replace_text
 from cory.system.folder import locked
 from cory.system.machine import prepare_device, settled_anew
 from cory.tasks.task import Task
 
+ROWS = 256          # responses sampled together, or fewer long ones
 
-def solve(name: str, load: Callable, task: Task, folder: Path, samples: int, rows: int) -> list[dict]:
+
+def solve(name: str, load: Callable, task: Task, folder: Path, samples: int) -> list[dict]:
     """One greedy answer (round 0) and `samples` drawn ones (rounds 1, 2, ...) to every query, as file lines.
 
     A line is one batch: {"round", "first" query, "responses", "rewards"}. Lines that stand there already are
     not made again, so that an evaluation goes on where it was stopped and more samples can be added.
     """
-    path = folder / f"{name}.jsonl"
-    places = list(product(range(samples + 1), range(0, len(task.held_out_queries), rows)))
-    lines = broadcast(lambda: answered_before(path, task.held_out_queries, rows))
-    missing = [place for place in places if place not in lines]
+    path, rows = folder / f"{name}.jsonl", evaluation.rows_at_once(ROWS, task.cfg.max_response_length)
+    batches = {at: task.held_out_queries[at:at + rows] for at in range(0, len(task.held_out_queries), rows)}
+    lines = broadcast(lambda: answered_before(path, batches))
+    missing = [place for place in product(range(samples + 1), batches) if place not in lines]
     model = load(name) if missing else None
 
     def answered(number: int, first: int) -> dict:
-        queries = task.held_out_queries[first:first + rows]
-        seed = None if number == 0 else EVALUATION_SEED + 1_000_003 * number + first
-        responses = answer(model, task.pioneer_prompts(queries), task.cfg.max_response_length, seed)
-        return dict(round=number, first=first, responses=responses, rewards=task.checked(queries, responses))
+        seed = None if number == 0 else evaluation.EVALUATION_SEED + 1_000_003 * number + first
+        prompts = task.pioneer_prompts(batches[first])
+        responses = evaluation.answer(model, prompts, task.cfg.max_response_length, seed)
+        rewards = task.checked(batches[first], responses)
+        return dict(round=number, first=first, responses=responses, rewards=rewards)
 
-    title, at_once = f"{folder.parent.name} {name}", world_size()           # a batch for each process
-    bar = tqdm(total=len(missing), desc=title, unit="batch", dynamic_ncols=True, disable=not is_main())
-    for at in range(0, len(missing), at_once):
+    at_once = world_size()                                                  # a batch for each process
+    for at in tqdm(range(0, len(missing), at_once), desc=f"{folder.parent.name} {name}", unit="batch",
+                   dynamic_ncols=True, disable=not is_main()):
         now = missing[at:at + at_once]
-        made = all_gather_parts(len(now), lambda part, now=now: [answered(*place) for place in now[part]])
+        made = all_gather_parts(len(now), lambda rows, now=now: [answered(*place) for place in now[rows]])
         lines |= {(line["round"], line["first"]): line for line in made}
         if is_main():
             append_jsonl(path, made)
-        bar.update(len(now))
-    bar.close()
-    return [lines[place] for place in places]
+    return [lines[place] for place in product(range(samples + 1), batches)]
 
 
-def answered_before(path: Path, queries: list[str], rows: int) -> dict[tuple[int, int], dict]:
+def answered_before(path: Path, batches: dict[int, list[str]]) -> dict[tuple[int, int], dict]:
     """The whole lines of a file, by round and first query; what a stopped evaluation left of one is cut off.
     Raises `UserError`.
     """
     lines = {}
     for number, line in enumerate(read_jsonl(path), start=1):
-        if not is_answered(line, queries, rows):
+        if not is_answered(line, batches):
             way_out = "is no batch of answers to these queries; remove the file to answer anew"
             raise UserError("file", f"{path}:{number}", way_out)
         lines[line["round"], line["first"]] = line
@@ -86,15 +81,14 @@ def answered_before(path: Path, queries: list[str], rows: int) -> dict[tuple[int
     return lines
 
 
-def is_answered(line: dict, queries: list[str], rows: int) -> bool:
-    """Whether a line holds a response to each of the `rows` queries from its first one on, and its reward."""
+def is_answered(line: dict, batches: dict[int, list[str]]) -> bool:
+    """Whether a line holds a text and a reward for each query of its batch."""
     first, responses, rewards = line.get("first"), line.get("responses"), line.get("rewards")
-    if not (type(line.get("round")) is type(first) is int and isinstance(responses, list)
-            and isinstance(rewards, list) and 0 <= first < len(queries)):
+    if not (type(line.get("round")) is type(first) is int and type(responses) is type(rewards) is list):
         return False
-    return (len(responses) == len(rewards) == len(queries[first:first + rows])
+    return (len(responses) == len(rewards) == len(batches.get(first, []))
             and all(isinstance(text, str) for text in responses)
-            and all(isinstance(r, (int, float)) and math.isfinite(r) for r in rewards))
+            and all(isinstance(reward, (int, float)) and math.isfinite(reward) for reward in rewards))
 
 
 def solved_metrics(task: Task, lines: list[dict], ks: list[int]) -> dict[str, float]:
@@ -103,7 +97,7 @@ def solved_metrics(task: Task, lines: list[dict], ks: list[int]) -> dict[str, fl
     responses, rewards = ([x for line in lines for x in line[key]] for key in ("responses", "rewards"))
     solved = [reward > 0 for reward in rewards]         # of n greedy answers, then of n in each drawn round
     greedy = {"task_reward": sum(rewards[:n]) / n, "solved": sum(solved[:n]) / n}
-    greedy |= checked(task.metrics(task.held_out_queries, responses[:n]), taken=greedy)
+    greedy |= evaluation.checked(task.metrics(task.held_out_queries, responses[:n]), taken=greedy)
     metrics = {f"greedy_{name}": value for name, value in greedy.items()}
     drawn = [solved[n + i::n] for i in range(n)]
     for k in ks:
@@ -111,43 +105,30 @@ def solved_metrics(task: Task, lines: list[dict], ks: list[int]) -> dict[str, fl
     return metrics
 
 
-def evaluate_run(run_dir: Path, cfg: Config, args: argparse.Namespace, base_from: Path) -> dict[str, dict]:
-    """Evaluates base and agents of one finished run into RUN_DIR/evaluation, and returns {name: metrics}. The
-    base's answers are those of the run `base_from`, of the same settings, if it has any.
-    """
+def evaluate_run(run_dir: Path, cfg: Config, agents: list[str], queries: int, args) -> dict[str, dict]:
+    """Evaluates base and agents of one finished run into RUN_DIR/evaluation, and returns {name: metrics}."""
     task_class = find_task(cfg)
     data = task_class.load_data(cfg)            # divided as in the run: nothing it trained on is held out now
-    queries = args.queries or cfg.eval_queries
     rows_held_out = len(getattr(data, cfg.eval_split))
     if queries > rows_held_out:
         way_out = f"the run's {cfg.eval_split} part has {rows_held_out} rows; ask for fewer"
         raise UserError("queries", queries, way_out)
-    rows = args.rows or rows_at_once(256, cfg.max_response_length)
-    agents = read_config(run_dir)["agents"]
     settings = {"iteration": read_eval(run_dir, agents)["iteration"], "queries": queries,
-                "split": cfg.eval_split,
-                "temperature": cfg.temperature, "rows": rows, "max_response_length": cfg.max_response_length}
+                "split": cfg.eval_split, "temperature": cfg.temperature,
+                "max_response_length": cfg.max_response_length}
     folder = run_dir / "evaluation"
     require_same_evaluation(folder, settings)
     cfg = settled_anew(cfg)                     # the run may have been trained on another kind of machine
-    device = prepare_device(cfg)
-    base = load_language_model(cfg.model, cfg.temperature, cfg.precision, device, cfg.storage)
+    base = load_language_model(cfg.model, cfg.temperature, cfg.precision, prepare_device(cfg), cfg.storage)
     task = task_class(replace(cfg, eval_queries=queries), data, base)
-    require_same_reward(task, run_dir)
-
-    def begin() -> None:
-        own_folder(folder)
-        replace_text(folder / "settings.json", json.dumps(settings) + "\n")
-        known = base_from / "evaluation" / "base.jsonl"
-        if known.exists() and not (folder / "base.jsonl").exists():
-            replace_text(folder / "base.jsonl", read_text(known))
-
-    broadcast(begin)
+    evaluation.require_same_reward(task, run_dir)
 
     def load(name: str) -> LanguageModel:
         return base if name == "base" else final_model(run_dir, name, cfg, base)
 
-    metrics = {name: solved_metrics(task, solve(name, load, task, folder, args.samples, rows), args.k)
+    broadcast(lambda: own_folder(folder))
+    broadcast(lambda: replace_text(folder / "settings.json", json.dumps(settings) + "\n"))
+    metrics = {name: solved_metrics(task, solve(name, load, task, folder, args.samples), args.k)
                for name in ["base", *agents]}
     results = {"samples": args.samples, **settings, **metrics}
     broadcast(lambda: replace_text(folder / "results.json", json.dumps(results, indent=1) + "\n"))
@@ -175,9 +156,9 @@ def require_same_evaluation(folder: Path, settings: dict) -> None:
                         f"({changed}); move {folder} away to make a new one")
 
 
-def require_whole(run_dir: Path) -> None:
+def require_whole(run_dir: Path, agents: list[str]) -> None:
     """The run has a model of each agent, and a place to write to. Raises `UserError`."""
-    for name in read_config(run_dir)["agents"]:
+    for name in agents:
         if not (run_dir / "final" / name).is_dir():
             raise UserError("run_dirs", str(run_dir), f"has no final/{name}; put it back, or train again")
     if not os.access(run_dir, os.W_OK):
@@ -194,46 +175,37 @@ def main(argv: list[str] | None = None) -> None:
     add("--k", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32], help="the k of pass@k")
     add("--samples", type=int, default=64, help="responses drawn per query; the more, the less pass@k varies")
     add("--queries", type=int, default=0, help="held-out queries; 0 = as many as the run used")
-    add("--temperature", type=float, default=0.0, help="of sampling; 0 = the run's own")
-    add("--rows", type=int, default=0, help="responses sampled together; 0 = 256, or fewer long ones")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--out", type=Path, help="picture to write (default: RUN_DIR/evaluation/pass_at_k.png)")
     args = parser.parse_args(argv)
-    if min(args.k) < 1:
-        raise UserError("k", args.k, "must be 1 or more")
-    if args.samples < max(args.k):
-        raise UserError("samples", args.samples, f"must be at least the largest k = {max(args.k)}")
-    for name in ("queries", "rows", "temperature"):
-        if not 0 <= getattr(args, name) < math.inf:
-            raise UserError(name, getattr(args, name), "must be 0 or more")
+    for name, value, least in (("k", min(args.k), 1), ("samples", args.samples, max(args.k)),
+                               ("queries", args.queries, 0)):
+        if value < least:
+            raise UserError(name, value, f"must be {least} or more")
     require_finished(args.run_dirs)
     saved = [read_config(run_dir) for run_dir in args.run_dirs]
     require_same_settings(args.run_dirs, saved, args.by)
     require_picture(args.out)
-    for run_dir in args.run_dirs:
-        require_whole(run_dir)
+    for run_dir, config in zip(args.run_dirs, saved, strict=True):
+        require_whole(run_dir, config["agents"])
     with launched(vars(args)):
         evaluate_runs(args, saved)
 
 
 def evaluate_runs(args: argparse.Namespace, saved: list[dict]) -> None:
     """Each run in turn, then table and picture of all; `saved` are their config.json."""
-    runs, base_of = [], {}
+    runs = []
     for run_dir, config in zip(args.run_dirs, saved, strict=True):
-        cfg = load_config(run_dir)
-        cfg = replace(cfg, temperature=args.temperature or cfg.temperature, device=args.device)
-        # the base of equal settings is evaluated once
-        base_from = base_of.setdefault(tuple(config[name] for name in args.by), run_dir)
-        shown = {"eval_queries": args.queries or cfg.eval_queries, "temperature": cfg.temperature}
+        cfg = replace(load_config(run_dir), device=args.device)
+        queries = args.queries or cfg.eval_queries
         with held_by_main(locked, run_dir):
-            runs.append((config | shown, evaluate_run(run_dir, cfg, args, base_from)))
-    if not is_main():
-        return
-    print(groups_table(f"held-out, {runs[0][0]['eval_queries']} queries", grouped(runs, args.by)))
-    out = args.out or args.run_dirs[0] / "evaluation" / "pass_at_k.png"
-    draw_pass_at_k(runs, args.k, out, args.by)
-    folders = ", ".join(str(run_dir / "evaluation") for run_dir in args.run_dirs)
-    print(f"written: {out}, and answers and metrics to {folders}")
+            metrics = evaluate_run(run_dir, cfg, config["agents"], queries, args)
+        runs.append((config | {"eval_queries": queries}, metrics))
+    if is_main():
+        print(groups_table(f"held-out, {queries} queries", grouped(runs, args.by)))
+        out = args.out or args.run_dirs[0] / "evaluation" / "pass_at_k.png"
+        draw_pass_at_k(runs, args.k, out, args.by)
+        print(f"written: {out}, and answers and metrics to the folder evaluation/ of each run")
 
 
 if __name__ == "__main__":

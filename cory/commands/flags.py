@@ -1,6 +1,6 @@
 """From the command line to a `Config`: presets, flags over them, the settings of a resumed run."""
 import sys
-from argparse import SUPPRESS, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -30,32 +30,26 @@ class Parser(OneLineParser):
     argparse itself, since importing a parser of a large library takes longer than its answer may.
     """
 
-    def __init__(self, config_class: type[Config], defaults: dict):
-        super().__init__(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
+    def __init__(self, config_class: type[Config], defaults: dict, prog: str | None = None):
+        super().__init__(prog, allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
         self.config_class, hints = config_class, get_type_hints(config_class)
         for f in fields(config_class):
             if not f.init:
                 continue
             hint, default = hints[f.name], f.default if f.default_factory is MISSING else f.default_factory()
-            how = {"help": f.metadata.get("help", " "), "default": defaults.get(f.name, default)}
-            how |= {"required": True} if how["default"] is MISSING else {}
+            options = {"help": f.metadata.get("help", " "), "default": defaults.get(f.name, default)}
+            if options["default"] is MISSING:
+                options["required"] = True
             if hint is bool:
-                how |= {"type": yes_or_no, "nargs": "?", "const": True}
+                options |= {"type": yes_or_no, "nargs": "?", "const": True}
             elif get_origin(hint) is Literal and {type(word) for word in get_args(hint)} == {str}:
-                how |= {"choices": get_args(hint)}
+                options["choices"] = get_args(hint)
             elif hint in (int, float, str):
-                how |= {"type": hint}
+                options["type"] = hint
             else:
                 raise UserError("setting", f.name, f"is of type {hint}; make it a bool, int, float, str or "
                                 "Literal of words, which a flag can give")
-            self.add(f.name, f.name, **how)
-            if f.default is True and f"no_{f.name}" not in hints:
-                self.add(f"no_{f.name}", f.name, action="store_false", default=SUPPRESS,
-                         help=f"the same as --{f.name} false")
-
-    def add(self, flag: str, setting: str, **how) -> None:
-        """As `--two_words` and as `--two-words`."""
-        self.add_argument(*dict.fromkeys([f"--{flag}", f"--{flag.replace('_', '-')}"]), dest=setting, **how)
+            self.add_argument(f"--{f.name}", **options)
 
     def parse(self, argv: list[str]) -> Config:
         """The settings; for an unknown flag a `UserError` that names the nearest."""
@@ -72,12 +66,13 @@ def yes_or_no(word: str) -> bool:
     return word.lower() in YES
 
 
-def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None) -> Config:
+def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None,
+          prog: str | None = None) -> Config:
     """The command line over a preset, or with --resume over the run's own settings. Raises `UserError`."""
     argv = sys.argv[1:] if argv is None else argv
     first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?", default=next(iter(presets), ""))
-    first.add_argument("--run_dir", "--run-dir", nargs="?", default="")
+    first.add_argument("--run_dir", nargs="?", default="")
     first.add_argument("--resume", nargs="?", const="true", default="false")
     known = first.parse_known_args(argv)[0]
     if known.resume.lower() in YES:
@@ -85,7 +80,7 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     if known.preset not in (presets or [""]):
         raise UserError("preset", known.preset, f"choose from {', '.join(presets)}")
     preset = {"preset": known.preset, **presets.get(known.preset, {})}
-    return Parser(config_class, preset).parse(argv)
+    return Parser(config_class, preset, prog).parse(argv)
 
 
 def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Config:

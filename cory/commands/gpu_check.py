@@ -26,7 +26,10 @@ from cory.ppo.sampling import encode_prompts, sample
 from cory.system.machine import choose_device, settled
 
 ROOT = Path(__file__).parents[2]
-QUICK = "--iterations 3 --eval_every 0 --save_every 0 --eval_queries 16 --wandb disabled"
+LARGE = dict(n_layer=36, n_embd=1280, n_head=20, vocab_size=50257)
+SMALL = dict(n_layer=2, n_embd=32, n_head=2, vocab_size=8192)
+QUICK = "--iterations 3 --eval_every 0 --save_every 0 --eval_queries 16 --wandb disabled".split()
+COLUMNS = ["method, dtype", "s per iteration", "sample", "score", "update", "peak GiB", "share of the floor"]
 
 
 def passes(*command: str) -> str:
@@ -37,24 +40,20 @@ def passes(*command: str) -> str:
     return lines[-1] if done.returncode == 0 else f"FAILED with status {done.returncode}: {lines[-1]}"
 
 
-def write_model(folder: Path, layers: int, width: int, heads: int, vocabulary: int) -> None:
+def write_model(folder: str, **shape: int) -> None:
     """A GPT-2 of that shape with random weights, and the embedded tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "imdb/lm")
     end = dict(bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id)
-    config = GPT2Config(vocab_size=max(vocabulary, len(tokenizer)), n_layer=layers, n_embd=width,
-                        n_head=heads, **end)
     torch.manual_seed(0)
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    GPT2LMHeadModel(GPT2Config(**shape, **end)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def waits(model: str, device: str, tokens: int) -> int | None:
+def waits(model: str, tokens: int) -> int:
     """How often the host waits for the GPU while it samples so many tokens: PyTorch's own count."""
-    cfg = settled(ImdbConfig(device=device))
+    cfg = settled(ImdbConfig(device="cuda"))
     lm = load_language_model(model, 1.0, cfg.precision, choose_device(cfg))
     prompts = encode_prompts(lm, ["one", "a film"] * 32, tokens)
-    if lm.device.type != "cuda":
-        return None
     sample(lm, prompts, 2, torch.Generator().manual_seed(0))            # what happens once, before
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True, action="always") as caught:
@@ -65,55 +64,43 @@ def waits(model: str, device: str, tokens: int) -> int | None:
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
-def measured(model: str, method: str, dtype: str, head: str, sizes: list[str]) -> list[str]:
-    """Cells of one run of the benchmark: seconds in all and by phase, peak memory, share of the floor."""
-    flags = ["--method", method, "--dtype", dtype, "--head_precision", head, "--iterations", "4", *sizes]
-    last = passes("-m", "cory", "benchmark", model, *flags)
+def measured(method: str, dtype: str, flags: list[str]) -> str:
+    """A row of the table: seconds in all and by phase, peak memory, share of the floor."""
+    last = passes("-m", "cory", "benchmark", "--method", method, "--dtype", dtype, *flags)
     if last.startswith("FAILED"):
-        return [last]
+        return f"| {method}, {dtype} | {last} |"
     result = json.loads(last)
-    seconds = [f"{result['seconds'][key]:.2f}" for key in ("total", "sample", "score", "update")]
-    peak = result.get("peak_cuda_gib", result["peak_rss_gib"])
-    return [*seconds, f"{peak:.1f}", f"{result['share_of_floor']['total']:.0%}"]
+    cells = [f"{result['seconds'][key]:.2f}" for key in ("total", "sample", "score", "update")]
+    cells += [f"{result['peak_gib']:.1f}", f"{result['share_of_floor']['total']:.0%}"]
+    return f"| {method}, {dtype} | {' | '.join(cells)} |"
 
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m cory gpu_check", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--device", default="cuda", choices=["cuda", "cpu"], help="cpu tries the script itself")
-    add("--shape", type=int, nargs=4, default=[36, 1280, 20, 50257], metavar="N",
-        help="layers, width, heads and vocabulary of the model")
-    add("--batch", type=int, default=256)
-    add("--dtypes", nargs="+", default=["float32", "tf32", "bfloat16"])
-    add("--skip", nargs="+", default=[], choices=["tests", "presets"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"],
+                        help="cpu tries the script itself: the benchmark of a small model alone")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     choose_device(ImdbConfig(device=args.device))               # said before anything is made
-    lines, on = [], ["--device", args.device]
-    if "tests" not in args.skip:
-        lines.append(f"tests: {passes('-m', 'pytest', '-q')}")
+    on_gpu, device = args.device == "cuda", ["--device", args.device]
+    lines = [f"{torch.cuda.get_device_name() if on_gpu else 'CPU'}, torch {torch.__version__}"]
+    dtypes, batch = (("float32", "tf32", "bfloat16"), "256") if on_gpu else (("auto",), "8")
     with tempfile.TemporaryDirectory() as folder:
-        if "presets" not in args.skip:
-            for task in ("imdb", "gsm8k"):
-                run = passes(f"train_{task}.py", *QUICK.split(), *on, "--run_dir", f"{folder}/{task}")
-                lines.append(f"train_{task}.py: {run}")
         model = f"{folder}/model"
-        write_model(Path(model), *args.shape)
-        lines.append(f"waits while 32 tokens are sampled: {waits(model, args.device, 32)}")
-        columns = ["method, dtype", "s per iteration", "sample", "score", "update", "peak GiB",
-                   "share of the floor"]
-        lines += ["", f"| {' | '.join(columns)} |", "|---" + "|--:" * 6 + "|"]
-        batch = str(args.batch)
-        sizes = ["--batch", batch, "--minibatch", batch, "--response", "15", "--kl", "full", *on]
-        for method, dtype in product(("ppo", "cory"), args.dtypes):
-            for head in ("auto", "bfloat16") if (dtype, args.device) == ("bfloat16", "cuda") else ("auto",):
-                cells = measured(model, method, dtype, head, sizes)
-                what = f"{method}, {dtype}" + (f", head in {head}" if head != "auto" else "")
-                lines.append(f"| {what} | {' | '.join(cells)} |")
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    print(f"\n{name}, torch {torch.__version__}, GPT-2 shape {args.shape}, batch {args.batch}")
-    print("\n".join(lines))
+        write_model(model, **(LARGE if on_gpu else SMALL))
+        if on_gpu:
+            lines.append(f"tests: {passes('-m', 'pytest', '-q')}")
+            for script in ("train_imdb.py", "train_gsm8k.py"):
+                run = passes(script, *QUICK, *device, "--run_dir", f"{folder}/{script}")
+                lines.append(f"{script}: {run}")
+            lines.append(f"waits while 32 tokens are sampled: {waits(model, 32)}")
+        lines += ["", f"| {' | '.join(COLUMNS)} |", "|---" + "|--:" * 6 + "|"]
+        flags = ["--preset", "gpt2-large", "--model", model, "--iterations", "4", "--batch_size", batch,
+                 "--mini_batch_size", batch, *device]
+        for method, dtype in product(("ppo", "cory"), dtypes):
+            lines.append(measured(method, dtype, flags))
+    print("\n".join(["", *lines]))
 
 
 if __name__ == "__main__":

@@ -33,24 +33,43 @@ def load_language_model(name: str, temperature: float = 1.0, precision: Precisio
     `storage` is what the frozen weights are kept in: float32, bfloat16 or 4bit; the head is float32 always.
     """
     with model_errors("model", name) as refused:
-        config = model_config(name)
-        require_layers(refused, name, config)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        lm = load_weights(refused, AutoModelForCausalLM, name, config=config,
-                          **storage_options(storage, device))
-        require_tokenizer(refused, tokenizer, lm)
+        options = storage_options(storage, device)
+        lm, tokenizer = load_pretrained(refused, AutoModelForCausalLM, name, **options)
         if tokenizer.eos_token_id is None:
             raise refused("its tokenizer has no EOS token to end a text; set eos_token in "
                           "tokenizer_config.json")
         if tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
             raise refused("its tokenizer ends every text with EOS; unset add_eos_token in "
                           "tokenizer_config.json")
-    require_end_ids(refused, lm)
-    model = LanguageModel(lm if storage == "4bit" else lm.to(device), tokenizer, temperature, precision)
-    model.requires_grad_(False)
-    check_head(refused, model)
+        require_end_ids(refused, lm)
+        model = LanguageModel(lm if storage == "4bit" else lm.to(device), tokenizer, temperature, precision)
+        model.requires_grad_(False)
+        check_head(refused, model)
     lm.get_output_embeddings().float()
     return model
+
+
+def load_pretrained(refused: Callable, auto_class, name: str, dtype: torch.dtype = torch.float32,
+                    **kwargs) -> tuple:
+    """Model and tokenizer, as `from_pretrained` loads them from safetensors, and as they fit together.
+
+    Refuses weights that would leave a part of the model random, or make one infinite or NaN.
+    """
+    config = model_config(name)
+    require_layers(refused, name, config)
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    transformers_logging.disable_progress_bar()
+    model, info = auto_class.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
+                                             trust_remote_code=False, output_loading_info=True, **kwargs)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise refused(f"its weights lack {len(missing)} tensors of a {type(model).__name__} ("
+                      f"{', '.join(missing[:3])}, ...); pass a model saved with this head and config.json")
+    for path, p in model.named_parameters():
+        if p.is_floating_point() and p.numel() and not torch.stack(p.aminmax()).isfinite().all():
+            raise refused(f"its weights are not all finite numbers (see {path}); load an earlier copy")
+    require_tokenizer(refused, tokenizer, model)
+    return model, tokenizer
 
 
 def model_config(name: str) -> PretrainedConfig:
@@ -86,24 +105,6 @@ def require_layers(refused: Callable, name: str, config: PretrainedConfig) -> No
                       "config.json that was saved with them")
 
 
-def load_weights(refused: Callable, auto_class, name: str, dtype: torch.dtype = torch.float32,
-                 **kwargs) -> nn.Module:
-    """`from_pretrained` from safetensors; refuses weights that would leave a part of the model random, or
-    make one infinite or NaN.
-    """
-    transformers_logging.disable_progress_bar()
-    model, info = auto_class.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False,
-                                             output_loading_info=True, **kwargs)
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise refused(f"its weights lack {len(missing)} tensors of a {type(model).__name__} ("
-                      f"{', '.join(missing[:3])}, ...); pass a model saved with this head and config.json")
-    for path, p in model.named_parameters():
-        if p.is_floating_point() and p.numel() and not torch.stack(p.aminmax()).isfinite().all():
-            raise refused(f"its weights are not all finite numbers (see {path}); load an earlier copy")
-    return model
-
-
 def require_tokenizer(refused: Callable, tokenizer, model: nn.Module) -> None:
     """The tokenizer tells texts apart, and the model has an embedding for each of its tokens."""
     one, other = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("good", "bad"))
@@ -120,7 +121,9 @@ def require_end_ids(refused: Callable, lm: nn.Module) -> None:
     """What generation_config ends a response on, as `LanguageModel.end_ids` reads it, are token ids."""
     ends = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
     rows = lm.get_input_embeddings().weight.shape[0]
-    for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+    if not isinstance(ends, list):
+        ends = [] if ends is None else [ends]
+    for end in ends:
         if type(end) is not int or not 0 <= end < rows:
             raise refused(f"its eos_token_id is {repr(end)[:60]}, no token from 0 to {rows - 1}; mend "
                           "generation_config.json (or config.json, where that is missing)")
@@ -134,11 +137,8 @@ def check_head(refused: Callable, model: LanguageModel) -> None:
     kind, head = type(model.lm).__name__, model.lm.get_output_embeddings()
     ids = torch.arange(4, device=model.device)[None] % model.lm.get_input_embeddings().weight.shape[0]
     mask = torch.ones_like(ids)
-    try:
-        ours = head(model.lm.base_model(input_ids=ids, attention_mask=mask).last_hidden_state)
-        theirs = model.lm(input_ids=ids, attention_mask=mask).logits
-    except Exception as error:                                      # of a wrong value in its config.json
-        raise refused(f"{kind} computes nothing ({said(error)}); mend its config.json") from error
+    ours = head(model.lm.base_model(input_ids=ids, attention_mask=mask).last_hidden_state)
+    theirs = model.lm(input_ids=ids, attention_mask=mask).logits
     if not theirs.isfinite().all():
         raise refused("its logits are not finite numbers; mend its config.json, or load other weights")
     if not isinstance(head, nn.Linear) or not torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4):

@@ -7,13 +7,12 @@ from typing import Callable
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from cory.config import ImdbConfig
 from cory.errors import UserError, printable
-from cory.ppo.loading import load_weights, model_errors, require_layers, require_tokenizer
+from cory.ppo.loading import load_pretrained, model_errors
 from cory.ppo.model import LanguageModel
-from cory.system import hub
 from cory.tasks.task import Data, Task
 
 OBSERVER_TEMPLATE = 'I can make this sentence "{query}{response}" more positive: {query}'     # released code
@@ -26,15 +25,10 @@ class SentimentReward:
 
     def __init__(self, name: str, device: torch.device, longest: int = 0):
         with model_errors("reward_model", name) as refused:
-            hub.reach(name)
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-            require_layers(refused, name, config)
-            self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-            self.model = load_weights(refused, AutoModelForSequenceClassification, name)
-            require_tokenizer(refused, self.tokenizer, self.model)
+            self.model, self.tokenizer = load_pretrained(refused, AutoModelForSequenceClassification, name)
             if self.tokenizer.pad_token is None:
                 raise refused("its tokenizer has no padding token to score texts together; set pad_token")
-            self.positive = positive_label(refused, config)
+            self.positive = positive_label(refused, self.model.config)
             self.limit = min(positions_of(self.model), self.tokenizer.model_max_length)
             need = longest + self.tokenizer.num_special_tokens_to_add()
             if self.limit < need:
