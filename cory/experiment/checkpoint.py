@@ -1,24 +1,29 @@
 """State on disk, so that a killed run continues bit for bit (on CPU; some CUDA kernels add in varying order);
 and the final models, for plain transformers.
 
-Weights are safetensors; optimizer moments and random generators are tensors read with `weights_only=True`;
-the rest is JSON. Nothing is ever unpickled. A checkpoint is written to a temporary folder beside its place,
-flushed, and renamed, so that the newest folder `iteration_N` is always whole. Two are kept.
+A checkpoint is one safetensors file, `checkpoints/iteration_000012-CHECKSUM.safetensors`:
 
-Each holds `checksums.sha256`, as `sha256sum -c` reads it, and is checked against it before any of it is used.
+    llm1/weights/NAME               a weight that llm1 trains
+    llm1/moments/NAME/exp_avg       what Adam keeps of it
+    llm1/random, random/cpu         states of random generators
+    "state" in the file's header    all else, as JSON (`json_state`)
+
+CHECKSUM begins the file's SHA-256. The file is written under another name, flushed and renamed. So each is
+whole, or is found damaged before any of it is used. Two are kept. Nothing is ever unpickled.
+
+To save more of a run: add a tensor to `save_checkpoint` or a value to `json_state`, and put it back in
+`load_checkpoint`.
 """
 import functools
-import hashlib
 import json
+import os
 import platform
 import random
 import re
 import shutil
 import struct
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -34,238 +39,70 @@ from cory.ppo.agent import Agent
 from cory.ppo.lora import activate
 from cory.ppo.model import PolicyWithValue
 from cory.system.distributed import broadcast, is_main
-from cory.system.files import own_folder, put_in_place, read_json, read_text, readable, remove, writable
+from cory.system.files import checksum, own_folder, put_in_place, readable, remove, replaced, writable
 from cory.system.sharding import full_tensor, is_sharded, shard_like
 
-CHECKSUMS, KEPT = "checksums.sha256", 2
-KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-         torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}    # in safetensors
+KEPT = 2                                                    # checkpoints
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+          torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}    # in safetensors
 
 
+# --- save ---
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent],
                     wandb_id: str) -> None:
     """`agents` are all of them; `roles` the same ones in the order of their roles in the next iteration.
     Raises `UserError`, and leaves the older checkpoints, for weights that are not finite or a full disk.
     """
     require_finite(agents)
+    tensors = {"random/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["random/cuda"] = torch.cuda.get_rng_state()
+    for agent in agents:
+        tensors |= tensors_of(agent)
+    state = json_state(iteration, agents, roles, wandb_id)
+
     folder = run_dir / "checkpoints"
-    final, temporary = folder / f"iteration_{iteration:06d}", folder / "writing"
+    temporary = folder / "writing"
     with writable(temporary):
         if is_main():
             own_folder(folder)
             remove(temporary)
-            temporary.mkdir()
-        for agent in agents:
-            trained = agent.policy.trained()
-            write_tensors(temporary / f"{agent.name}.safetensors", trained)
-            write_tensors(temporary / f"{agent.name}.moments.safetensors", moments_of(agent, trained))
-
-        def complete() -> None:
-            write_state(temporary, iteration, agents, roles, wandb_id)
-            names = sorted(path.name for path in temporary.iterdir())
-            sums = zip(digests(temporary, names), names, strict=True)
-            (temporary / CHECKSUMS).write_text("".join(f"{digest}  {name}\n" for digest, name in sums))
-            put_in_place(temporary, final)
+        write_tensors(temporary, tensors, state=json.dumps(state))
+        if is_main():
+            name = f"iteration_{iteration:06d}-{checksum(temporary)}.safetensors"
+            put_in_place(temporary, folder / name)
             for old in checkpoints_of(run_dir)[KEPT:]:
                 remove(old)
 
-        broadcast(complete)
+
+def tensors_of(agent: Agent) -> dict[str, Tensor]:
+    """An agent's weights, Adam's state and random generator."""
+    tensors = {f"{agent.name}/random": agent.generator.get_state()}
+    for name, parameter in agent.policy.trained().items():
+        tensors[f"{agent.name}/weights/{name}"] = parameter.detach()
+        for moment, x in agent.optimizer.state[parameter].items():
+            tensors[f"{agent.name}/moments/{name}/{moment}"] = torch.as_tensor(x)
+    return tensors
 
 
-def moments_of(agent: Agent, trained: dict) -> dict:
-    """The tensors of the optimizer's state, as `PARAMETER/NAME`; a number of it is a tensor, too."""
-    return {f"{name}/{key}": torch.as_tensor(x) for name, p in trained.items()
-            for key, x in agent.optimizer.state[p].items()}
-
-
-def write_tensors(path: Path, tensors: dict) -> None:
-    """A safetensors file, one tensor after another: of a model that is divided among processes no more than
-    one is put together at a time. Every process takes part, the first writes.
-    """
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, x in tensors.items():
-        start, end = end, end + x.numel() * x.element_size()
-        header[name] = {"dtype": KINDS[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") if is_main() else nullcontext() as file:
-        if file:
-            file.write(struct.pack("<Q", len(text)) + text)
-        for x in tensors.values():
-            whole = full_tensor(x.detach())
-            if file:
-                file.write(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def write_state(folder: Path, iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> None:
-    generators = {agent.name: agent.generator.get_state() for agent in agents}
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0)
-    torch.save({"cpu": torch.get_rng_state(), "cuda": on_gpu, "agents": generators}, folder / "random.pt")
-    kind, keys, *rest = np.random.get_state()
-    state = {"iteration": iteration, "roles": [agent.name for agent in roles],
-             "kl_coef": {agent.name: agent.kl_coef for agent in agents}, "wandb_id": wandb_id,
-             "versions": versions(),
-             "python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *rest]}
-    (folder / "state.json").write_text(json.dumps(state))
+def json_state(iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> dict:
+    kind, keys, *position = np.random.get_state()
+    return {"iteration": iteration, "roles": [agent.name for agent in roles],
+            "kl_coef": {agent.name: agent.kl_coef for agent in agents}, "wandb_id": wandb_id,
+            "versions": versions(),
+            "python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *position]}
 
 
 @functools.cache
 def versions() -> dict[str, str]:
     """What this process computes with: packages, and the commit of this code where it lies in a clone."""
-    found = {"commit": "unknown", "python": platform.python_version()}
-    found |= {module.__name__: module.__version__ for module in (torch, transformers, np)}
+    of_packages = {module.__name__: module.__version__ for module in (torch, transformers, np)}
+    commit = ""
     with suppress(OSError):
         describe = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
         git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
-        found["commit"] = git.stdout.strip() or found["commit"]
-    return found
-
-
-def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The run's checkpoints, newest first."""
-    folder = run_dir / "checkpoints"
-    if not folder.is_dir():
-        return []
-    own_folder(folder)                                      # no link
-    of_number = {int(path.name[10:]): path for path in folder.iterdir()
-                 if re.fullmatch(r"iteration_[0-9]{6,9}", path.name)}
-    return [of_number[number] for number in sorted(of_number, reverse=True)]
-
-
-def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
-    """Puts back the newest checkpoint. Returns its JSON part; None where there is none.
-
-    Raises `UserError`, before anything is changed, for what is damaged; an older whole checkpoint is offered.
-    """
-    there = checkpoints_of(run_dir)
-    if not there:
-        return None
-    newest, *older = there
-    if any(newest.glob("*.training.pt")):
-        way_out = "was written by an older version, in its format; go on with that, or start a new run"
-        raise UserError("checkpoint", str(newest), way_out)
-    try:
-        broadcast(lambda: require_unharmed(newest))
-    except UserError as error:
-        whole = next((folder for folder in older if is_unharmed(folder)), None)
-        offer = f"; {whole.name} is whole: delete {newest} to go on from it" if whole else ""
-        raise UserError("checkpoint", newest.name, f"{error}{offer}") from error
-    state = checked_state(newest, agents)
-    for agent in agents:
-        require_shapes(newest, agent)
-    with readable(newest / "random.pt"):
-        generators = torch.load(newest / "random.pt", weights_only=True, map_location="cpu")
-        version, inner, gauss = state["python_random"]
-        kind, keys, *rest = state["numpy_random"]
-        random.setstate((version, tuple(inner), gauss))
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-        torch.set_rng_state(generators["cpu"])
-        if torch.cuda.is_available() and len(generators["cuda"]):
-            torch.cuda.set_rng_state(generators["cuda"])
-        for agent in agents:
-            agent.generator.set_state(generators["agents"][agent.name])
-            agent.kl_coef = state["kl_coef"][agent.name]
-    for agent in agents:
-        put_back(newest, agent)
-    return state
-
-
-def put_back(folder: Path, agent: Agent) -> None:
-    """An agent's weights and moments, one tensor at a time."""
-    trained = agent.policy.trained()
-    path = folder / f"{agent.name}.safetensors"
-    with readable(path), safe_open(path, "pt") as file:
-        for name, parameter in trained.items():
-            whole = file.get_tensor(name)
-            if not whole.isfinite().all():
-                raise UserError("file", str(path), f"{name} holds numbers that are not finite")
-            parameter.data.copy_(shard_like(whole, parameter))
-    path = folder / f"{agent.name}.moments.safetensors"
-    with readable(path), safe_open(path, "pt") as file:
-        for key in file.keys():
-            name, _, what = key.rpartition("/")
-            parameter, x = trained[name], file.get_tensor(key).clone()          # not a view of the file
-            agent.optimizer.state[parameter][what] = shard_like(x.to(parameter.device), parameter)
-
-
-def require_unharmed(folder: Path) -> None:
-    """Every file, and no other, is there and as it was written. Raises `UserError` that names the file."""
-    lines = read_text(folder / CHECKSUMS).splitlines(keepends=True)
-    if not all(re.fullmatch(r"[0-9a-f]{64}  [\w.-]+\n", line) for line in lines):
-        raise UserError("file", str(folder / CHECKSUMS), "is damaged (no list of checksums)")
-    expected = {line[66:-1]: line[:64] for line in lines}
-    there = {path.name for path in folder.iterdir()} - {CHECKSUMS}
-    for name in sorted(there ^ expected.keys()):
-        why = "is missing" if name in expected else f"is not in {CHECKSUMS}"
-        raise UserError("file", str(folder / name), why)
-    for name, digest in zip(expected, digests(folder, list(expected)), strict=True):
-        if digest != expected[name]:
-            raise UserError("file", str(folder / name), "is damaged (its checksum is another)")
-
-
-def is_unharmed(folder: Path) -> bool:
-    with suppress(UserError):
-        require_unharmed(folder)
-        return True
-    return False
-
-
-def digests(folder: Path, names: list[str]) -> list[str]:
-    """SHA-256 of each plain file, several at a time."""
-    def digest(name: str) -> str:
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise UserError("file", str(path), "is no plain file; put back a copy of it")
-        with readable(path), path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(digest, names))
-
-
-def checked_state(folder: Path, agents: list[Agent]) -> dict:
-    """state.json, if it can be of these agents. Raises `UserError`."""
-    path, names = folder / "state.json", [agent.name for agent in agents]
-    with readable(path):
-        state = read_json(path)
-        roles, kl_coef = state["roles"], state["kl_coef"]
-        number = state["iteration"]
-        sound = {"iteration": type(number) is int and number == int(folder.name[10:]),
-                 "roles": {*roles} == {*names} and (len(roles) == len(names) or len(names) == 1),
-                 "kl_coef": kl_coef.keys() == {*names} and all(0 <= x < inf for x in kl_coef.values()),
-                 "wandb_id": isinstance(state["wandb_id"], str),
-                 "versions": isinstance(state["versions"], dict)}
-    for name, holds in sound.items():
-        if not holds:
-            why = f"holds {name} {state[name]!r}, which is not of this run; put back a copy of it"
-            raise UserError("file", str(path), why)
-    return state
-
-
-def require_shapes(folder: Path, agent: Agent) -> None:
-    """The tensors of an agent's files have its parameters' names and shapes. Raises `UserError`."""
-    trained = agent.policy.trained()
-    path = folder / f"{agent.name}.safetensors"
-    with readable(path), safe_open(path, "pt") as file:
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-    for name in sorted(shapes.keys() ^ trained.keys()):
-        why = "lacks" if name in trained else "has an unknown"
-        raise UserError("file", str(path), f"{why} {name}: it is of another agent or model")
-    for name, shape in shapes.items():
-        if shape != trained[name].shape:
-            raise UserError("file", str(path), f"{name} is {shape}, not {tuple(trained[name].shape)}")
-    path = folder / f"{agent.name}.moments.safetensors"
-    with readable(path), safe_open(path, "pt") as file:
-        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
-    for key, shape in shapes.items():
-        name = key.rpartition("/")[0]
-        if name not in trained or shape not in ((), trained[name].shape):
-            raise UserError("file", str(path), f"{key} is {shape}, of no parameter of this agent")
-    moments = {key.rpartition("/")[2] for key in shapes}
-    for name in {key.rpartition("/")[0] for key in shapes}:         # without a gradient so far it has none
-        for key in (f"{name}/{moment}" for moment in moments):
-            if key not in shapes:
-                raise UserError("file", str(path), f"lacks {key}: it is of another agent or model")
+        commit = git.stdout.strip()
+    return {"commit": commit or "unknown", "python": platform.python_version()} | of_packages
 
 
 def require_finite(agents: list[Agent]) -> None:
@@ -278,38 +115,136 @@ def require_finite(agents: list[Agent]) -> None:
                 raise Diverged("weights", name, agent.name, way_out)
 
 
+def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
+    """A safetensors file, as `save_file` makes it, one tensor at a time: that puts together what is sharded,
+    so that all processes must take part. The main process writes.
+    """
+    # wide types first, so that each tensor begins at a multiple of its elements' size
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    header, end = {"__metadata__": {"format": "pt", **metadata}}, 0
+    for name, x in tensors.items():
+        start, end = end, end + x.numel() * x.element_size()
+        header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path if is_main() else os.devnull, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for x in tensors.values():
+            whole = full_tensor(x).cpu().contiguous()
+            file.write(whole.view(-1).view(torch.uint8).numpy())
+
+
+# --- load ---
+def checkpoints_of(run_dir: Path) -> list[Path]:
+    """The run's checkpoints, newest first."""
+    folder = run_dir / "checkpoints"
+    if not folder.exists():
+        return []
+    own_folder(folder)                                      # no link
+    is_checkpoint = re.compile(r"iteration_([0-9]{6,9})-[0-9a-f]{16}\.safetensors").fullmatch
+    numbers = {path: int(match[1]) for path in folder.iterdir() if (match := is_checkpoint(path.name))}
+    return sorted(numbers, key=numbers.get, reverse=True)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether it is as it was written. Raises `UserError` for what is no plain file."""
+    return checkpoint.stem.endswith(f"-{checksum(checkpoint)}")
+
+
+def require_whole(newest: Path, *older: Path) -> None:
+    """Raises `UserError` where the newest checkpoint is damaged, and offers an older one that is not."""
+    if is_whole(newest):
+        return
+    way_out = "put back a copy of it, or start a new run"
+    for checkpoint in filter(is_whole, older):
+        way_out = f"delete it to go on from {checkpoint.name}, which is whole"
+    raise UserError("checkpoint", str(newest), f"is damaged (its checksum is another); {way_out}")
+
+
+def read_state(checkpoint: Path) -> dict:
+    """The JSON part of a checkpoint. Raises `UserError`."""
+    with readable(checkpoint), safe_open(checkpoint, "pt") as file:
+        return json.loads(file.metadata()["state"])
+
+
+def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
+    """Puts back the newest checkpoint. Returns its JSON part; None where there is none.
+
+    Raises `UserError`, before anything is changed, for one that is damaged or of other agents.
+    """
+    checkpoints = checkpoints_of(run_dir)
+    if not checkpoints:
+        return None
+    newest = checkpoints[0]
+    broadcast(lambda: require_whole(*checkpoints))
+    state = read_state(newest)
+    with readable(newest), safe_open(newest, "pt") as file:
+        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if "/weights/" in key}
+        require_shapes(newest, shapes, agents)
+        version, inner, gauss = state["python_random"]
+        random.setstate((version, tuple(inner), gauss))
+        np.random.set_state(state["numpy_random"])
+        torch.set_rng_state(file.get_tensor("random/cpu"))
+        if torch.cuda.is_available() and "random/cuda" in file.keys():
+            torch.cuda.set_rng_state(file.get_tensor("random/cuda"))
+        for agent in agents:
+            agent.kl_coef = state["kl_coef"][agent.name]
+            put_back(file, agent)
+    return state
+
+
+def require_shapes(checkpoint: Path, shapes: dict[str, tuple], agents: list[Agent]) -> None:
+    """The weights in a checkpoint are these agents', by name and shape. Raises `UserError`."""
+    wanted = {f"{agent.name}/weights/{name}": tuple(parameter.shape)
+              for agent in agents for name, parameter in agent.policy.trained().items()}
+    for key in sorted(shapes.keys() | wanted.keys()):
+        if shapes.get(key) != wanted.get(key):
+            why = f"it holds {key} of shape {shapes.get(key)}, and this run has {wanted.get(key)}"
+            raise UserError("checkpoint", str(checkpoint), f"is of other agents ({why}); put back this run's")
+
+
+def put_back(file: safe_open, agent: Agent) -> None:
+    """The inverse of `tensors_of`; each process reads one tensor at a time, and keeps its part."""
+    agent.generator.set_state(file.get_tensor(f"{agent.name}/random"))
+    trained, moments = agent.policy.trained(), f"{agent.name}/moments/"
+    for name, parameter in trained.items():
+        saved = file.get_tensor(f"{agent.name}/weights/{name}")
+        parameter.data.copy_(shard_like(saved, parameter))
+    for key in file.keys():
+        if key.startswith(moments):
+            name, _, moment = key.removeprefix(moments).rpartition("/")
+            parameter, saved = trained[name], file.get_tensor(key).clone()          # not a view of the file
+            agent.optimizer.state[parameter][moment] = shard_like(saved.to(parameter.device), parameter)
+
+
+# --- final models ---
 def save_final(run_dir: Path, agents: list[Agent]) -> None:
     """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy; its critic lies beside it.
     With LoRA the folder holds the adapter alone, and names the base that it belongs to.
     """
     require_finite(agents)
+    if is_main():
+        own_folder(run_dir / "final")
     for agent in agents:
         policy, final = agent.policy, run_dir / "final" / agent.name
-        temporary = final.with_name(f"{agent.name}.writing")
-        with writable(final):
+        activate(policy.lm, policy.adapter)
+        with replaced(final) if is_main() else nullcontext(final) as folder:
+            save_model(policy, folder)
             if is_main():
-                own_folder(final.parent)
-                remove(temporary)
-                temporary.mkdir()
-            activate(policy.lm, policy.adapter)
-            save_model(policy, temporary)
-            if not is_main():
-                continue
-            policy.tokenizer.save_pretrained(temporary)
-            if policy.value_head is not None:
-                save_file(policy.value_head.state_dict(), temporary / "value_head.safetensors")
-            put_in_place(temporary, final)
+                policy.tokenizer.save_pretrained(folder)
+            if is_main() and policy.value_head is not None:
+                save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
 
 
 def save_model(policy: PolicyWithValue, folder: Path) -> None:
-    """What `from_pretrained` loads; of a model that is divided among processes, one tensor after another."""
-    lm, in_parts = policy.lm, is_sharded(policy.lm) and not policy.adapter
-    if in_parts:
+    """What `from_pretrained` loads."""
+    lm = policy.lm
+    if is_sharded(lm) and not policy.adapter:
+        if is_main():
+            lm.config.save_pretrained(folder)
+            if lm.generation_config:
+                lm.generation_config.save_pretrained(folder)
         write_tensors(folder / "model.safetensors", saved_tensors(lm))
-    if is_main() and in_parts:
-        lm.config.save_pretrained(folder)
-        if lm.generation_config:
-            lm.generation_config.save_pretrained(folder)
     elif is_main():
         lm.save_pretrained(folder)
 
@@ -317,7 +252,8 @@ def save_model(policy: PolicyWithValue, folder: Path) -> None:
 def saved_tensors(lm: nn.Module) -> dict[str, Tensor]:
     """A model's parameters, those that are tied once, and the buffers that belong to its weights."""
     belong = lm.state_dict().keys()
-    return dict(lm.named_parameters()) | {name: x for name, x in lm.named_buffers() if name in belong}
+    buffers = {name: x for name, x in lm.named_buffers() if name in belong}
+    return {name: parameter.detach() for name, parameter in lm.named_parameters()} | buffers
 
 
 def require_disk(cfg: Config, run_dir: Path, agents: list[Agent]) -> None:

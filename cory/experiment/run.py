@@ -131,8 +131,8 @@ class Run(ExitStack):
         if not state:
             done = max(logged, default=0)
             way_out = f"has done {done} iterations and has no checkpoint to go on from; start another run"
-            cfg.require("run_dir", not done or done < before["save_every"], way_out)
-            print("no checkpoint was due yet: the run starts from its beginning", flush=True)
+            cfg.require("run_dir", not done or done <= before["save_every"], way_out)
+            print("no checkpoint has been made yet: the run starts from its beginning", flush=True)
             return 0, ""
         done = state["iteration"]
         cfg.require("iterations", cfg.iterations >= done, f"the run has done {done}; ask for more")

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from cory.config import METHODS
 from cory.errors import UserError
-from cory.experiment.checkpoint import checkpoints_of
+from cory.experiment.checkpoint import checkpoints_of, read_state
 from cory.experiment.saved_config import portable, read_config
 from cory.names import find
 from cory.studies.runs import MEASURES, StudyRun
@@ -260,7 +260,7 @@ def made_by(run: StudyRun) -> dict[str, str]:
     if not (run.folder / "config.json").exists():           # of one that diverged the log may be all there is
         return {"commit": "unknown", "dtype": "unknown"}
     saved = checkpoints_of(run.folder)
-    versions = read_json(saved[0] / "state.json")["versions"] if saved else {"commit": "unknown"}
+    versions = read_state(saved[0])["versions"] if saved else {"commit": "unknown"}
     return {**versions, "dtype": read_config(run.folder)["dtype"]}
 
 

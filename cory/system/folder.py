@@ -1,9 +1,8 @@
 """A run's folder belongs to one process at a time."""
 import os
-import tempfile
 import time
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Iterator
 
@@ -14,37 +13,31 @@ from cory.config import Config
 from cory.errors import UserError
 from cory.system.files import read_text, replace_text
 
-OURS = {".lock", ".process"}            # what a claim itself puts into the folder
+OF_LOCK = {".lock", ".process"}         # what `locked` puts into the folder
 
 
 @contextmanager
 def claimed(cfg: Config) -> Iterator[Path]:
     """The folder of a new or resumed run, made before anything is loaded, and this process's alone until the
     block ends. Nothing existing is overwritten: a folder with anything in it is refused, unless it is
-    resumed. A new one that is still empty at the end is removed again. Raises `UserError`.
+    resumed. Who made the folder removes it again if it is still empty at the end. Raises `UserError`.
     """
-    folder, made = (Path(cfg.run_dir), False) if cfg.run_dir else (unique(cfg), True)
-    require_place(folder)
-    if not folder.exists():
+    folder = Path(cfg.run_dir) if cfg.run_dir else numbered(cfg)
+    made_here = make(folder) if cfg.run_dir else True
+    with locked(folder):
+        held = {path.name for path in folder.iterdir()} - OF_LOCK
+        if held and not cfg.resume:
+            holds_run = "config.json" in held
+            why = "holds another run; continue it with --resume" if holds_run else "is not empty"
+            raise UserError("run_dir", str(folder), f"{why}, or name another --run_dir")
         try:
-            folder.mkdir(parents=True, exist_ok=True)       # another process may be as fast; the lock decides
-        except OSError as error:
-            raise not_writable(folder, error) from error
-        made = True
-    try:
-        with locked(folder):
-            held = {path.name for path in folder.iterdir()} - OURS
-            if held and not cfg.resume:
-                holds_run = "config.json" in held
-                why = "holds another run; continue it with --resume" if holds_run else "is not empty"
-                raise UserError("run_dir", str(folder), f"{why}, or name another --run_dir")
             yield folder
-    finally:
-        if made and {path.name for path in folder.iterdir()} <= OURS:
-            for name in OURS:
-                (folder / name).unlink(missing_ok=True)
-            with suppress(OSError):
-                folder.rmdir()
+        finally:
+            if made_here and {path.name for path in folder.iterdir()} <= OF_LOCK:
+                for name in OF_LOCK:
+                    (folder / name).unlink(missing_ok=True)
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 @contextmanager
@@ -70,29 +63,24 @@ def locked(folder: Path) -> Iterator[None]:
         claim.release()
 
 
-def unique(cfg: Config) -> Path:
+def numbered(cfg: Config) -> Path:
     """A new folder under runs/, named by what runs and when; of a second one in one second `...-2`."""
     what = f"{names.short_name(cfg.task).lower()}-{names.short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}"
     first = Path(f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}")
-    for number in count(1):
-        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
-        try:
-            require_place(folder)
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
+    numbers = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(folder for folder in chain([first], numbers) if make(folder))
 
 
-def require_place(folder: Path) -> None:
-    """A folder can be there, and written to. Raises `UserError`."""
+def make(folder: Path) -> bool:
+    """Makes a folder. Returns whether it was not there before. Raises `UserError`."""
     try:
-        if folder.exists() and not folder.is_dir():
-            raise UserError("run_dir", str(folder), "is a file; name a folder")
-        parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
-        tempfile.TemporaryFile(dir=parent).close()
-        str(folder).encode()
-    except (OSError, ValueError, RuntimeError) as error:
+        folder.mkdir(parents=True)
+        return True
+    except FileExistsError as error:
+        if folder.is_dir():
+            return False
+        raise UserError("run_dir", str(folder), "is a file; name a folder") from error
+    except (OSError, ValueError) as error:
         raise not_writable(folder, error) from error
 
 

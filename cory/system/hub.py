@@ -14,7 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 from cory.errors import UserError, printable
 
-FIRST, LATER = 10, 30           # seconds to wait for the first answer, and for each later one
+# Seconds to wait for the first answer and for later ones: 10, or what the environment sets.
+FIRST, LATER = constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT
 
 asked: set[str] = set()         # endpoints that were asked in this process
 
@@ -37,8 +38,8 @@ def require_hub_name(field: str, name: str) -> None:
 def reach(name: str) -> None:
     """Before a library asks the Hub for what may be a name of it: asks whether it answers, once a process.
 
-    If not, its libraries are offline from then on: they find what they have cached, and wait no more. They
-    would wait for minutes, in some requests for ever.
+    If not, its libraries are offline from then on: they find what they have cached, and wait no more. Their
+    own limits do not cover every request: some would wait for ever.
     """
     if os.path.exists(name) or constants.is_offline_mode() or constants.ENDPOINT in asked:
         return
@@ -65,19 +66,18 @@ def answers(seconds: float) -> bool:
 
 
 def bound(seconds: float) -> None:
-    """Later requests, one or tried again, wait no longer, so that a Hub that falls silent is given up."""
-    waiting = []                # since when: the requests after the last answer
+    """Later requests wait no longer than that; one tried again after such a silence finds itself offline."""
+    unanswered = []             # when each request after the last answer began
 
     def begin(request):
-        waiting.append(time.monotonic())
-        if waiting[-1] - waiting[0] >= seconds:
+        unanswered.append(time.monotonic())
+        if unanswered[-1] - unanswered[0] >= seconds:
             go_offline()
-        limits = request.extensions["timeout"]
-        request.extensions["timeout"] = {kind: min(own or seconds, seconds) for kind, own in limits.items()}
+        request.extensions["timeout"] = dict.fromkeys(request.extensions["timeout"], seconds)
 
     hooks = get_session().event_hooks
     hooks["request"].insert(0, begin)
-    hooks["response"].append(lambda response: waiting.clear())
+    hooks["response"].append(lambda response: unanswered.clear())
 
 
 def go_offline() -> None:

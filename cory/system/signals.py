@@ -6,7 +6,7 @@ import threading
 
 from cory.system.distributed import is_main, world_size
 
-NAMES = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class Signals:
@@ -24,7 +24,7 @@ class Signals:
 
     def install(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():       # Python allows it nowhere else
-            for number in (getattr(signal, name) for name in NAMES):
+            for number in NUMBERS:
                 # nohup has SIGHUP ignored, a script SIGINT by what it runs in the background
                 if signal.getsignal(number) != signal.SIG_IGN or world_size() > 1:
                     self.before[number] = signal.signal(number, self.handle)
