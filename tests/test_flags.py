@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_loop import metrics, same_weights, weights
 from toys import bigram, settings
 
@@ -13,6 +14,7 @@ import cory.experiment.run
 import train_imdb
 from cory.commands.flags import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
+from cory.experiment.checkpoint import checkpoints_of
 from cory.experiment.run import Run
 from cory.ppo.agent import Agent, agent_seed
 
@@ -84,8 +86,8 @@ def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
     held_out = json.loads((tmp_path / "r" / "eval.json").read_text())
     assert set(held_out) == {"iteration", "split", "queries", "samples", "base", "llm1"}
     assert [p.name for p in (tmp_path / "r" / "final").iterdir()] == ["llm1"]
-    saved = {p.name for p in (tmp_path / "r" / "checkpoints").rglob("*.safetensors")}
-    assert saved == {"llm1.safetensors", "llm1.moments.safetensors"}
+    saved = load_file(checkpoints_of(tmp_path / "r")[0])
+    assert {key.partition("/")[0] for key in saved} == {"llm1", "random"}
 
 
 def test_one_model_in_both_roles_has_the_memory_of_ppo(small_flags, tmp_path):

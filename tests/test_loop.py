@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import mend_checksums, settings
+from toys import mend_checksum, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cory.train as loop
@@ -187,8 +187,8 @@ def test_a_killed_run_resumes_to_the_same_bits(method, kill_at, whole, small_fla
         assert (folder / name).read_text() == (expected / name).read_text()
     for agent in ("llm1", "llm2")[:1 if method == "ppo" else 2]:
         assert same_weights(weights(folder, agent), weights(expected, agent))
-        ends = [load_file(checkpoints_of(d)[0] / f"{agent}.safetensors") for d in (folder, expected)]
-        assert same_weights(*ends)
+    ends = [load_file(checkpoints_of(d)[0]) for d in (folder, expected)]
+    assert same_weights(*({key: x for key, x in end.items() if key.startswith("llm")} for end in ends))
 
 
 def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_pa
         raise KeyboardInterrupt
 
     def saved():
-        return sorted(p.name for p in (folder / "checkpoints").iterdir())
+        return sorted(p.name[:16] for p in (folder / "checkpoints").iterdir())
 
     assert saved() == ["iteration_000001", "iteration_000002"]      # the last two are kept
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
@@ -220,18 +220,16 @@ def test_the_logged_combined_reward_is_charged_by_the_first_kl_coefficient(small
     assert row["pioneer/combined_reward"] == pytest.approx(charged, rel=1e-5)
 
 
-@pytest.mark.parametrize("name, says", [("llm1.moments.safetensors", "is damaged (SafetensorError"),
-                                        ("random.pt", "is damaged (UnpicklingError")])
-def test_nothing_in_a_checkpoint_is_unpickled(name, says, small_flags, tmp_path, capsys):
+def test_nothing_in_a_checkpoint_is_unpickled(small_flags, tmp_path, capsys):
     """A file that would run code when unpickled is refused, its checksum mended or not."""
     folder = run(small_flags, tmp_path / "r", "--iterations", "1")
-    newest = folder / "checkpoints" / "iteration_000001"
-    torch.save({"optimizer": Trap(), "cpu": Trap()}, newest / name)
-    for line in ("its checksum is another", says):
+    newest = checkpoints_of(folder)[0]
+    torch.save({"random/cpu": Trap()}, newest)
+    for line in ("its checksum is another", "is damaged (SafetensorError"):
         with pytest.raises(SystemExit):
             resume(folder, "--iterations", "2")
         assert line in capsys.readouterr().err
-        mend_checksums(newest)
+        newest = mend_checksum(newest)
     assert not Trap.sprung
 
 
@@ -315,7 +313,7 @@ def test_final_models_load_in_plain_transformers(whole):
         model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
         asked = tokenizer("the film", return_tensors="pt")
         assert model.generate(**asked, max_new_tokens=4, pad_token_id=tokenizer.eos_token_id).shape[1] > 8
-        saved = load_file(checkpoints_of(whole["cory"])[0] / f"{agent}.safetensors")
+        saved = load_file(checkpoints_of(whole["cory"])[0])
         name = "transformer.h.0.attn.c_attn.weight"
         assert torch.equal(model.get_parameter(name), saved[f"lm.{name}"])
         assert load_file(final / "value_head.safetensors")["weight"].shape == (1, 32)

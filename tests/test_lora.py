@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gsm8k
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
+from cory.experiment.checkpoint import checkpoints_of
 from cory.ppo.agent import Agent
 from cory.ppo.loading import load_language_model
 from cory.ppo.lora import load_adapter
@@ -234,9 +235,9 @@ def test_final_adapters_load_in_plain_transformers_and_answer_alike(
     run(problem_flags, tmp_path / "r", "--iterations", "2")
     folder = tmp_path / "r" / "final" / "llm2"
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
-    saved = load_file(next((tmp_path / "r" / "checkpoints").glob("iteration_*")) / "llm2.safetensors")
+    saved = load_file(checkpoints_of(tmp_path / "r")[0])
     assert any(
-        torch.equal(p, saved[next(k for k in saved if "lora_B" in k)])
+        torch.equal(p, saved[next(k for k in saved if k.startswith("llm2/weights/") and "lora_B" in k)])
         for name, p in plain.named_parameters()
         if "lora_B" in name
     )

@@ -17,6 +17,7 @@ from cory.commands import report
 from cory.commands.flags import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
 from cory.experiment import plots, weights_and_biases
+from cory.experiment.checkpoint import checkpoints_of, read_state
 from cory.experiment.evaluation import distinct, evaluate
 from cory.experiment.log import RunLog
 from cory.experiment.saved_config import read_config
@@ -252,7 +253,7 @@ def test_wandb_offline_receives_every_metric_and_the_tables(small_flags, offline
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
 
     def saved_id():
-        return json.loads(next(folder.glob("checkpoints/*/state.json")).read_text())["wandb_id"]
+        return read_state(checkpoints_of(folder)[0])["wandb_id"]
 
     first_id, rows = saved_id(), read_jsonl(folder / "metrics.jsonl")
     sent = [(step, data) for step, data in offline if "samples" not in data]
@@ -473,7 +474,7 @@ def test_groups_follow_methods_and_bases_as_they_are():
     ("eval.json", "[]", "is damaged"), ("eval.json", "{}", "is damaged (KeyError: 'iteration')"),
     ("eval.json", '{"iteration": 1, "base": {"kl": 0}, "llm1": {"kl": 0}}', "is damaged (KeyError: 'llm2')"),
     ("eval.json", '{"iteration": 1, "base": {"kl": "x"}}', "is damaged (TypeError"),
-    ("config.json", None, "config.json"), ("config.json", "{}", "it lacks agents"),
+    ("config.json", None, "config.json"), ("config.json", "{}", "KeyError: 'agents'"),
     ("metrics.jsonl", "", "holds no rows"), ("metrics.jsonl", "{\n", "metrics.jsonl:1': is no row of a log")])
 def test_a_folder_that_is_no_finished_run_is_one_line(name, text, says, tmp_path, capsys):
     folder = write_run(tmp_path / "run")

@@ -1,6 +1,5 @@
 """Models small enough to know by hand."""
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 from cory.config import ImdbConfig
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
+from cory.system.files import checksum
 
 LETTERS = "abcdef"  # ids 0..5; id 6, written ".", is EOS
 
@@ -78,8 +78,7 @@ def agent_of(model: LanguageModel, **changes) -> Agent:
     return Agent("llm1", model, settings(**changes), 0)
 
 
-def mend_checksums(checkpoint: Path) -> None:
-    """As one would who edits a checkpoint on purpose."""
-    paths = [path for path in sorted(checkpoint.iterdir()) if path.name != "checksums.sha256"]
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in paths]
-    (checkpoint / "checksums.sha256").write_text("".join(lines))
+def mend_checksum(checkpoint: Path) -> Path:
+    """As one would who edits a checkpoint on purpose. Returns its new name."""
+    stem = checkpoint.stem.partition("-")[0]
+    return checkpoint.rename(checkpoint.with_stem(f"{stem}-{checksum(checkpoint)}"))

@@ -130,8 +130,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> No
     with open(path if is_main() else os.devnull, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for x in tensors.values():
-            whole = full_tensor(x).cpu().contiguous()
-            file.write(whole.view(-1).view(torch.uint8).numpy())
+            content = full_tensor(x).cpu().contiguous()
+            file.write(content.view(-1).view(torch.uint8).numpy())
 
 
 # --- load ---
