@@ -142,7 +142,7 @@ def flips(attack: Attack) -> None:
         flipped = content[:place] + bytes([content[place] ^ 1 << random.randrange(8)]) + content[place + 1:]
         newest.write_bytes(content[:place] if number % 5 == 0 else flipped)
         attack.held(not is_whole(newest), f"at byte {place}")
-    for number in attack.count(10):                     # and by the command
+    for _ in attack.count(10):                          # and by the command
         newest.write_bytes(content[:random.randrange(len(content))])
         process = attack.start("--resume", "--run_dir", folder, "--iterations", "9")
         _, err = process.communicate()
