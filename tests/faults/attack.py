@@ -46,6 +46,11 @@ class Attack:
         if not holds:
             self.faults.append(what)
 
+    def row(self, what: str) -> str:
+        """Of the table."""
+        noted = f" ({'; '.join(dict.fromkeys(self.noted))})" if self.noted else ""
+        return f"| {' '.join(what.split())}{noted} | {self.tried} | {self.tried - len(self.faults)} |"
+
     def start(self, *words, **how) -> subprocess.Popen:
         command = [sys.executable, str(ROOT / "train_imdb.py"), *map(str, words)]
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -160,14 +165,12 @@ def two_processes(attack: Attack) -> None:
             "time.sleep(max(0, {start!r} - time.time()))\n"
             "with claimed(parse(ImdbConfig, IMDB_PRESETS, [])) as folder:\n"
             "    (folder / 'config.json').touch(); print(folder); time.sleep(1)\n")
-    at_once = 8
     for number in attack.count(25):
         place = attack.folder / f"second{number}"
         place.mkdir()
-        text = code.format(root=str(ROOT), start=time.time() + 4)
-        command = [sys.executable, "-c", text]
+        command = [sys.executable, "-c", code.format(root=str(ROOT), start=time.time() + 4)]
         processes = [subprocess.Popen(command, cwd=place, stdout=subprocess.PIPE, text=True)
-                     for _ in range(at_once)]
+                     for _ in range(8)]
         folders = [process.communicate()[0].strip() for process in processes]
         for folder in folders:
             attack.held(bool(folder) and folders.count(folder) == 1, f"shared {folder!r}")
@@ -369,12 +372,6 @@ def bad_data(attack: Attack) -> None:
     generated(attack, train_imdb.main, examples(files, len(attack.count(200))), argv)
 
 
-def edited(value, path: str, change):
-    """A JSON object with the value at `a.b` replaced."""
-    first, _, rest = path.partition(".")
-    return value | {first: edited(value.get(first, {}), rest, change) if rest else change}
-
-
 def json_files_with(attack: Attack, source: Path, name: str, count: int):
     """Cases (file, its new content) of a folder's JSON file: one value replaced, cut, or other JSON."""
     from hypothesis import strategies as st
@@ -382,7 +379,8 @@ def json_files_with(attack: Attack, source: Path, name: str, count: int):
     content = (source / name).read_bytes()
     keys = st.sampled_from(sorted(json.loads(content)))
     value = json.loads(content)
-    replaced = st.tuples(keys, json_values()).map(lambda pair: json.dumps(edited(value, *pair)).encode())
+    change = st.tuples(keys, json_values()).map(lambda pair: {pair[0]: pair[1]})
+    replaced = change.map(lambda change: json.dumps(value | change).encode())
     case = st.one_of(replaced, replaced, json_values().map(lambda x: json.dumps(x).encode()),
                      st.integers(0, len(content) - 1).map(lambda n: content[:n]), st.binary(max_size=40))
     return [(name, text) for text in examples(case, count)]
@@ -465,31 +463,17 @@ def main() -> None:
     random.seed(0)
     for number in (signal.SIGINT, signal.SIGHUP):       # ignored under nohup, say, and by a run then, too
         signal.signal(number, signal.SIG_DFL)
+    print("| attack | tried | held |\n|---|--:|--:|", flush=True)
     with tempfile.TemporaryDirectory() as place:
-        assets = Path(place) / "assets"
-        save_small(assets)
-        Attack(1.0, Path(place), assets).whole()
-        rows = {}
-
-        def run(name: str) -> None:
-            folder = Path(place) / name
-            folder.mkdir()
-            attack, begun = Attack(args.times, folder, assets), time.time()
-            ATTACKS[name](attack)
-            said = "; ".join(dict.fromkeys(attack.noted))
-            what = " ".join(ATTACKS[name].__doc__.split())
-            rows[name] = (f"| {what}{f' ({said})' if said else ''} | {attack.tried} | "
-                          f"{attack.tried - len(attack.faults)} |")
-            print(f"{name}: {attack.tried - len(attack.faults)} of {attack.tried} held, "
-                  f"{time.time() - begun:.0f} s", file=sys.stderr, flush=True)
-            for fault in attack.faults[:20]:
-                print(f"    {fault}", file=sys.stderr, flush=True)
-            shutil.rmtree(folder, ignore_errors=True)
-
+        save_small(Path(place) / "assets")
         for name in args.attacks or ATTACKS:
-            run(name)
-        print("\n".join(["| attack | tried | held |", "|---|--:|--:|",
-                         *(rows[name] for name in args.attacks or ATTACKS)]))
+            attack = Attack(args.times, Path(place) / name, Path(place) / "assets")
+            attack.folder.mkdir()
+            attack.whole()
+            ATTACKS[name](attack)
+            print(attack.row(ATTACKS[name].__doc__), flush=True)
+            print("\n".join(attack.faults[:20]), file=sys.stderr, flush=True)
+            shutil.rmtree(attack.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
