@@ -315,7 +315,7 @@ def test_final_models_load_in_plain_transformers(whole):
         assert model.generate(**asked, max_new_tokens=4, pad_token_id=tokenizer.eos_token_id).shape[1] > 8
         saved = load_file(checkpoints_of(whole["cory"])[0])
         name = "transformer.h.0.attn.c_attn.weight"
-        assert torch.equal(model.get_parameter(name), saved[f"lm.{name}"])
+        assert torch.equal(model.get_parameter(name), saved[f"{agent}/weights/lm.{name}"])
         assert load_file(final / "value_head.safetensors")["weight"].shape == (1, 32)
 
 
