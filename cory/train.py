@@ -57,7 +57,7 @@ def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Ten
 
 
 @trains("llm1")
-def train_ppo(run: Run) -> None:
+def train_ppo(run: Run, score: Callable = score) -> None:
     """One agent in the pioneer's role: it answers the bare query and is trained on its own reward."""
     cfg, task, reference = run.cfg, run.task, run.reference
     (agent,) = run.roles
@@ -75,7 +75,7 @@ def train_ppo(run: Run) -> None:
 
 
 @trains("llm1", "llm2")
-def train_cory(run: Run) -> None:
+def train_cory(run: Run, score: Callable = score) -> None:
     """Algorithm 1 of the paper: pioneer and observer, who sees its answer; one reward; roles exchanged.
 
     With `--share_weights true` both roles are the same agent. The pioneer's update comes first: its

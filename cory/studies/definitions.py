@@ -1,165 +1,110 @@
-"""The studies: which claim each holds against measurement, by which variants, over how many seeds.
-
-A variant is a line of flags of the ordinary scripts. To add one, add a line; to add a study, add a `Study`.
-A value like `init_kl_coef*3` is three times what the run would have otherwise. A flag that says what a run
-would have anyway is left out, so that such a variant shares its runs with others.
-"""
+"""The studies. To add a variant, add a line of flags; to add a study, add a `Study`."""
 from dataclasses import dataclass, field
+
+from cory.errors import UserError
 
 
 @dataclass(frozen=True)
 class Study:
-    claim: str                              # what the paper says, or what is asked
+    """Variants over seeds.
+
+    A variant is a line of flags of `train_imdb.py` and `train_gsm8k.py`. Its value may be a multiple of what
+    the run would have otherwise: `--batch_size batch_size*2`. `--quick` makes the first three variants.
+    """
+    question: str
     variants: dict[str, str]                # name: flags
     baseline: str                           # the variant that the others are compared with
-    seeds: int = 5
+    baselines: dict[str, str] = field(default_factory=dict)     # variant: another baseline, for it alone
+    seeds: range = range(5)
     tasks: tuple[str, ...] = ("imdb", "gsm8k")
-    quick: tuple[str, ...] = ()             # variants of the quick run, with 2 seeds; () = all
-    pairs: dict[str, str] = field(default_factory=dict)         # variant: a baseline of its own
-    sweeps: dict[str, tuple[str, ...]] = field(default_factory=dict)    # ppo, cory: `METHOD, ...` along eta
-    only: dict[str, str] = field(default_factory=dict)          # variant: the one preset that it is for
-    measure: dict[str, str] = field(default_factory=dict)       # task: what is measured of finished runs
+
+    def __post_init__(self):
+        for name in (self.baseline, *self.baselines, *self.baselines.values()):
+            if name not in self.variants:
+                raise UserError("baseline", name, f"is no variant; choose from {', '.join(self.variants)}")
 
     def baseline_of(self, variant: str) -> str:
-        return self.pairs.get(variant, self.baseline)
-
-    def variants_of(self, preset: str, quick: bool) -> list[str]:
-        """Those that a run of the whole study makes under a preset."""
-        return [name for name in (self.quick if quick and self.quick else self.variants)
-                if self.only.get(name, preset) == preset]
+        return self.baselines.get(variant, self.baseline)
 
 
-PPO, CORY, OURS = "--method ppo", "--method cory", "--method cory.studies.loops:"
-RLOO, GRPO = (f"--advantage {name} --responses_per_query 4" for name in ("rloo", "grpo"))
-ETAS, RATES = ("0.1", "0.3", "1", "3"), ("1", "4", "10")
+PPO, CORY = "--method ppo", "--method cory"
+LOOPS = "--method cory.studies.loops:"
+NO_TRANSFER = f"{CORY} --knowledge_transfer false"
+NO_EXCHANGE = f"{CORY} --role_exchange_every 0"
+NO_PARTNER = f"{CORY} --partner_reward 0"
 
+# PPO with as many responses as a run of CORY has.
+TWICE_THE_BATCH = f"{PPO} --batch_size batch_size*2 --mini_batch_size mini_batch_size*2"
+TWICE_THE_ITERATIONS = f"{PPO} --iterations iterations*2"
 
-def multiples(**factors: str) -> str:
-    """Flags that multiply settings: multiples(init_kl_coef="3")."""
-    return " ".join(f"--{name} {name}*{factor}" for name, factor in factors.items())
-
-
-def of_both(variants: dict[str, str]) -> dict[str, str]:
-    """Each line of flags for PPO and for CORY: `ppo, NAME` and `cory, NAME`."""
-    return {f"{method}, {name}": f"--method {method} {flags}"
-            for name, flags in variants.items() for method in ("ppo", "cory")}
-
-
-def cory_against_ppo(names) -> dict[str, str]:
-    return {f"cory, {name}": f"ppo, {name}" for name in names}
-
-
-ALONG_ETA = {f"eta x {eta}": multiples(init_kl_coef=eta) for eta in ETAS}
-RATE_AND_ETA = {f"rate x {rate}, eta x {eta}": multiples(learning_rate=rate, init_kl_coef=eta)
-                for rate in RATES for eta in ("0.1", "1")}
-
-# PPO with as many responses as a run of CORY has: over twice the iterations, or in batches of twice the size.
-OF_TWICE = {"ppo, twice the iterations": f"{PPO} {multiples(iterations='2')}",
-            "ppo, twice the batch": f"{PPO} {multiples(batch_size='2', mini_batch_size='2')}"}
+# The paper's algorithm on IMDB, beside a preset's model, sizes and learning rate.
+PAPER = ("--kl_penalty full --adap_kl_ctrl true --kl_target 6 --init_kl_coef 0.3 --lam 0.95 --iterations 120 "
+         "--lr_schedule constant")
 
 STUDIES = {
     "curves": Study(
-        "Figures 3 to 5: on IMDB CORY's task reward equals PPO's, at less than half of its KL, and its "
-        "combined reward rises where PPO's falls; on GSM8K its pass@k lies above PPO's for every k.",
-        {"ppo": PPO, "cory": CORY}, "ppo", seeds=10, quick=("ppo", "cory"), measure={"gsm8k": "pass@k"}),
-    "team": Study(
-        "Do two answer better as a team: pioneer and observer, against two answers of PPO's agent?",
-        {"ppo": PPO, "cory": CORY}, "ppo", seeds=10, quick=("ppo", "cory"),
-        measure={"imdb": "team", "gsm8k": "team"}),
-    "variance": Study(
-        "Is it the noise of the partner's sampled reward that costs CORY its reward?",
-        {"cory": CORY, "ppo": PPO, "observer on its own reward": f"{CORY} --partner_term sampled_to_pioneer",
-         "partner by the critic": f"{CORY} --partner_term critic",
-         "no value clip": f"{CORY} --cliprange_value 1000",
-         "value coefficient 1": f"{CORY} --vf_coef 1",
-         "value head's rate x 10": f"{OURS}train_fast_critic_cory",
-         "16 more critic epochs": f"{OURS}train_long_critic_cory",
-         "ppo, value head's rate x 10": f"{OURS}train_fast_critic_ppo",
-         "ppo, 16 more critic epochs": f"{OURS}train_long_critic_ppo",
-         "rloo, 4 responses": f"{CORY} {RLOO}",
-         "ppo, rloo, 4 responses": f"{PPO} {RLOO}"},
-        "cory", seeds=10, quick=("cory", "ppo", "partner by the critic"),
-        pairs={f"ppo, {name}": name                     # what the same does for PPO, less CORY with it
-               for name in ("value head's rate x 10", "16 more critic epochs", "rloo, 4 responses")}),
-    "groups": Study(
-        "A group of four responses to a query in the place of the critic: does it matter which baseline it "
-        "gives, RLOO's or GRPO's?",
-        {"cory": CORY, "ppo": PPO, "rloo": f"{CORY} {RLOO}", "grpo": f"{CORY} {GRPO}",
-         "ppo, rloo": f"{PPO} {RLOO}", "ppo, grpo": f"{PPO} {GRPO}"},
-        "cory", quick=("cory", "rloo", "grpo"),
-        pairs={"grpo": "rloo", "ppo, rloo": "rloo", "ppo, grpo": "grpo"}),
-    "critic": Study(
-        "Does CORY do better than PPO of the same compute, if the pioneer's partner term is by the critic? "
-        "Is that better than no partner's term?",
-        {"partner by the critic": f"{CORY} --partner_term critic", "cory": CORY,
-         "cory, twice eta": f"{CORY} {multiples(init_kl_coef='2')}",
-         "no partner's reward": f"{CORY} --partner_reward 0", "ppo": PPO, **OF_TWICE},
-        "partner by the critic", quick=("partner by the critic", "ppo, twice the iterations")),
+        "Does CORY reach a higher reward than PPO, at a lower KL? (The paper's figures 3 to 5.)",
+        {"ppo": PPO, "cory": CORY},
+        baseline="ppo", seeds=range(10)),
+    "ablations": Study(
+        "What do transfer, role exchange and two sets of weights do? (The paper's figure 6.)",
+        {"cory": CORY,
+         "no transfer": NO_TRANSFER,
+         "no exchange": NO_EXCHANGE,
+         "T_REx 1": f"{CORY} --role_exchange_every 1",
+         "T_REx 2": f"{CORY} --role_exchange_every 2",
+         "T_REx 10": f"{CORY} --role_exchange_every 10",
+         "exact KL": f"{CORY} --kl_penalty full",
+         "reset at exchange": f"{CORY} --reset_on_exchange true",
+         "one model in both roles": f"{CORY} --share_weights true"},
+        baseline="cory"),
+    "reward": Study(
+        "Do agents that share their rewards learn more than agents that compete?",
+        {"weight 1": CORY,
+         "weight 0": NO_PARTNER,
+         "weight 0.5": f"{CORY} --partner_reward 0.5",
+         "weight -0.5": f"{CORY} --partner_reward -0.5",
+         "ppo": PPO},
+        baseline="weight 1", baselines={"ppo": "weight 0"}),
     "compute": Study(
-        "Which variant of CORY does better than PPO that samples and trains on as many responses?",
-        {**OF_TWICE, "cory": CORY,
+        "Which variant of CORY does better than a PPO that samples and trains on as many responses?",
+        {"ppo, twice the batch": TWICE_THE_BATCH,
+         "cory": CORY,
+         "no partner's reward": NO_PARTNER,
+         "ppo, twice the iterations": TWICE_THE_ITERATIONS,
          "observer on its own reward": f"{CORY} --partner_term sampled_to_pioneer",
          "partner by the critic": f"{CORY} --partner_term critic",
-         "no partner's reward": f"{CORY} --partner_reward 0", "weight -0.5": f"{CORY} --partner_reward -0.5",
-         "value head's rate x 10": f"{OURS}train_fast_critic_cory",
-         "16 more critic epochs": f"{OURS}train_long_critic_cory",
-         "no transfer": f"{CORY} --knowledge_transfer false",
-         "one model in both roles": f"{CORY} --share_weights true",
-         "rloo, 4 responses": f"{CORY} {RLOO}",
-         "ppo, rloo, twice the batch": f"{PPO} {RLOO} {multiples(batch_size='2', mini_batch_size='2')}"},
-        "ppo, twice the batch", quick=("ppo, twice the batch", "cory", "partner by the critic"),
-        pairs={"rloo, 4 responses": "ppo, rloo, twice the batch"}),
-    "reward": Study(
-        "Camera-ready figure: cooperating agents (partner weight 1) do better than competing ones (below 0).",
-        {"weight 1": CORY, "weight 0.5": f"{CORY} --partner_reward 0.5",
-         "weight 0": f"{CORY} --partner_reward 0", "weight -0.5": f"{CORY} --partner_reward -0.5",
+         "no transfer": NO_TRANSFER,
+         "one model in both roles": f"{CORY} --share_weights true"},
+        baseline="ppo, twice the batch"),
+    "sanity": Study(
+        "How much KL does noise alone make, with each method?",
+        {"ppo, reward 0": f"{LOOPS}train_zero_ppo",
+         "cory, reward 0": f"{LOOPS}train_zero_cory",
+         "ppo, shuffled": f"{LOOPS}train_shuffled_ppo",
+         "cory, shuffled": f"{LOOPS}train_shuffled_cory"},
+        baseline="ppo, reward 0", baselines={"cory, shuffled": "ppo, shuffled"}, seeds=range(3)),
+    # Put what a search on validation queries chose into each line. These seeds are for reporting alone.
+    "tuned": Study(
+        "Which method is best with settings of its own, on seeds and queries that chose none of them?",
+        {"ppo, twice the batch": TWICE_THE_BATCH,
+         "cory": CORY,
+         "ppo": PPO,
+         "no partner's reward": NO_PARTNER,
+         "partner by the critic": f"{CORY} --partner_term critic"},
+        baseline="ppo, twice the batch", seeds=range(100, 110)),
+    "paper": Study(
+        "What does the paper's algorithm as it stands do: exact KL, steered to 6 nats?",
+        {"ppo": f"{PPO} {PAPER}", "cory": f"{CORY} {PAPER}"},
+        baseline="ppo", tasks=("imdb",)),
+    "parts": Study(
+        "Which part of CORY helps: transfer, exchange, or the shared reward?",
+        {"cory": CORY,
+         "no transfer": NO_TRANSFER,
+         "no exchange": NO_EXCHANGE,
+         "no partner's reward": NO_PARTNER,
+         "another query's reward": f"{LOOPS}train_strangers_cory",
+         "partner's reward, centred": f"{LOOPS}train_centred_cory",
          "ppo": PPO},
-        "weight 1", quick=("weight 1", "weight 0"), pairs={"ppo": "weight 0"}),
-    "ablations": Study(
-        "Figure 6: without knowledge transfer reward is unstable and KL higher; without role exchange KL is "
-        "much higher and the observer clearly below the pioneer; a PPO of twice the parameters collapses.",
-        {"cory": CORY, "no transfer": f"{CORY} --knowledge_transfer false",
-         "no exchange": f"{CORY} --role_exchange_every 0",
-         **{f"T_REx {n}": f"{CORY} --role_exchange_every {n}" for n in (1, 2, 10)},
-         "exact KL": f"{CORY} --kl_penalty full", "sampled KL": f"{CORY} --kl_penalty k1",
-         "reset at exchange": f"{CORY} --reset_on_exchange true",
-         "one model in both roles": f"{CORY} --share_weights true",
-         "ppo, gpt2-xl": f"{PPO} --model gpt2-xl",
-         "ppo, llama2-13b": f"{PPO} --model meta-llama/Llama-2-13b-chat-hf"},
-        "cory", quick=("cory", "no transfer", "no exchange"),
-        only={"ppo, gpt2-xl": "gpt2-large", "ppo, llama2-13b": "llama2-7b"}),
-    "controls": Study(
-        "What the paper lacks: is CORY's effect that of its compute, of its doubled reward, or of noise?",
-        {"cory": CORY, "ppo": PPO, **OF_TWICE,
-         "cory, twice eta": f"{CORY} {multiples(init_kl_coef='2')}",
-         "ppo, a partner's noise": f"{OURS}train_noisy_ppo"},
-        "cory", quick=("cory", "ppo", "cory, twice eta"),
-        pairs={"ppo, a partner's noise": "ppo"}),
-    "frontier": Study(
-        "Figure 2c: CORY's frontier of reward against KL, over eta, lies above PPO's.",
-        of_both(ALONG_ETA), "ppo, eta x 1",
-        quick=("ppo, eta x 0.3", "cory, eta x 0.3", "ppo, eta x 1", "cory, eta x 1"),
-        pairs=cory_against_ppo(ALONG_ETA),
-        sweeps={method: tuple(f"{method}, {name}" for name in ALONG_ETA) for method in ("ppo", "cory")}),
-    "stability": Study(
-        "Appendix E: at large learning rates and small eta PPO collapses and CORY does not.",
-        of_both(RATE_AND_ETA), "ppo, rate x 1, eta x 1",
-        quick=("ppo, rate x 10, eta x 0.1", "cory, rate x 10, eta x 0.1",
-               "ppo, rate x 1, eta x 1", "cory, rate x 1, eta x 1"),
-        pairs=cory_against_ppo(RATE_AND_ETA)),
-    "released": Study(
-        "Which habits of the released code move CORY's result: normalised scores, dropout, resets, a "
-        "repetition penalty while sampling, another eta than PPO's; one by one, and all of them.",
-        {"cory": CORY, "ppo": PPO, "resets": f"{CORY} --reset_on_exchange true",
-         "scores normalised": f"{OURS}train_normalised_cory",
-         "ppo, scores normalised": f"{OURS}train_normalised_ppo",
-         "dropout": f"{OURS}train_dropout_cory",
-         "repetition penalty 1.1": f"{OURS}train_penalised_cory",
-         "eta of 0.4 to PPO's 0.3": f"{CORY} {multiples(init_kl_coef='1.333')}",
-         "ppo as released": f"{OURS}train_released_ppo",
-         "cory as released": f"{OURS}train_released_cory --reset_on_exchange true "
-                             f"{multiples(init_kl_coef='1.333')}"},
-        "cory", tasks=("imdb",), quick=("cory", "scores normalised"),
-        pairs={"cory as released": "ppo as released", "ppo as released": "ppo",
-               "ppo, scores normalised": "ppo"}),
+        baseline="cory"),
 }

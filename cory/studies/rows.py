@@ -1,0 +1,125 @@
+"""What the runs of a study reached: a pandas frame, `rows.csv`, with a row for each held-out evaluation.
+
+A row is of one agent of one run after one iteration. Iteration 0 is the base, which every agent equals there.
+"""
+from pathlib import Path
+
+import pandas as pd
+
+from cory.errors import UserError
+from cory.experiment.checkpoint import checkpoints_of
+from cory.studies.definitions import Study
+from cory.studies.runs import FREE, StudyRun, setting_names
+from cory.system.files import read_json, read_jsonl, read_log, readable, replace_text
+
+REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # what the column `reward` holds
+ROW = ["task", "variant", "seed", "agent", "iteration"]             # what makes a row the one it is
+MADE_BY = ["data", "weights", "dtype", "head_precision"]
+TEXTS = ["task", "variant", "agent", "commit", *MADE_BY]            # a commit may look like a number
+NEEDED = [*ROW, *MADE_BY, "init_kl_coef", "diverged", "core_seconds", "commit", "reward", "kl",
+          "combined_reward", "distinct_2", "repeated_tokens"]
+# Settings on which the base's held-out answers depend, and their rewards.
+CHANGE_THE_BASE = {"model", "dataset", "reward_model", "checker", "one_shot", "chat_template", "temperature",
+                   "min_query_length", "max_query_length", "max_response_length", "eval_queries",
+                   "eval_samples", "eval_split", "lora", "load_in_4bit", "dtype", "head_precision"}
+
+
+def of_runs(runs: list[StudyRun]) -> pd.DataFrame:
+    """Of the runs that finished or diverged. Settings that are the same in all of them are left out."""
+    rows = pd.DataFrame([row for run in runs if run.finished or run.diverged for row in of_run(run)])
+    if rows.empty:
+        return rows
+    settings = [name for name in rows if name.startswith("setting:")]
+    alike = [name for name in settings if rows[name].nunique(dropna=False) == 1]
+    rows = rows.drop(columns=[name for name in alike if name.partition(":")[2] not in NEEDED])
+    return rows.rename(columns=lambda name: name.removeprefix("setting:"))
+
+
+def of_run(run: StudyRun) -> list[dict]:
+    """Rows of one run. Raises `UserError` for a folder that lacks what a run writes."""
+    config, log = read_json(run.folder / "config.json"), read_log(run.folder / "metrics.jsonl")
+    fingerprints, agents = config.pop("fingerprints"), config.pop("agents")
+    if run.finished and [row["iteration"] for row in log] != [*range(config["iterations"] + 1)]:
+        raise UserError("run_dir", str(run.folder), "lacks rows of its metrics.jsonl; delete it")
+    about = {"task": run.task, "variant": run.variant, "seed": run.seed, "diverged": run.diverged,
+             "core_seconds": core_seconds(run), "commit": commit(run),
+             "data": fingerprints["data"], "weights": fingerprints["model"]}
+    about |= {f"setting:{name}": value for name, value in config.items()
+              if name not in {*FREE, *ROW, "config", "iterations"}}
+    rows = []
+    for agent in agents:
+        for iteration, metrics in evaluations(run, agent, log).items():
+            reward = metrics[REWARD[run.task]]
+            rows.append(about | {"agent": agent, "iteration": iteration, "reward": reward} | metrics)
+    return rows
+
+
+def evaluations(run: StudyRun, agent: str, log: list[dict]) -> dict[int, dict]:
+    """{iteration: held-out metrics} of an agent; the first and the last with their share of the limit."""
+    found = {}
+    for row in log:
+        prefix = f"eval/{agent}/" if row["iteration"] else "eval/base/"
+        metrics = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+        if metrics:
+            found[row["iteration"]] = metrics
+    if run.finished:
+        held_out = read_json(run.folder / "eval.json")
+        found |= {0: held_out["base"], held_out["iteration"]: held_out[agent]}
+    return found
+
+
+def core_seconds(run: StudyRun) -> float:
+    """Of every try; NaN of a run that no study made."""
+    costs = read_jsonl(run.folder / "cost.jsonl")
+    return sum(row["core_seconds"] for row in costs) if costs else float("nan")
+
+
+def commit(run: StudyRun) -> str:
+    """Of the code that wrote its last checkpoint."""
+    saved = checkpoints_of(run.folder)
+    return read_json(saved[0] / "state.json")["versions"]["commit"] if saved else "unknown"
+
+
+def read(paths: list[Path]) -> pd.DataFrame:
+    """The rows of some `rows.csv`. Raises `UserError` for what is none, and for a run in two of them."""
+    frames = []
+    for path in paths:
+        with readable(path):
+            frames.append(pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str)))
+        if missing := [name for name in NEEDED if name not in frames[-1]]:
+            raise UserError("file", str(path), f"is no rows.csv of a study: it lacks {', '.join(missing)}")
+    rows = pd.concat(frames, ignore_index=True)
+    if (twice := rows.duplicated(ROW)).any():
+        run = " ".join(map(str, rows[twice].iloc[0][ROW]))
+        raise UserError("from", ", ".join(map(str, paths)), f"holds two rows of {run}; leave one file out")
+    return rows
+
+
+def write(rows: pd.DataFrame, path: Path) -> None:
+    replace_text(path, rows.to_csv(index=False))
+
+
+def require_comparable(rows: pd.DataFrame, study: Study) -> None:
+    """Runs of a task have the same data, weights, arithmetic and reward. Raises `UserError`.
+
+    A variant whose own flags change the base is held against its own runs alone. The reward is compared by
+    what the base got, up to the rounding of two machines: in bfloat16 they draw other answers.
+    """
+    if rows.empty:
+        return
+    changing = [name for name, flags in study.variants.items()
+                if setting_names(flags.split()) & CHANGE_THE_BASE]
+    bases = rows[rows.iteration == 0]
+    group = bases.variant.where(bases.variant.isin(changing), "all others")
+    for _, alike in bases.groupby(["task", group]):
+        first = alike.iloc[0]
+        for _, other in alike.iterrows():
+            differing = [f"{name} {other[name]}, not {first[name]}" for name in MADE_BY
+                         if other[name] != first[name]]
+            rounding = (0.05 if first["dtype"] == "float32" else 0.15) * max(1.0, abs(first.reward))
+            if abs(other.reward - first.reward) > rounding:
+                differing.append(f"a base of reward {other.reward:.2f}, not {first.reward:.2f}")
+            if differing:
+                run = f"{other.task} {other.variant} seed {other.seed}"
+                raise UserError("run", run, f"has {'; '.join(differing)} as {first.variant} seed "
+                                f"{first.seed} has: delete one of them, or take another --out")
