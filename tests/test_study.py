@@ -151,13 +151,13 @@ def test_a_variant_that_is_not_what_it_says_is_one_line(variant, users, says):
 
 @pytest.mark.parametrize("argv, says", [
     (["curves", "--jobs", "0"], "jobs is 0: must be 1 or more"),
-    (["curves", "--variants", "corry"], "variant is 'corry': did you mean cory[?] choose from ppo, cory"),
-    (["curves", "--baseline", "x"], "variant is 'x': choose from"),
+    (["curves", "--variants", "corry"], "variants is 'corry': is not of this study; did you mean cory"),
+    (["curves", "--baseline", "x"], "baseline is 'x': is not of this study; choose from"),
     (["paper", "--tasks", "gsm8k"], "tasks is 'gsm8k': is not of this study; choose from imdb"),
     (["curves", "--preset", "gpt3"], "preset is 'gpt3': choose from tiny, gpt2"),
     (["curves", "--from", "none.csv"], "file is 'none.csv': cannot be read"),
     (["curves", "--from", "a.csv", "--", "--lam", "1"], "flags is '--lam 1': are for runs"),
-    (["curves", "--out", "/proc/x"], "out is '/proc/x': cannot be made"),
+    (["curves", "--out", "/proc/x"], "out is '/proc/x/runs': cannot be made"),
     (["nothing"], "invalid choice: 'nothing'")])
 def test_what_a_study_cannot_do_is_one_line(argv, says, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -224,6 +224,10 @@ def test_a_study_from_runs_to_page_and_nothing_twice(small, tmp_path, capsys, co
     assert (again / "differences_imdb.png").exists()
     study.main(["curves", "--out", str(again.parent), "--variants", "cory", "--from", str(out / "rows.csv")])
     assert len(commands) == 5 and not (again / "differences_imdb.png").exists()
+    assert "| less |" not in (again / "results.md").read_text()     # nothing to compare
+    with pytest.raises(SystemExit):
+        study.main(["curves", "--tasks", "gsm8k", "--from", str(out / "rows.csv")])
+    assert "holds no row of these tasks and variants" in capsys.readouterr().err
 
 
 def test_runs_of_other_settings_are_refused(small, tmp_path, capsys, commands):
@@ -259,7 +263,7 @@ def test_runs_that_cannot_be_compared_are_not(change, says):
 
 def test_rows_that_are_none_and_rows_in_two_files_are_refused(tmp_path):
     one, none = tmp_path / "rows.csv", tmp_path / "none.csv"
-    rows.write(frame("ppo", 0, [(0, 1.0, 0.0)], commit="0012345678"), one)
+    frame("ppo", 0, [(0, 1.0, 0.0)], commit="0012345678").to_csv(one, index=False)
     none.write_text("task,variant\nimdb,ppo\n")
     assert rows.read([one]).commit.tolist() == ["0012345678"]       # no number
     with pytest.raises(UserError, match="none.csv': is no rows.csv of a study: it lacks seed, agent"):

@@ -11,7 +11,6 @@ not made again, an interrupted one goes on, a failed one is reported and the oth
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 from cory.commands.flags import OneLineParser
 from cory.errors import UserError, exit_on_user_error
 from cory.names import guess
+from cory.system.files import replace_text
 
 if TYPE_CHECKING:                           # pandas takes longer to import than --help may take
     import pandas as pd
@@ -55,7 +55,6 @@ def parser(studies: dict) -> argparse.ArgumentParser:
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     from cory.studies.definitions import STUDIES
-
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
     args, flags = parser(STUDIES).parse_args(argv[:end]), argv[end + 1:]
@@ -67,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     from cory.studies import page, rows, runs
 
     if args.rows:
-        frame, failed = read_rows(args), []
+        frame, failed = rows.read(args.rows, task=args.tasks, variant=args.variants), []
     else:
         planned = plan(study, args, flags)
         if args.dry_run:
@@ -79,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     rows.require_comparable(frame, study)
     out = args.out / (f"{args.name}-quick" if args.quick else args.name)
     require_place(out)
-    rows.write(frame, out / "rows.csv")
+    replace_text(out / "rows.csv", frame.to_csv(index=False))
     command = shlex.join(["python", "-m", "cory", "study", *argv])
     print(page.write(args.name, study, rows.read([out / "rows.csv"]), failed, command, out))
     print(f"written to {out}: results.md, rows.csv, pictures")
@@ -93,33 +92,20 @@ def check(args: argparse.Namespace, flags: list[str], study: Study) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(name, value, "must be 1 or more")
-    for name in (*(args.variants or ()), *([args.baseline] if args.baseline else ())):
-        if name not in study.variants:
-            near = guess(name, study.variants)
-            raise UserError("variant", name, f"{near}choose from {', '.join(study.variants)}")
-    for task in args.tasks or ():
-        if task not in study.tasks:
-            raise UserError("tasks", task, f"is not of this study; choose from {', '.join(study.tasks)}")
+    asked = {"tasks": args.tasks, "variants": args.variants, "baseline": args.baseline and [args.baseline]}
+    for field, names in asked.items():
+        known = study.tasks if field == "tasks" else study.variants
+        for name in names or ():
+            if name not in known:
+                near = guess(name, known)
+                raise UserError(field, name, f"is not of this study; {near}choose from {', '.join(known)}")
     if args.rows and flags:
         raise UserError("flags", " ".join(flags), "are for runs, and --from makes none; leave them out")
-
-
-def read_rows(args: argparse.Namespace) -> pd.DataFrame:
-    """The rows of --from, of the tasks and variants asked for. Raises `UserError`."""
-    from cory.studies import rows
-
-    frame = rows.read(args.rows)
-    for name, chosen in (("task", args.tasks), ("variant", args.variants)):
-        frame = frame[frame[name].isin(chosen)] if chosen else frame
-    if frame.empty:
-        raise UserError("from", ", ".join(map(str, args.rows)), "holds no row of these tasks and variants")
-    return frame
 
 
 def plan(study: Study, args: argparse.Namespace, flags: list[str]) -> list[StudyRun]:
     """The runs that the command line asks for. Raises `UserError`."""
     from cory.studies import runs
-
     tasks = args.tasks or [task for task in study.tasks if args.preset in runs.SETTINGS[task][1]]
     if not tasks:
         presets = dict.fromkeys(name for task in study.tasks for name in runs.SETTINGS[task][1])
@@ -137,8 +123,7 @@ def plan(study: Study, args: argparse.Namespace, flags: list[str]) -> list[Study
 def make(study: Study, planned: list[StudyRun], args: argparse.Namespace) -> tuple[pd.DataFrame, list[str]]:
     """Makes the runs. Returns the rows of those that ended, and a line for each that failed."""
     from cory.studies import rows, runs
-
-    require_place(args.out)
+    require_place(args.out / "runs")
     rows.require_comparable(rows.of_runs(planned), study)           # before hours are spent on the others
     unfinished = len(runs.to_make(planned))
     print(f"{args.name}: {len(planned)} runs, {unfinished} to make, {args.jobs} at a time", flush=True)
@@ -155,8 +140,6 @@ def require_place(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError("out", str(out), f"cannot be made ({error.strerror}); name another folder") from error
-    if not os.access(out, os.W_OK):
-        raise UserError("out", str(out), "cannot be written to; name another folder")
 
 
 if __name__ == "__main__":

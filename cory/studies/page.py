@@ -13,8 +13,6 @@ from cory.system.files import replace_text
 METRICS = {"reward": "reward", "accuracy": "sampled accuracy", "kl": "KL",
            "combined_reward": "combined reward", "share_of_limit": "share of limit",
            "distinct_2": "distinct-2", "repeated_tokens": "repeated tokens"}
-DIFFERENCES = {"reward": "reward", "reward at equal KL": "reward at equal KL", "kl": "KL",
-               "combined_reward": "combined reward", "distinct_2": "distinct-2"}
 HOW = """Figures are of held-out bare queries at the end of training: means over seeds of the mean of a run's
 agents. KL is in nats per response. Differences are paired by seed, with Student's 95% interval. Equal KL is
 the smallest that an agent of both runs of a seed ends at."""
@@ -61,9 +59,9 @@ def ends_table(rows: pd.DataFrame) -> list[list[str]]:
 
 def differences_table(study: Study, rows: pd.DataFrame) -> list[str]:
     """A line for each variant that there is a baseline for; no table without one."""
-    lines = [["variant", "less", "seeds", *DIFFERENCES.values()]]
+    lines = [["variant", "less", "seeds", *pictures.TITLES.values()]]
     for variant, baseline in compared(study, rows).items():
         found = differences(rows, variant, baseline)
-        cells = [str(found[name]) if name in found else "other eta" for name in DIFFERENCES]
+        cells = [str(found[name]) if name in found else "other eta" for name in pictures.TITLES]
         lines.append([variant, baseline, str(found["reward"].seeds), *cells])
     return [table(lines), ""] if len(lines) > 1 else []

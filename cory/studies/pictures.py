@@ -7,23 +7,21 @@ from cory.experiment.plots import COLORS, band, grid, legend, look, save
 from cory.studies.definitions import Study
 from cory.studies.statistics import compared, differences
 
-TITLES = {"reward": "reward", "kl": "KL per response (nats)", "combined_reward": "combined reward",
-          "reward at equal KL": "reward at equal KL", "distinct_2": "distinct-2"}
+TITLES = {"reward": "reward", "reward at equal KL": "reward at equal KL", "kl": "KL (nats)",
+          "combined_reward": "combined reward", "distinct_2": "distinct-2"}
 
 
 def draw(study: Study, task: str, rows: pd.DataFrame, out: Path) -> list[Path]:
-    """Both, as PNG. Returns the files."""
+    """Both as PNG, if there is something to draw. Returns the files."""
     rows = rows[~rows.diverged]
-    figures = {}
-    if len(rows):
-        figures["curves"] = curves(task, rows)
-    if compared(study, rows):
-        figures["differences"] = forest(study, task, rows)
-    for name in ("curves", "differences"):
-        (out / f"{name}_{task}.png").unlink(missing_ok=True)        # of other variants than these
+    figures = {"curves": curves(task, rows) if len(rows) else None,
+               "differences": forest(study, task, rows) if compared(study, rows) else None}
+    paths = {name: out / f"{name}_{task}.png" for name in figures}
     for name, figure in figures.items():
-        save(figure, out / f"{name}_{task}.png", 130)
-    return [out / f"{name}_{task}.png" for name in figures]
+        paths[name].unlink(missing_ok=True)                         # of other variants than these
+        if figure:
+            save(figure, paths[name], 130)
+    return [path for path in paths.values() if path.exists()]
 
 
 def curves(task: str, rows: pd.DataFrame):

@@ -10,7 +10,7 @@ from cory.errors import UserError
 from cory.experiment.checkpoint import checkpoints_of
 from cory.studies.definitions import Study
 from cory.studies.runs import FREE, StudyRun, setting_names
-from cory.system.files import read_json, read_jsonl, read_log, readable, replace_text
+from cory.system.files import read_json, read_jsonl, read_log, readable
 
 REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # what the column `reward` holds
 ROW = ["task", "variant", "seed", "agent", "iteration"]             # what makes a row the one it is
@@ -80,9 +80,12 @@ def commit(run: StudyRun) -> str:
     return read_json(saved[0] / "state.json")["versions"]["commit"] if saved else "unknown"
 
 
-def read(paths: list[Path]) -> pd.DataFrame:
-    """The rows of some `rows.csv`. Raises `UserError` for what is none, and for a run in two of them."""
-    frames = []
+def read(paths: list[Path], **chosen: list[str] | None) -> pd.DataFrame:
+    """The rows of some `rows.csv`: `read(paths, task=["imdb"])` has those of that task alone.
+
+    Raises `UserError` for a file that is none, for a run in two of them, and if there is no such row.
+    """
+    frames, names = [], ", ".join(map(str, paths))
     for path in paths:
         with readable(path):
             frames.append(pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str)))
@@ -91,12 +94,12 @@ def read(paths: list[Path]) -> pd.DataFrame:
     rows = pd.concat(frames, ignore_index=True)
     if (twice := rows.duplicated(ROW)).any():
         run = " ".join(map(str, rows[twice].iloc[0][ROW]))
-        raise UserError("from", ", ".join(map(str, paths)), f"holds two rows of {run}; leave one file out")
+        raise UserError("from", names, f"holds two rows of {run}; leave one file out")
+    for name, values in chosen.items():
+        rows = rows[rows[name].isin(values)] if values else rows
+    if rows.empty:
+        raise UserError("from", names, "holds no row of these tasks and variants")
     return rows
-
-
-def write(rows: pd.DataFrame, path: Path) -> None:
-    replace_text(path, rows.to_csv(index=False))
 
 
 def require_comparable(rows: pd.DataFrame, study: Study) -> None:

@@ -27,7 +27,7 @@ SETTINGS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRE
 COMMON = "--eval_every 10 --sample_rows 2 --save_every 20 --wandb disabled"
 OF_THE_STUDY = ("preset", "seed", "run_dir", "resume", "task")      # what no flag of a run may set
 FREE = {"run_dir", "resume"}                                        # may differ in a run that is there
-CHOSEN_BY_THE_MACHINE = {"device", "dtype", "head_precision", "cpu_matmul"}     # where they are `auto`
+BY_MACHINE = {"device", "dtype", "head_precision", "cpu_matmul"}    # may, too, where they are `auto`
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ class StudyRun:
     @property
     def line(self) -> str:
         """The command for a shell, with its errors in the log, where the study looks for them."""
-        log = shlex.quote(str(self.log))
-        folder = shlex.quote(str(self.folder.parent))
+        folder, log = shlex.quote(str(self.folder.parent)), shlex.quote(str(self.log))
         return f"mkdir -p {folder} && {shlex.join(self.command)} 2> {log}"
 
 
@@ -155,7 +154,7 @@ def require_settings(folder: Path, asked: dict) -> None:
     if not (folder / "config.json").exists():
         return
     made = asdict(load_config(folder))
-    by_machine = {name for name in CHOSEN_BY_THE_MACHINE if asked[name] == "auto"}
+    by_machine = {name for name in BY_MACHINE if asked[name] == "auto"}
     differ = [f"{name} {made[name]}, not {value}" for name, value in asked.items()
               if made[name] != value and name not in FREE | by_machine]
     if differ:
@@ -175,7 +174,6 @@ def make(runs: list[StudyRun], jobs: int) -> list[StudyRun]:
     failed = set()
 
     def work(run: StudyRun) -> None:
-        run.folder.parent.mkdir(parents=True, exist_ok=True)
         status, core_seconds = process(run, threads)
         if run.started:
             append_jsonl(run.folder / "cost.jsonl", [{"core_seconds": core_seconds}])
