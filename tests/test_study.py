@@ -143,7 +143,7 @@ def test_multiples_are_of_what_a_run_would_have_otherwise():
     ("--method ppo", ["--run-dir", "x"], "flag is '--run_dir': is the study's to set"),
     ("--lam lamm*2", [], "must be a setting that is a number, times a number; did you mean lam"),
     ("--lam lam*x", [], "times a number"), ("--model model*2", [], "times a number"),
-    ("--lam 2", [], "lam is 2.0: must lie between 0 and 1"), ("--model 'x", [], "cannot be read as flags")])
+    ("--lam 2", [], "lam is 2.0: must be 1 or less"), ("--model 'x", [], "cannot be read as flags")])
 def test_a_variant_that_is_not_what_it_says_is_one_line(variant, users, says):
     with pytest.raises(UserError, match=says):
         flags_of(variant, *users)

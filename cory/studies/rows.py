@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from cory.errors import UserError
-from cory.experiment.checkpoint import checkpoints_of
+from cory.experiment.checkpoint import checkpoints_of, read_state
 from cory.studies.definitions import Study
 from cory.studies.runs import FREE, StudyRun, setting_names
 from cory.system.files import read_json, read_jsonl, read_log, readable
@@ -77,7 +77,7 @@ def core_seconds(run: StudyRun) -> float:
 def commit(run: StudyRun) -> str:
     """Of the code that wrote its last checkpoint."""
     saved = checkpoints_of(run.folder)
-    return read_json(saved[0] / "state.json")["versions"]["commit"] if saved else "unknown"
+    return read_state(saved[0])["versions"]["commit"] if saved else "unknown"
 
 
 def read(paths: list[Path], **chosen: list[str] | None) -> pd.DataFrame:
