@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from cory.commands.flags import parse  # noqa: E402
 from cory.config import IMDB_PRESETS, ImdbConfig  # noqa: E402
-from cory.experiment.run import Run  # noqa: E402
+from cory.experiment import run  # noqa: E402
 from cory.system.distributed import launched, rank  # noqa: E402
 from cory.tasks.imdb import Imdb  # noqa: E402
 
@@ -33,21 +33,24 @@ class Faulty(Imdb):
 
 
 def weigh(flags: list[str]) -> None:
-    """Trains a little, and writes the bytes that this process holds to weighed.json in the run's folder."""
-    def own(tensors) -> int:
+    """Trains, leaves the run as one that was stopped, and writes the bytes that this process holds into the
+    run's folder, to weighed_{rank}.json.
+    """
+    def held(tensors) -> int:
         return sum(getattr(x, "_local_tensor", x).nbytes for x in tensors if x.dim())
 
     cfg = parse(ImdbConfig, IMDB_PRESETS, flags)
-    with launched(asdict(cfg)), Run(cfg) as run:
-        run.loop(run)
-        held = {"reference": own(run.reference.lm.parameters()),
-                "policies": own(p for agent in run.agents for p in agent.policy.lm.parameters()),
-                "moments": own(x for agent in run.agents for p in agent.policy.lm.parameters()
-                               for x in agent.optimizer.state[p].values())}
-        Path(cfg.run_dir, f"weighed_{rank()}.json").write_text(json.dumps(held))
+    with launched(asdict(cfg)), run.Run(cfg) as started:
+        started.loop(started)
+        policies = [(agent, p) for agent in started.agents for p in agent.policy.lm.parameters()]
+        weighed = {"reference": held(started.reference.lm.parameters()),
+                   "policies": held(p for _, p in policies),
+                   "moments": held(x for agent, p in policies for x in agent.optimizer.state[p].values())}
+        Path(cfg.run_dir, f"weighed_{rank()}.json").write_text(json.dumps(weighed))
 
 
 def main() -> None:
+    run.draw_curves = lambda run_dir: None          # a picture takes as long as three iterations
     for name, *flags in json.loads(Path(sys.argv[1]).read_text()):
         module, _, function = name.partition(":")
         command = getattr(importlib.import_module(module), function)

@@ -1,13 +1,16 @@
-"""The GSM8K task: prompts, rewards, data, and a whole run of both methods with and without LoRA."""
+"""The GSM8K task: prompts, rewards, data, and a run over real questions."""
 import json
-import shutil
 
 import pytest
 from conftest import byte_tokenizer, save_llama
+from tokenizers.processors import ByteLevel, TemplateProcessing
+from toys import error_line
 
 import train_gsm8k
+import train_imdb
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
+from cory.ppo import loading
 from cory.ppo.loading import load_language_model
 from cory.ppo.sampling import encode_prompts
 from cory.tasks.gsm8k import Gsm8k
@@ -16,10 +19,19 @@ from cory.tasks.gsm8k import Gsm8k
 def gsm8k(problems, **changes) -> Gsm8k:
     small = dict(model=str(problems / "lm"), dataset=str(problems), batch_size=8, mini_batch_size=8,
                  gradient_accumulation_steps=1, eval_queries=8, max_response_length=12)
-    cfg = Gsm8kConfig(**{**small, **changes})
+    cfg = Gsm8kConfig(**(small | changes))
     return Gsm8k(cfg, Gsm8k.load_data(cfg), load_language_model(cfg.model))
 
 
+def template_tokenizer(template: str):
+    """One whose encoding puts an end-of-text token before or behind each text."""
+    tokenizer = byte_tokenizer(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=[("<|endoftext|>", 256)])
+    return tokenizer
+
+
+# --- prompts ------------------------------------------------------------------------------------------------
 EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each from his mom and dad. "
            "How many toys does he have now? Answer: Shawn started with 5 toys. If he got 2 toys each from "
            "his mom and dad, then that is 4 more toys. 5 + 4 = 9.")
@@ -36,10 +48,7 @@ def test_prompts_are_the_papers(problems):
 
 
 def test_a_chat_template_wraps_the_prompt_and_bos_is_written_once(problems, tmp_path):
-    from tokenizers import processors
-    tokenizer = byte_tokenizer(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    tokenizer = template_tokenizer("<|endoftext|> $A")
     tokenizer.chat_template = (
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}")
@@ -51,14 +60,43 @@ def test_a_chat_template_wraps_the_prompt_and_bos_is_written_once(problems, tmp_
     ids = encode_prompts(load_language_model(model), [prompt], 5).ids_BP[0].tolist()
     assert ids.count(256) == 1 and ids[0] == 256
     # one that adds no BOS: the template's stays
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
     model = str(save_llama(tmp_path / "chatml", tokenizer))
     task = gsm8k(problems, model=model, chat_template=True, one_shot=False)
     assert task.pioneer_prompts(["How?"]) == ["<|endoftext|>[user]Question: How? Answer:[assistant]"]
-    with pytest.raises(UserError, match="chat_template is True: the tokenizer of .* has none"):
-        gsm8k(problems, chat_template=True)
 
 
+def test_observers_see_the_pioneers_answer(problem_flags, tmp_path, monkeypatch):
+    seen, tasks, observer_prompts = [], [], Gsm8k.observer_prompts
+
+    def watched(self, *args):
+        tasks.append(self)
+        seen.append(observer_prompts(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(Gsm8k, "observer_prompts", watched)
+    train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
+    samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").open()]
+    for row, prompt in zip(samples, seen[1], strict=False):         # the samples are the first few queries
+        reference = tasks[1].cut(row["pioneer"]).strip()
+        assert f"Question: {row['query']} Reference: {reference} Answer:" in prompt
+
+
+def test_a_response_that_grew_as_text_is_cut_for_the_observer(problems):
+    """Sampled bytes that are no UTF-8 become signs of three bytes each; the prompt keeps its bound."""
+    task, grown = gsm8k(problems), "\ufffd" * 12
+    tokens = [len(task.tokenizer(text)["input_ids"]) for text in (grown, task.cut(grown))]
+    assert tokens[0] == 36 and 8 <= tokens[1] <= 12 and task.cut("x" * 12) == "x" * 12
+    assert f"Reference: {task.cut(grown)} Answer:" in task.observer_prompts(["How?"], [grown])[0]
+
+
+def test_every_iteration_has_the_longest_limit_unless_a_shortest_is_set(problems):
+    for changes, limits in (({}, {12}), ({"min_response_length": 10}, {10, 11, 12})):
+        task = gsm8k(problems, **changes)
+        assert {task.batch(i).max_new_tokens for i in range(1, 60)} == limits
+
+
+# --- rewards ------------------------------------------------------------------------------------------------
 def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest(problems):
     task = gsm8k(problems)
     queries = task.batch(1).queries[:5]
@@ -79,22 +117,14 @@ def test_a_checker_of_ones_own_goes_by_name_and_may_return_text(problems, tmp_pa
     responses = [f"{task.gold[query]}.0 or 5", f"x {task.gold[query]}"]
     assert task.reward([query] * 2, responses).tolist() == [1, 0]
     assert task.metrics([query] * 2, responses)["unparsed"] == 0.5
-    with pytest.raises(UserError, match="checker is 'my_checkers:second': .* has no second"):
-        gsm8k(problems, checker="my_checkers:second")
 
 
-def test_every_iteration_has_the_longest_limit_unless_a_shortest_is_set(problems):
-    task = gsm8k(problems)
-    assert {task.batch(i).max_new_tokens for i in range(1, 30)} == {12}
-    ranged = gsm8k(problems, min_response_length=10)
-    assert {ranged.batch(i).max_new_tokens for i in range(1, 60)} == {10, 11, 12}
-
-
-def test_real_questions_load_from_every_layout(gsm8k_data, problems, tmp_path):
+# --- data ---------------------------------------------------------------------------------------------------
+def test_real_questions_load_from_every_layout(gsm8k_data, tmp_path):
     """A folder of .jsonl; the Hub's own layout, whose subset `main` lies in a folder of its name."""
-    flat = Gsm8k.load_data(Gsm8kConfig(dataset=str(gsm8k_data)))
-    assert [len(part) for part in flat] == [7473, 660, 659] and flat.validation[0].gold == 18
     from datasets import load_dataset
+    flat = Gsm8k.load_data(Gsm8kConfig(dataset=str(gsm8k_data)))
+    assert [len(rows) for rows in flat] == [7473, 660, 659] and flat.validation[0].gold == 18
     for split in ("train", "test"):
         rows = load_dataset("json", data_files=str(gsm8k_data / f"{split}.jsonl"), split="train")
         for subset, some in (("main", rows), ("socratic", rows.select(range(9)))):  # the second is left alone
@@ -105,42 +135,16 @@ def test_real_questions_load_from_every_layout(gsm8k_data, problems, tmp_path):
     assert hub == flat
 
 
-@pytest.mark.parametrize("lora", ["false", "true"])
-def test_real_questions_train_a_local_model(gsm8k_data, problem_flags, tmp_path, lora):
+def test_real_questions_train_a_local_model(gsm8k_data, problem_flags, tmp_path):
+    for split in ("train", "test"):                                 # a few: each is tokenized to be measured
+        lines = (gsm8k_data / f"{split}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines[:100]))
     model = save_llama(tmp_path / "lm", max_position_embeddings=4096)
-    places = ["--model", str(model), "--dataset", str(gsm8k_data), "--run_dir", str(tmp_path / "r")]
-    short = ["--iterations", "1", "--max_response_length", "4"]
-    train_gsm8k.main([*problem_flags, *places, *short, "--lora", lora])
+    places = ["--model", str(model), "--dataset", str(tmp_path), "--run_dir", str(tmp_path / "r")]
+    train_gsm8k.main([*problem_flags, *places, "--iterations", "1", "--max_response_length", "4"])
     held_out = json.loads((tmp_path / "r" / "eval.json").read_text())
     shares = {"accuracy", "strict_accuracy", "unparsed"}
     assert held_out["llm2"].keys() >= shares | {f"greedy_{name}" for name in shares} | {"kl"}
-
-
-def test_observers_see_the_pioneers_answer(problem_flags, tmp_path, monkeypatch):
-    seen, tasks, old = [], [], Gsm8k.observer_prompts
-
-    def watched(self, *args):
-        tasks.append(self)
-        seen.append(old(self, *args))
-        return seen[-1]
-
-    monkeypatch.setattr(Gsm8k, "observer_prompts", watched)
-    train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
-    samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").open()]
-    for row, prompt in zip(samples, seen[1], strict=False):         # the samples are the first few queries
-        reference = tasks[1].cut(row["pioneer"]).strip()
-        assert f"Question: {row['query']} Reference: {reference} Answer:" in prompt
-
-
-def test_a_response_that_grew_as_text_is_cut_for_the_observer(problems):
-    """Sampled bytes that are no UTF-8 become signs of three bytes each; the prompt keeps its bound."""
-    task, grown = gsm8k(problems), "\ufffd" * 12
-
-    def count(text):
-        return len(task.tokenizer(text)["input_ids"])
-
-    assert task.cut("x" * 12) == "x" * 12 and count(grown) == 36 and 8 <= count(task.cut(grown)) <= 12
-    assert f"Reference: {task.cut(grown)} Answer:" in task.observer_prompts(["How?"], [grown])[0]
 
 
 # --- bad input ----------------------------------------------------------------------------------------------
@@ -150,15 +154,11 @@ BAD = {
                 "(train), row 2': its answer does not end in '####'"),
     "gold is no number": ('{"question": "b?", "answer": "#### two"}\n', [], "row 1': its answer"),
     "two answers": (ROW + '{"question": "a?", "answer": "#### 2"}\n', [], "row 2': asks the question of"),
-    "missing column": ('{"question": "a?"}\n', [], "has no column 'answer'; columns found: question"),
-    "empty question": ('{"question": " ", "answer": "#### 1"}\n', [], "row 1': its 'question' is empty"),
     "checker": (None, ["--checker", "regex"], "checker is 'regex': unknown; choose from last_number, strict"),
     "context": (None, ["--max_response_length", "600"],
                 "max_response_length is 600: an observer's prompt has up to"),
     "4 bits without CUDA": (None, ["--lora", "true", "--load_in_4bit", "true"],
                             "load_in_4bit is True: needs a CUDA GPU"),
-    "lora targets": (None, ["--lora", "true", "--lora_targets", "attn,mlp2"],
-                     "lora_targets is 'attn,mlp2': attn, mlp2 names no layer"),
     "chat": (None, ["--chat_template", "true"], "chat_template is True: the tokenizer"),
     "lengths": (None, ["--min_response_length", "13"],
                 "min_response_length is 13: must not exceed max_response_length = 12"),
@@ -172,23 +172,18 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(case, problem_flags,
         (tmp_path / "data").mkdir()
         (tmp_path / "data" / "train.jsonl").write_text(rows)
         flags = ["--dataset", str(tmp_path / "data")]
-    with pytest.raises(SystemExit) as stop:
-        train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "run"), *flags])
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and says in err, err
+    flags = [*problem_flags, "--run_dir", str(tmp_path / "run"), *flags]
+    assert says in error_line(train_gsm8k.main, flags, capsys)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_run_of_the_other_task_is_not_resumed(problem_flags, tmp_path, capsys):
-    import train_imdb
     train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
-    with pytest.raises(SystemExit):
-        train_imdb.main(["--resume", "--run_dir", str(tmp_path / "r")])
-    assert "holds a run of gsm8k; continue it with train_gsm8k.py" in capsys.readouterr().err
+    line = error_line(train_imdb.main, ["--resume", "--run_dir", str(tmp_path / "r")], capsys)
+    assert "holds a run of gsm8k; continue it with train_gsm8k.py" in line
 
 
 def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):
-    from cory.ppo import loading
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install bitsandbytes"):
         loading.storage_options("4bit", "cuda")
@@ -200,10 +195,5 @@ def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):
 
 
 def test_a_tokenizer_that_ends_every_text_is_refused(tmp_path):
-    from tokenizers import processors
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 256)])
     with pytest.raises(UserError, match="its tokenizer ends every text with EOS"):
-        load_language_model(str(save_llama(tmp_path / "m", tokenizer)))
-    shutil.rmtree(tmp_path / "m")
+        load_language_model(str(save_llama(tmp_path / "m", template_tokenizer("$A <|endoftext|>"))))

@@ -1,10 +1,10 @@
 """The sampling loop: what is masked, what distribution is drawn from, what crosses as text."""
-
 import pytest
 import torch
 from conftest import byte_tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import LetterTokenizer, agent_of, bigram, settings
+from toys import LETTERS, agent_of, bigram, generator, settings
 
 from cory.config import Precision
 from cory.errors import UserError
@@ -15,109 +15,54 @@ from cory.ppo.rollout import collect_rollout
 from cory.ppo.sampling import decode, draw, encode_prompts, sample
 
 
-def path_model(*letters) -> torch.Tensor:
+def path_model(*letters: str) -> torch.Tensor:
     """Logits of a bigram that surely walks along the letters; "." is EOS."""
     logits = torch.full((7, 7), -200.0)
     logits[:, 6] = -100.0
     for a, b in zip(letters, letters[1:]):
-        logits["abcdef.".index(a), "abcdef.".index(b)] = 200.0
+        logits[LETTERS.index(a), LETTERS.index(b)] = 200.0
     return logits
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+def sampled(model, prompts: list[str], limit: int, rng=None):
+    return sample(model, encode_prompts(model, prompts, limit), limit, rng)
 
 
-@pytest.mark.parametrize(
-    "prompt, limit, ids, mask, text",
-    [
-        (
-            "a",
-            5,
-            [1, 2, 6],
-            [1, 1, 1],
-            "bc",
-        ),  # the first EOS is a real token of the response, not of its text
-        ("aba", 2, [1, 2], [1, 1], "bc"),  # cut by the limit before EOS
-        (".a", 4, [1, 2, 6], [1, 1, 1], "bc"),  # an EOS inside a prompt survives and stops nothing
-        ("c", 3, [6], [1], ""),  # a response that is nothing but EOS still has one token
-    ],
-)
-def test_mask_and_text_of_responses(prompt, limit, ids, mask, text):
+def rescored(model, prompts: list[str], limit: int, drawn):
+    """The log-probabilities of sampled tokens by one forward pass over whole rows."""
+    hidden = model.response_hidden(*encode_prompts(model, prompts, limit), drawn.response_BT)
+    return model.logprobs(hidden).gather(-1, drawn.response_BT[..., None]).squeeze(-1) * drawn.mask_BT
+
+
+@pytest.fixture
+def model(small):
+    return load_language_model(str(small / "lm"))
+
+
+# --- prompts, masks, texts ---
+@pytest.mark.parametrize("prompt, limit, ids, text", [
+    ("a", 5, [1, 2, 6], "bc"),          # the first EOS is a real token of the response, not of its text
+    ("aba", 2, [1, 2], "bc"),           # cut by the limit before EOS
+    (".a", 4, [1, 2, 6], "bc"),         # an EOS inside a prompt survives and stops nothing
+    ("c", 3, [6], "")])                 # a response that is nothing but EOS still has one token
+def test_mask_and_text_of_responses(prompt, limit, ids, text):
     model = bigram(path_model(*"abc."))
     prompts = encode_prompts(model, [prompt], limit)
-    assert (
-        prompts.ids_BP.tolist() == [LetterTokenizer()([prompt])["input_ids"][0]]
-        and prompts.mask_BP.min() == 1
-    )
+    assert prompts.ids_BP.tolist() == [[LETTERS.index(letter) for letter in prompt]]
+    assert prompts.mask_BP.min() == 1
     drawn = sample(model, prompts, limit, generator())
-    assert drawn.response_BT.tolist() == [ids] and drawn.mask_BT.tolist() == [mask]
+    assert drawn.response_BT.tolist() == [ids] and drawn.mask_BT.tolist() == [[1] * len(ids)]
     assert decode(model, drawn.response_BT, drawn.mask_BT) == [text]
 
 
 def test_rows_that_end_early_are_padded_behind_their_eos_and_the_pad_is_masked():
-    model = bigram(path_model(*"abcdef."))
-    drawn = sample(model, encode_prompts(model, ["f", "d", "a"], 4), 4, generator())
+    drawn = sampled(bigram(path_model(*"abcdef.")), ["f", "d", "a"], 4, generator())
     assert drawn.response_BT.tolist() == [[6, 6, 6, 6], [4, 5, 6, 6], [1, 2, 3, 4]]
     assert drawn.mask_BT.tolist() == [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     assert (drawn.logp_BT[drawn.mask_BT == 0] == 0).all()
 
 
-def test_draw_follows_the_distribution_and_never_takes_what_has_probability_zero():
-    p = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
-    n = 100_000
-    token = draw(p.log().expand(n, 6), torch.rand(n, generator=generator()))
-    share = torch.bincount(token, minlength=6) / n
-    assert ((share - p).abs() <= 3 * (p * (1 - p) / n).sqrt()).all() and share[p == 0].sum() == 0
-    extremes = torch.tensor([0.0, 1 - 2**-24, 1.0])  # even a uniform number that rounds to 1
-    assert draw(p.log().expand(3, 6), extremes).tolist() == [1, 4, 4]
-
-
-def test_logprobs_kept_while_sampling_equal_those_recomputed(small):
-    for temperature in (1.0, 0.7):
-        base = load_language_model(str(small / "lm"), temperature)
-        agent = agent_of(base, temperature=temperature)
-        turn = collect_rollout(
-            agent, base, ["a", "some longer prompt", "xy", "z" * 30] * 2, 12, settings(mini_batch_size=2)
-        )
-        drawn = sample(
-            agent.policy, encode_prompts(agent.policy, ["a", "some longer prompt"], 12), 12, generator()
-        )
-        assert (
-            turn.sampling_gap < 1e-5 and drawn.logp_BT.min() < -1
-        )  # the random model is not sure of anything
-        hidden = base.response_hidden(
-            *encode_prompts(base, ["a", "some longer prompt"], 12), drawn.response_BT
-        )
-        again = base.logprobs(hidden).gather(-1, drawn.response_BT[..., None]).squeeze(-1)
-        torch.testing.assert_close(drawn.logp_BT, again * drawn.mask_BT, atol=1e-4, rtol=1e-4)
-
-
-def test_sampling_is_a_function_of_the_generator_alone(small):
-    model = load_language_model(str(small / "lm"))
-    prompts = encode_prompts(model, ["one", "another"], 8)
-    torch.manual_seed(1)
-    first = sample(model, prompts, 8, generator(5))
-    torch.manual_seed(2)
-    assert torch.equal(first.response_BT, sample(model, prompts, 8, generator(5)).response_BT)
-    assert not torch.equal(first.response_BT, sample(model, prompts, 8, generator(6)).response_BT)
-
-
-def test_only_text_crosses_and_ids_are_never_made_again_from_it(small):
-    """Sampled bytes that are no UTF-8, and EOS, change the text; the ids trained on stay those sampled."""
-    base = load_language_model(str(small / "lm"))
-    ids = torch.tensor([[0xC3, 256, 256]])
-    text = decode(base, ids, torch.tensor([[1.0, 1.0, 0.0]]))[0]
-    assert "<|endoftext|>" not in text
-    agent = agent_of(base)
-    turn = collect_rollout(agent, base, ["ab"] * 8, 8, settings())
-    again = sample(agent_of(base).policy, encode_prompts(base, ["ab"] * 8, 8), 8, agent_of(base).generator)
-    assert torch.equal(turn.response_BT, again.response_BT)
-    assert any("\ufffd" in t for t in turn.text)  # random bytes: the text alone could not give them back
-
-
-def test_prompts_beyond_the_context_or_empty_are_refused_with_numbers(small):
-    model = load_language_model(str(small / "lm"))
+def test_prompts_beyond_the_context_or_empty_are_refused_with_numbers(model):
     with pytest.raises(UserError, match="155 tokens \\+ 6 of response exceed the model's context of 160"):
         encode_prompts(model, ["x" * 155], 6)
     encode_prompts(model, ["x" * 154], 6)
@@ -125,140 +70,148 @@ def test_prompts_beyond_the_context_or_empty_are_refused_with_numbers(small):
         encode_prompts(model, ["a", ""], 6)
 
 
-def test_greedy_takes_the_likeliest_token_and_no_random_number():
-    logits = torch.zeros(7, 7)
-    logits[0, 3], logits[3, 4], logits[4, 6] = (
-        1.0,
-        0.5,
-        0.5,
-    )  # a -> d -> e -> EOS, each only a little likelier
-    model = bigram(logits)
-    drawn = sample(model, encode_prompts(model, ["a", "d"], 9), 9, None)
-    assert decode(model, drawn.response_BT, drawn.mask_BT) == ["de", "e"]
-
-
-def test_finished_rows_are_dropped_and_the_rest_computed_as_before(small):
-    """Counted, not timed: what the body computes falls with the rows that run; and nobody notices."""
-    model = load_language_model(str(small / "lm"))
-    head, likely = model.logprobs, torch.zeros(257)
-    likely[256] = 3.0  # EOS at about one token in 13, so that rows end all the time
-    model.logprobs = lambda hidden: (head(hidden) + likely).log_softmax(-1)
-    texts = ["a", "some longer prompt", "z" * 30, "one story", "xy"] * 8
-    prompts, rows, body = encode_prompts(model, texts, 40), [], model.body
-    model.body = lambda ids, *rest: rows.append(len(ids)) or body(ids, *rest)
-    together = sample(model, prompts, 40, generator())
-    lengths = together.mask_BT.sum(1)
-    assert len(rows) == lengths.max() > 10 and rows[0] == 40 and rows[-1] < 10
-    for step, computed in enumerate(rows):  # at most a quarter of what is computed has ended
-        running = int((lengths > step).sum())
-        assert running <= computed <= max(running / 0.75, running + 1)
-    hidden = model.response_hidden(*prompts, together.response_BT)
-    again = model.logprobs(hidden).gather(-1, together.response_BT[..., None]).squeeze(-1) * together.mask_BT
-    torch.testing.assert_close(together.logp_BT, again, atol=1e-4, rtol=1e-4)
-
-
-def test_each_row_keeps_its_own_random_numbers_when_others_are_dropped(small, monkeypatch):
-    """Row b draws with the b-th of the B numbers of each step, whoever has ended before it."""
-    model, seen = load_language_model(str(small / "lm")), []
-    tokens = iter([[256, 1, 2, 3], [1, 2, 256], [5, 5], [5, 5]])  # row 0 ends first, then row 3
-
-    def scripted(logp, uniform):
-        seen.append(uniform)
-        return torch.tensor(next(tokens))
-
-    monkeypatch.setattr(sampling, "draw", scripted)
-    sample(model, encode_prompts(model, ["a", "b", "c", "d"], 4), 4, generator(3))
-    again = generator(3)
-    expected = [torch.rand(4, generator=again, dtype=torch.float64) for _ in range(4)]
-    for step, rows in enumerate(([0, 1, 2, 3], [1, 2, 3], [1, 2], [1, 2])):
-        assert torch.equal(seen[step], expected[step][rows])
-
-
-def test_columns_that_hold_no_token_any_more_are_dropped(small):
-    """The long prompt ends at once; from then on the short ones do not carry its width."""
-    model = load_language_model(str(small / "lm"))
-    widths, body = [], model.body
-    model.body = lambda ids, mask, *rest: widths.append(tuple(mask.shape)) or body(ids, mask, *rest)
-    prompts, original = encode_prompts(model, ["z" * 100, "ab", "cde", "xy"], 6), sampling.draw
-    try:
-        sampling.draw = lambda logp, uniform: (
-            torch.tensor([256, 1, 2, 3])[: len(logp)] if len(logp) == 4 else torch.full((len(logp),), 5)
-        )
-        sample(model, prompts, 6, generator())
-    finally:
-        sampling.draw = original
-    assert widths == [(4, 100), (3, 4), (3, 5), (3, 6), (3, 7), (3, 8)]
-
-
-def test_the_cache_writes_a_token_into_its_place_and_copies_seldom():
-    layer, made = GrowingLayer(), 0
-    keys = torch.randn(3, 2, 200, 4)
-    k, v = layer.update(keys[:, :, :50], -keys[:, :, :50])
-    for t in range(50, 200):
-        before = layer.buffers[0].data_ptr()
-        k, v = layer.update(keys[:, :, t : t + 1], -keys[:, :, t : t + 1])
-        made += layer.buffers[0].data_ptr() != before
-    assert torch.equal(k, keys) and torch.equal(v, -keys) and layer.get_seq_length() == 200 and made <= 4
-    layer.keep(torch.tensor([True, False, True]), 30)
-    k, v = layer.update(keys[:2, :, :1], keys[:2, :, :1])
-    assert torch.equal(k, torch.cat([keys[[0, 2], :, 30:], keys[:2, :, :1]], 2)) and torch.equal(
-        v[:, :, :-1], -keys[[0, 2], :, 30:]
-    )
-
-
 def test_a_tokenizers_bos_stands_before_the_prompt():
     """Llama's does; the response then follows it."""
-    from tokenizers import processors
-
-    tokenizer = byte_tokenizer(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
-    )
     model = bigram()
-    model.tokenizer = tokenizer
+    model.tokenizer = byte_tokenizer(bos_token="<|endoftext|>", eos_token="<|endoftext|>")
+    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    b, c = model.tokenizer("bc", add_special_tokens=False)["input_ids"]
     prompts = encode_prompts(model, ["ab", "c"], 3)
-    assert (
-        prompts.ids_BP[:, -1].tolist() == tokenizer("bc", add_special_tokens=False)["input_ids"]
-        and prompts.ids_BP[0, 0] == 256
-    )
-    assert prompts.mask_BP.tolist() == [[1, 1, 1], [0, 1, 1]] and prompts.ids_BP[1, 1] == 256
+    assert prompts.ids_BP[:, -1].tolist() == [b, c]
+    assert prompts.ids_BP[0, 0] == prompts.ids_BP[1, 1] == 256
+    assert prompts.mask_BP.tolist() == [[1, 1, 1], [0, 1, 1]]
 
 
-def test_every_end_of_turn_that_the_model_knows_ends_a_response(small):
+def test_every_end_of_turn_that_the_model_knows_ends_a_response(model):
     """A chat model may end its turn with another token than its tokenizer's EOS; its generation_config
     lists both.
     """
-    model = load_language_model(str(small / "lm"))
     assert model.end_ids == [256]
     model.lm.generation_config.eos_token_id = 0
     assert model.end_ids == [0, 256]
     model.lm.generation_config.eos_token_id = [256, 7]
     assert model.end_ids == [7, 256]
     model.logprobs = lambda hidden: torch.full((len(hidden), 257), -9.0).index_fill(1, torch.tensor([7]), 0.0)
-    drawn = sample(model, encode_prompts(model, ["ab"], 5), 5, None)
+    drawn = sampled(model, ["ab"], 5)
     assert drawn.response_BT.tolist() == [[7]] and drawn.mask_BT.tolist() == [[1.0]]
+
+
+def test_only_text_crosses_and_ids_are_never_made_again_from_it(model):
+    """Sampled bytes that are no UTF-8, and EOS, change the text; the ids trained on stay those sampled."""
+    ids = torch.tensor([[0xC3, 256, 256]])
+    assert "<|endoftext|>" not in decode(model, ids, torch.tensor([[1.0, 1.0, 0.0]]))[0]
+    turn = collect_rollout(agent_of(model), model, ["ab"] * 8, 8, settings())
+    again = sampled(agent_of(model).policy, ["ab"] * 8, 8, agent_of(model).generator)
+    assert torch.equal(turn.response_BT, again.response_BT)
+    assert any("\ufffd" in text for text in turn.text)      # the text alone could not give the bytes back
+
+
+# --- what is drawn ---
+def test_draw_follows_the_distribution_and_never_takes_what_has_probability_zero():
+    p = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
+    n = 100_000
+    token = draw(p.log().expand(n, 6), torch.rand(n, generator=generator()))
+    share = torch.bincount(token, minlength=6) / n
+    assert ((share - p).abs() <= 3 * (p * (1 - p) / n).sqrt()).all() and share[p == 0].sum() == 0
+    extremes = torch.tensor([0.0, 1 - 2**-24, 1.0])         # even a uniform number that rounds to 1
+    assert draw(p.log().expand(3, 6), extremes).tolist() == [1, 4, 4]
 
 
 def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should():
     """24 bits would never draw them: p = 3e-9 each for 100 tokens, beside one that takes the rest."""
     p = torch.full((101,), 3e-9, dtype=torch.float64)
     p[0] = 1 - 100 * 3e-9
-    logp = p.log().float()[None]
-    # in the middle of each one's share
-    uniform = 1 - 3e-9 * (torch.arange(100, dtype=torch.float64) + 0.5)
-    tokens = [draw(logp, u[None]).item() for u in uniform]
+    uniform = 1 - 3e-9 * (torch.arange(100, dtype=torch.float64) + 0.5)     # the middle of each share
+    tokens = draw(p.log().float().expand(100, 101), uniform).tolist()
     assert len(set(tokens)) > 80 and 0 not in tokens[:80]
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-def test_a_nan_is_said_before_anything_is_drawn_from_it(greedy):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_kept_while_sampling_equal_those_recomputed(small, temperature):
+    base = load_language_model(str(small / "lm"), temperature)
+    agent, prompts = agent_of(base, temperature=temperature), ["a", "some longer prompt", "xy", "z" * 30]
+    turn = collect_rollout(agent, base, prompts * 2, 12, settings(mini_batch_size=2))
+    drawn = sampled(agent.policy, prompts, 12, generator())
+    assert turn.sampling_gap < 1e-5 and drawn.logp_BT.min() < -1    # the random model is not sure of anything
+    torch.testing.assert_close(drawn.logp_BT, rescored(base, prompts, 12, drawn), atol=1e-4, rtol=1e-4)
+
+
+def test_greedy_takes_the_likeliest_token_and_no_random_number():
+    logits = torch.zeros(7, 7)
+    logits[0, 3], logits[3, 4], logits[4, 6] = 1.0, 0.5, 0.5    # a -> d -> e -> EOS, each a little likelier
+    model = bigram(logits)
+    drawn = sampled(model, ["a", "d"], 9)
+    assert decode(model, drawn.response_BT, drawn.mask_BT) == ["de", "e"]
+
+
+@pytest.mark.parametrize("rng", [None, generator()], ids=["greedy", "drawn"])
+def test_a_nan_is_said_before_anything_is_drawn_from_it(rng):
     logits = torch.zeros(7, 7)
     logits[0, 3] = float("nan")
-    model = bigram(logits)
     with pytest.raises(UserError, match="log-probability is nan"):
-        sample(model, encode_prompts(model, ["b", "a"], 3), 3, None if greedy else generator())
+        sampled(bigram(logits), ["b", "a"], 3, rng)
 
 
+# --- rows that have ended ---
+def test_finished_rows_are_dropped_and_the_rest_computed_as_before(model):
+    """Counted, not timed: what the body computes falls with the rows that run; and nobody notices."""
+    head, likely = model.logprobs, torch.zeros(257)
+    likely[256] = 3.0  # EOS at about one token in 13, so that rows end all the time
+    model.logprobs = lambda hidden: (head(hidden) + likely).log_softmax(-1)
+    texts = ["a", "some longer prompt", "z" * 30, "one story", "xy"] * 8
+    rows, body = [], model.body
+    model.body = lambda ids, *rest: rows.append(len(ids)) or body(ids, *rest)
+    drawn = sampled(model, texts, 40, generator())
+    lengths = drawn.mask_BT.sum(1)
+    assert len(rows) == lengths.max() > 10 and rows[0] == 40 and rows[-1] < 10
+    for step, computed in enumerate(rows):  # at most a quarter of what is computed has ended
+        running = int((lengths > step).sum())
+        assert running <= computed <= max(running / 0.75, running + 1)
+    torch.testing.assert_close(drawn.logp_BT, rescored(model, texts, 40, drawn), atol=1e-4, rtol=1e-4)
+
+
+def test_each_row_keeps_its_own_random_numbers_when_others_are_dropped(model, monkeypatch):
+    """Row b draws with the b-th of the B numbers of each step, whoever has ended before it."""
+    seen, tokens = [], iter([[256, 1, 2, 3], [1, 2, 256], [5, 5], [5, 5]])      # row 0 ends, then row 3
+
+    def scripted(logp, uniform):
+        seen.append(uniform)
+        return torch.tensor(next(tokens))
+
+    monkeypatch.setattr(sampling, "draw", scripted)
+    sampled(model, ["a", "b", "c", "d"], 4, generator(3))
+    expected = torch.rand(4, 4, generator=generator(3), dtype=torch.float64)
+    for step, rows in enumerate(([0, 1, 2, 3], [1, 2, 3], [1, 2], [1, 2])):
+        assert torch.equal(seen[step], expected[step, rows])
+
+
+def test_columns_that_hold_no_token_any_more_are_dropped(model, monkeypatch):
+    """The long prompt ends at once; from then on the short ones do not carry its width."""
+    widths, body = [], model.body
+    model.body = lambda ids, mask, *rest: widths.append(tuple(mask.shape)) or body(ids, mask, *rest)
+    tokens = iter([[256, 1, 2, 3]] + [[5] * 3] * 5)
+    monkeypatch.setattr(sampling, "draw", lambda logp, uniform: torch.tensor(next(tokens)))
+    sampled(model, ["z" * 100, "ab", "cde", "xy"], 6, generator())
+    assert widths == [(4, 100), (3, 4), (3, 5), (3, 6), (3, 7), (3, 8)]
+
+
+def test_the_cache_writes_a_token_into_its_place_and_copies_seldom():
+    layer, copies = GrowingLayer(), 0
+    keys = torch.randn(3, 2, 200, 4)
+    layer.update(keys[:, :, :50], -keys[:, :, :50])
+    for t in range(50, 200):
+        before = layer.buffers[0].data_ptr()
+        k, v = layer.update(keys[:, :, t:t + 1], -keys[:, :, t:t + 1])
+        copies += layer.buffers[0].data_ptr() != before
+    assert torch.equal(k, keys) and torch.equal(v, -keys) and layer.get_seq_length() == 200 and copies <= 4
+    layer.keep(torch.tensor([True, False, True]), 30)
+    k, v = layer.update(keys[:2, :, :1], -keys[:2, :, :1])
+    expected = torch.cat([keys[[0, 2], :, 30:], keys[:2, :, :1]], dim=2)
+    assert torch.equal(k, expected) and torch.equal(v, -expected)
+
+
+# --- looks at the rows, between which nothing waits for a GPU ---
 class Counted(TorchDispatchMode):
     """Operations that make the host wait for a GPU, and casts of weights to bfloat16."""
 
@@ -275,48 +228,44 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("steps", [2, 7, 100])
-def test_looks_at_the_rows_are_as_rare_as_one_likes_and_change_nothing(small, monkeypatch, steps):
-    model = load_language_model(str(small / "lm"))
+@pytest.mark.parametrize("steps", [7, 100])
+def test_looks_at_the_rows_are_as_rare_as_one_likes_and_change_nothing(model, monkeypatch, steps):
     model.lm.transformer.ln_f.bias.data += 0.5
     model.lm.transformer.wte.weight.data[256] = 0.25            # raises the EOS logit by 4
-    prompts = encode_prompts(model, ["a", "some longer prompt", "z" * 30] * 4, 30)
-    drawn = {}
+    drawn, states = [], []
     for every in (1, steps):
         monkeypatch.setitem(sampling.STEPS_BETWEEN_LOOKS, "cpu", every)
         rng = generator()
-        drawn[every] = sample(model, prompts, 30, rng), rng.get_state()
-    (one, one_state), (many, many_state) = drawn.values()
+        drawn.append(sampled(model, ["a", "some longer prompt", "z" * 30] * 4, 30, rng))
+        states.append(rng.get_state())
+    one, many = drawn
     assert 1 < one.mask_BT.sum(1).min() + 1 < one.mask_BT.shape[1]       # rows end at different times
     assert torch.equal(one.response_BT, many.response_BT) and torch.equal(one.mask_BT, many.mask_BT)
     torch.testing.assert_close(one.logp_BT, many.logp_BT)
-    assert torch.equal(one_state, many_state)                   # as if no step too many had been made
+    assert torch.equal(*states)                                 # as if no step too many had been made
 
 
 @pytest.mark.parametrize("steps", [1, 4, 100])
 def test_the_generator_is_left_as_if_asked_for_the_steps_made_alone(monkeypatch, steps):
     """Numbers are drawn for all steps at once; those of steps that no row needed are given back."""
     monkeypatch.setitem(sampling.STEPS_BETWEEN_LOOKS, "cpu", steps)
-    model, rng, plain = bigram(path_model(*"abcdef.")), generator(), generator()
-    drawn = sample(model, encode_prompts(model, ["d", "e"], 9), 9, rng)
-    assert drawn.mask_BT.shape[1] == 3
+    rng, plain = generator(), generator()
+    assert sampled(bigram(path_model(*"abcdef.")), ["d", "e"], 9, rng).mask_BT.shape[1] == 3
     torch.rand(3, 2, generator=plain, dtype=torch.float64)
     assert torch.equal(rng.get_state(), plain.get_state())
 
 
-def test_nothing_between_two_looks_waits_for_a_gpu(small, monkeypatch):
+def test_nothing_between_two_looks_waits_for_a_gpu(model, monkeypatch):
     """Counted on a CPU: `.item()`, `int(...)`, `if tensor`, and indexing by truth values."""
     class OnGpu(GrowingLayer):
         is_compileable = property(lambda self: True, lambda self, value: None)
 
     monkeypatch.setattr(sampling, "GrowingLayer", OnGpu)
     monkeypatch.setitem(sampling.STEPS_BETWEEN_LOOKS, "cpu", 100)
-    model = load_language_model(str(small / "lm"))
     waits = {}
     for tokens in (3, 20):
-        prompts = encode_prompts(model, ["a", "some longer prompt"] * 4, tokens)
         with Counted() as counted:
-            sample(model, prompts, tokens, generator())
+            sampled(model, ["a", "some longer prompt"] * 4, tokens, generator())
         waits[tokens] = counted.waits
     assert waits[3] == waits[20] and len(waits[3]) <= 3
 
@@ -326,6 +275,6 @@ def test_weights_are_cast_once_for_all_tokens(small):
     policy, casts = agent_of(base).policy, []
     for tokens in (2, 12):
         with Counted() as counted:
-            sample(policy, encode_prompts(policy, ["a", "b"], tokens), tokens, generator())
+            sampled(policy, ["a", "b"], tokens, generator())
         casts.append(counted.casts)
     assert 0 < casts[0] == casts[1] <= 2 * 8                    # weights and biases of two layers

@@ -1,7 +1,8 @@
-"""Models small enough to know by hand."""
-
+"""Models small enough to know by hand, and what the tests of several files share."""
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -10,20 +11,19 @@ from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.system.files import checksum
 
-LETTERS = "abcdef"  # ids 0..5; id 6, written ".", is EOS
+LETTERS = "abcdef."                     # ids 0..6; "." is EOS
 
 
 class LetterTokenizer:
     """One id per letter; "." is EOS, as a real tokenizer's EOS text would be."""
-
     eos_token_id = 6
 
     def __call__(self, texts, add_special_tokens=False):
-        encode = lambda text: [(LETTERS + ".").index(c) for c in text]
-        return {"input_ids": encode(texts) if isinstance(texts, str) else [encode(t) for t in texts]}
+        encode = lambda text: [LETTERS.index(letter) for letter in text]
+        return {"input_ids": encode(texts) if isinstance(texts, str) else [encode(text) for text in texts]}
 
     def batch_decode(self, rows, skip_special_tokens=True, **_):
-        return ["".join((LETTERS + ".")[i] for i in row if i != 6 or not skip_special_tokens) for row in rows]
+        return ["".join(LETTERS[i] for i in row if i != 6 or not skip_special_tokens) for row in rows]
 
 
 class Body(nn.Module):
@@ -31,16 +31,13 @@ class Body(nn.Module):
 
     def __init__(self, vocab):
         super().__init__()
-        self.vocab, self.zero = (
-            vocab,
-            nn.Parameter(torch.zeros(1)),
-        )  # a body without parameters would have no gradient
+        self.vocab = vocab
+        self.zero = nn.Parameter(torch.zeros(1))            # without a parameter there would be no gradient
 
-    def forward(
-        self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None
-    ):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None,
+                use_cache=None):
         hidden = nn.functional.one_hot(input_ids, self.vocab) + 0 * self.zero
-        return type("Out", (), {"last_hidden_state": hidden, "past_key_values": past_key_values})
+        return SimpleNamespace(last_hidden_state=hidden, past_key_values=past_key_values)
 
 
 class BigramLM(nn.Module):
@@ -48,12 +45,10 @@ class BigramLM(nn.Module):
 
     def __init__(self, logits_UV):
         super().__init__()
-        self.base_model, self.head = (
-            Body(len(logits_UV)),
-            nn.Linear(len(logits_UV), len(logits_UV), bias=False),
-        )
+        self.base_model = Body(len(logits_UV))
+        self.head = nn.Linear(len(logits_UV), len(logits_UV), bias=False)
         self.head.weight.data = logits_UV.float().T.contiguous()
-        self.device, self.config = torch.device("cpu"), type("Config", (), {})()
+        self.device, self.config = torch.device("cpu"), SimpleNamespace()
 
     def get_output_embeddings(self):
         return self.head
@@ -61,21 +56,36 @@ class BigramLM(nn.Module):
 
 def bigram(logits_UV=None, seed=0, temperature=1.0) -> LanguageModel:
     if logits_UV is None:
-        logits_UV = torch.randn(7, 7, generator=torch.Generator().manual_seed(seed))
+        logits_UV = torch.randn(7, 7, generator=generator(seed))
     return LanguageModel(BigramLM(logits_UV), LetterTokenizer(), temperature).requires_grad_(False)
 
 
+def generator(seed=0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def settings(**changes) -> ImdbConfig:
-    return ImdbConfig(
-        **{
-            **dict(batch_size=8, mini_batch_size=8, learning_rate=0.05, adap_kl_ctrl=False, eval_queries=8),
-            **changes,
-        }
-    )
+    small = dict(batch_size=8, mini_batch_size=8, learning_rate=0.05, adap_kl_ctrl=False, eval_queries=8)
+    return ImdbConfig(**(small | changes))
 
 
 def agent_of(model: LanguageModel, **changes) -> Agent:
     return Agent("llm1", model, settings(**changes), 0)
+
+
+def close(x, expected, tolerance=1e-6) -> None:
+    x, expected = (torch.as_tensor(values, dtype=torch.float32) for values in (x, expected))
+    torch.testing.assert_close(x, expected, atol=tolerance, rtol=tolerance)
+
+
+def error_line(main, flags: list[str], capsys) -> str:
+    """The one line that a command with bad input ends in; its exit status is 2."""
+    capsys.readouterr()                     # of what came before
+    with pytest.raises(SystemExit) as stop:
+        main(flags)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1, err
+    return err
 
 
 def mend_checksum(checkpoint: Path) -> Path:
