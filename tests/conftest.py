@@ -48,8 +48,7 @@ def byte_tokenizer(**special) -> PreTrainedTokenizerFast:
 def save_gpt2(folder: Path, tokenizer=None, **changes) -> Path:
     torch.manual_seed(0)
     config = dict(
-        vocab_size=257, n_positions=160, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256
-    )
+        vocab_size=257, n_positions=160, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256)
     GPT2LMHeadModel(GPT2Config(**{**config, **changes})).save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return folder
@@ -78,17 +77,9 @@ def save_small(folder: Path) -> Path:
     torch.manual_seed(1)
     DistilBertForSequenceClassification(
         DistilBertConfig(
-            vocab_size=257,
-            dim=16,
-            n_layers=1,
-            n_heads=2,
-            hidden_dim=32,
-            max_position_embeddings=160,
-            initializer_range=0.5,
-            id2label={0: "NEGATIVE", 1: "POSITIVE"},
-            label2id={"NEGATIVE": 0, "POSITIVE": 1},
-        )
-    ).save_pretrained(folder / "classifier")
+            vocab_size=257, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=160,
+            initializer_range=0.5, id2label={0: "NEGATIVE", 1: "POSITIVE"},
+            label2id={"NEGATIVE": 0, "POSITIVE": 1})).save_pretrained(folder / "classifier")
     byte_tokenizer(pad_token="<|endoftext|>").save_pretrained(folder / "classifier")
     words = "the film was a story of one good man and his bad old dog who saw every scene in it".split()
     rng = random.Random(0)
@@ -110,17 +101,9 @@ def small(tmp_path_factory) -> Path:
 def save_llama(folder: Path, tokenizer=None, **changes) -> Path:
     torch.manual_seed(0)
     config = dict(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=1024,
-        bos_token_id=256,
-        eos_token_id=256,
-        initializer_range=0.2,
-    )
+        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=1024, bos_token_id=256, eos_token_id=256,
+        initializer_range=0.2)
     LlamaForCausalLM(LlamaConfig(**{**config, **changes})).save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return folder
@@ -152,32 +135,16 @@ def problems(tmp_path_factory) -> Path:
 def problem_flags(problems) -> list[str]:
     """Command line of a GSM8K run over `problems` that takes about a second. 5 iterations, T_REx = 2."""
     return [
-        "--model",
-        str(problems / "lm"),
-        "--dataset",
-        str(problems),
-        *SIZES,
-        "--iterations",
-        "5",
-        "--max_response_length",
-        "12",
-    ]
+        "--model", str(problems / "lm"), "--dataset", str(problems), *SIZES, "--iterations", "5",
+        "--max_response_length", "12"]
 
 
 @pytest.fixture(scope="session")
 def small_flags(small) -> list[str]:
     """Command line of a run over `small` that takes about a second. 7 iterations, T_REx = 2."""
     return [
-        "--model",
-        str(small / "lm"),
-        "--reward_model",
-        str(small / "classifier"),
-        "--dataset",
-        str(small / "openings"),
-        *SIZES,
-        "--iterations",
-        "7",
-    ]
+        "--model", str(small / "lm"), "--reward_model", str(small / "classifier"), "--dataset",
+        str(small / "openings"), *SIZES, "--iterations", "7"]
 
 
 @pytest.fixture
@@ -191,6 +158,5 @@ def imdb_data() -> Path:
 def gsm8k_data() -> Path:
     if not (SHARED / "gsm8k" / "train.jsonl").exists():
         pytest.skip(
-            "real GSM8K is not at ../shared/data/gsm8k: its questions and gold answers were not checked"
-        )
+            "real GSM8K is not at ../shared/data/gsm8k: its questions and gold answers were not checked")
     return SHARED / "gsm8k"

@@ -21,25 +21,23 @@ from cory.ppo.agent import Agent, agent_seed
 COMBINATIONS = {
     "rloo": "--advantage rloo --responses_per_query 4 --kl_in loss --ent_coef 0.01",
     "grpo": "--advantage grpo --responses_per_query 2 --lr_schedule cosine --warmup_iterations 1",
-    "share": "--advantage reinforce --share_weights true --whiten_advantages false --lr_schedule linear",
-}
+    "share": "--advantage reinforce --share_weights true --whiten_advantages false --lr_schedule linear"}
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_a_stopped_run_resumes_to_the_same_bits_with_each_flag(name, small_flags, tmp_path, monkeypatch):
     flags = [*small_flags, *COMBINATIONS[name].split(), "--iterations", "4", "--eval_every", "0"]
     train_imdb.main([*flags, "--run_dir", str(tmp_path / "whole")])
-    kept = cory.experiment.run.save_checkpoint
+    save_checkpoint = cory.experiment.run.save_checkpoint
 
-    def save(run_dir, iteration, *rest):
+    def stop_at_3(run_dir, iteration, *rest):
         if iteration == 3:
             raise KeyboardInterrupt
-        kept(run_dir, iteration, *rest)
+        save_checkpoint(run_dir, iteration, *rest)
 
-    monkeypatch.setattr(cory.experiment.run, "save_checkpoint", save)
-    with pytest.raises(SystemExit):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(cory.experiment.run, "save_checkpoint", stop_at_3)
         train_imdb.main([*flags, "--run_dir", str(tmp_path / "stopped")])
-    monkeypatch.setattr(cory.experiment.run, "save_checkpoint", kept)
     train_imdb.main(["--resume", "--run_dir", str(tmp_path / "stopped")])
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
     agents = ["llm1"] if name == "share" else ["llm1", "llm2"]
@@ -92,11 +90,10 @@ def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
 
 def test_one_model_in_both_roles_has_the_memory_of_ppo(small_flags, tmp_path):
     def parameters(*flags):
-        argv = [*small_flags, *flags, "--run_dir", str(tmp_path / "-".join(flags))]
-        run = Run(parse(ImdbConfig, IMDB_PRESETS, argv))
+        flags = [*small_flags, *flags, "--run_dir", str(tmp_path / flags[1])]
+        run = Run(parse(ImdbConfig, IMDB_PRESETS, flags))
         run.close()
-        owned = {id(p): p.numel() for agent in run.roles for p in agent.policy.parameters()}
-        return sum(owned.values())
+        return sum({id(p): p.numel() for agent in run.roles for p in agent.policy.parameters()}.values())
 
     ppo = parameters("--method", "ppo")
     assert parameters("--share_weights", "true") == ppo == parameters("--method", "cory") / 2

@@ -198,9 +198,15 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 # --- what is no task and no loop ----------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["numpy:ndarray", "numpy:median", "cory.train:train_ppo"])
-def test_a_task_that_is_no_task_is_refused(name):
-    with pytest.raises(UserError, match="is no subclass of cory.tasks.task.Task; make it one"):
+NO_TASK, NO_MODULE = "is no subclass of cory.tasks.task.Task; make it one", "is no module:Name"
+
+
+@pytest.mark.parametrize("name, says", [
+    ("numpy:ndarray", NO_TASK), ("numpy:median", NO_TASK), ("cory.train:train_ppo", NO_TASK),
+    (":Mine", NO_MODULE), ("./own:Mine", NO_MODULE), ("a b:Mine", NO_MODULE),
+    ("own.py:Mine", "name the module without .py")])
+def test_a_task_that_is_no_task_is_refused(name, says):
+    with pytest.raises(UserError, match=says):
         find_task(ImdbConfig(task=name))
 
 
@@ -238,79 +244,65 @@ def played(small_flags, tmp_path_factory):
     run.clock = 0.0
     queries, limit = run.task.batch(1)
     a = collect_rollout(run.roles[0], run.reference, run.task.pioneer_prompts(queries), limit, run.cfg)
-    yield run, queries, limit, a, run.task.reward(queries, a.text)
+    yield run, a, run.task.reward(queries, a.text)
     run.close()
+
+
+def refused(run: Run, says: str, turns: list[Turn], roles: list[Agent], metrics: dict | None = None) -> None:
+    """`finish_iteration` refuses what a loop hands over, and logs nothing."""
+    queries, limit = run.task.batch(1)
+    with pytest.raises(UserError, match=says):
+        run.finish_iteration(1, queries, limit, turns, roles=roles, metrics=metrics)
+    assert (run.run_dir / "metrics.jsonl").read_text() == ""
 
 
 @pytest.mark.parametrize("roles, says", [
     (["llm1"], "role is 'llm1': is taken by another turn, agent or column"),
     (["pioneer", "llm2"], "role is 'llm2'"), (["pioneer", "pioneer"], "role is 'pioneer'"),
     (["query"], "role is 'query'"), (["iteration"], "role is 'iteration'"), (["a/b"], "role is 'a/b'"),
-    (["base"], "role is 'base'"), (["eval"], "role is 'eval'")])
+    (["base"], "role is 'base'"), (["eval"], "role is 'eval'"),
+    ([], "give finish_iteration a Turn of each agent that played")])
 def test_roles_that_would_hide_something_are_refused(roles, says, played):
-    run, queries, limit, a, r = played
+    run, a, r = played
     turns = [Turn(role, agent, a, r, {}) for role, agent in zip(roles, run.agents, strict=False)]
-    with pytest.raises(UserError, match=says):
-        run.finish_iteration(1, queries, limit, turns, roles=run.agents)
-    assert (run.run_dir / "metrics.jsonl").read_text() == ""
+    refused(run, says, turns, run.agents)
 
 
 @pytest.mark.parametrize("place, says", [
     ("turn", "turns is 'llm3': give finish_iteration a Turn of each agent that played; run.roles holds"),
     ("roles", "roles is 'llm1, llm3': must be the run's agents in another order: llm1, llm2")])
 def test_an_agent_that_the_run_does_not_know_is_refused(place, says, played):
-    run, queries, limit, a, r = played
+    run, a, r = played
     stranger = Agent("llm3", run.reference, run.cfg, 2)
     turns = [Turn("pioneer", stranger if place == "turn" else run.agents[0], a, r, {})]
     roles = [run.agents[0], stranger] if place == "roles" else run.agents
-    with pytest.raises(UserError, match=says):
-        run.finish_iteration(1, queries, limit, turns, roles=roles)
-    assert (run.run_dir / "metrics.jsonl").read_text() == ""
+    refused(run, says, turns, roles)
 
 
 @pytest.mark.parametrize("roles", [[0], [0, 0], [0, 1, 1]])
 def test_roles_of_the_next_iteration_are_all_the_runs_agents(roles, played):
     """Else the run would resume with one agent in both roles, or not at all."""
-    run, queries, limit, a, r = played
-    turns = [Turn("pioneer", run.agents[0], a, r, {})]
-    with pytest.raises(UserError, match="must be the run's agents in another order: llm1, llm2"):
-        run.finish_iteration(1, queries, limit, turns, roles=[run.agents[i] for i in roles])
+    run, a, r = played
+    turns, roles = [Turn("pioneer", run.agents[0], a, r, {})], [run.agents[i] for i in roles]
+    refused(run, "must be the run's agents in another order: llm1, llm2", turns, roles)
 
 
-def test_an_iteration_without_a_turn_is_refused(played):
-    run, queries, limit, _, _ = played
-    with pytest.raises(UserError, match="give finish_iteration a Turn of each agent that played"):
-        run.finish_iteration(1, queries, limit, [], roles=run.agents)
-
-
-def test_a_metric_of_the_update_does_not_hide_one_of_the_rollout(played):
-    run, queries, limit, a, r = played
-    turns = [Turn("pioneer", run.agents[0], a, r, {"kl": 77.0})]
-    with pytest.raises(UserError, match="metrics is 'kl': is taken"):
-        run.finish_iteration(1, queries, limit, turns, roles=run.agents)
-
-
-@pytest.mark.parametrize("metrics, says", [
-    ({"both/copied": 0.5}, "metrics is 'both/copied': is taken or holds a slash"),
-    ({"seconds": 0.5}, "metrics is 'seconds': is taken"), ({"roles": 1.0}, "metrics is 'roles': is taken"),
-    ({"copied": [0.5, 1.0]}, "metrics is 'copied': is '.0.5, 1.0.', not one number; log its mean"),
-    ({"copied": "half"}, "metrics is 'copied': is 'half', not one number"),
-    ({"copied": None}, "metrics is 'copied': is 'None', not one number")])
-def test_metrics_of_a_loop_that_would_be_lost_are_refused(metrics, says, played):
-    run, queries, limit, a, r = played
-    turns = [Turn("pioneer", run.agents[0], a, r, {})]
-    with pytest.raises(UserError, match=says):
-        run.finish_iteration(1, queries, limit, turns, roles=run.agents, metrics=metrics)
-    assert (run.run_dir / "metrics.jsonl").read_text() == ""
-
-
-def test_a_metric_of_a_task_that_would_hide_one_of_every_task_is_refused(here, small_flags, capsys):
-    here("hides", MINE + "    def metrics(self, queries, responses):\n        return {'kl': 0.0}\n")
-    flags = [*small_flags, "--iterations", "1", "--task", "hides:Mine", "--run_dir", "run"]
-    assert "metrics is 'kl': is taken" in one_line(capsys, train_imdb.main, flags)
+@pytest.mark.parametrize("update, metrics, says", [
+    ({"kl": 77.0}, {}, "metrics is 'kl': is taken"),
+    ({}, {"both/copied": 0.5}, "metrics is 'both/copied': is taken or holds a slash"),
+    ({}, {"seconds": 0.5}, "metrics is 'seconds': is taken"),
+    ({}, {"roles": 1.0}, "metrics is 'roles': is taken"),
+    ({}, {"copied": [0.5, 1.0]}, "metrics is 'copied': is '.0.5, 1.0.', not one number; log its mean"),
+    ({}, {"copied": "half"}, "metrics is 'copied': is 'half', not one number"),
+    ({}, {"copied": None}, "metrics is 'copied': is 'None', not one number")])
+def test_metrics_that_would_be_lost_are_refused(update, metrics, says, played):
+    run, a, r = played
+    refused(run, says, [Turn("pioneer", run.agents[0], a, r, update)], run.agents, metrics)
 
 
 @pytest.mark.parametrize("body, says", [
+    ("def metrics(self, queries, responses):\n        return {'kl': 0.0}",
+     "metrics is 'kl': is taken"),
     ("def metrics(self, queries, responses):\n        return {'distinct_1': 0.0}", "metrics is 'distinct_1'"),
     ("def metrics(self, queries, responses):\n        return {'a/b': 0.0}", "metrics is 'a/b'"),
     ("def metrics(self, queries, responses):\n        pass", "metrics is None: are no dict"),
@@ -319,12 +311,6 @@ def test_what_a_task_may_not_define_or_return(body, says, here, small_flags, cap
     here("own", MINE + f"    {body}\n")
     flags = [*small_flags, "--iterations", "1", "--task", "own:Mine", "--run_dir", "run"]
     assert says in one_line(capsys, train_imdb.main, flags)
-
-
-@pytest.mark.parametrize("name", [":Mine", "./own:Mine", "own.py:Mine", "a b:Mine"])
-def test_names_that_are_no_module_are_one_line(name):
-    with pytest.raises(UserError, match="task is "):
-        find_task(ImdbConfig(task=name))
 
 
 def test_a_loop_that_never_finishes_an_iteration_is_one_line(here, small_flags, capsys):
