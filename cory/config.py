@@ -238,10 +238,10 @@ class ImdbConfig(Config):
 IMDB_PRESETS = {
     # Chosen on validation queries (docs/learning.md): CORY in three minutes on 2 cores.
     "tiny": dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openings"),
-                 reward_model=str(ASSETS / "imdb/classifier"), iterations=36, batch_size=128,
-                 mini_batch_size=16, num_ppo_epochs=1, min_response_length=0, lora=True, learning_rate=2e-3,
+                 reward_model=str(ASSETS / "imdb/classifier"), iterations=44, batch_size=128,
+                 mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora=True, learning_rate=2e-3,
                  critic_learning_rate=5e-3, lr_schedule="linear", init_kl_coef=0.15, kl_penalty="k1",
-                 adap_kl_ctrl=False, eval_queries=128, eval_samples=2, eval_every=12, save_every=12),
+                 adap_kl_ctrl=False, eval_queries=128, eval_samples=2, eval_every=11, save_every=11),
     "gpt2": dict(model="gpt2"),
     "gpt2-large": dict(),                       # the paper's setting: the class's own defaults
     "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO with twice the parameters
@@ -278,10 +278,10 @@ LLAMA2 = dict(lora=True, load_in_4bit=True, dtype="bfloat16")
 GSM8K_PRESETS = {
     # Chosen on validation queries (docs/learning.md): CORY in five and a half minutes on 2 cores.
     "tiny": dict(model=str(ASSETS / "gsm8k/lm"), dataset=str(ASSETS / "gsm8k/problems"), one_shot=False,
-                 max_response_length=48, iterations=40, batch_size=128, mini_batch_size=32,
-                 gradient_accumulation_steps=1, num_ppo_epochs=2, lora=True, learning_rate=1e-3,
-                 critic_learning_rate=5e-3, lr_schedule="linear", init_kl_coef=0.02, kl_penalty="k1",
-                 adap_kl_ctrl=False, lam=1.0, eval_queries=128, eval_samples=2, eval_every=10),
+                 max_response_length=48, iterations=60, batch_size=128, mini_batch_size=32,
+                 gradient_accumulation_steps=1, num_ppo_epochs=1, lora=True, learning_rate=1e-3,
+                 critic_learning_rate=1e-3, lr_schedule="linear", init_kl_coef=0.02, kl_penalty="k1",
+                 adap_kl_ctrl=False, lam=1.0, eval_queries=128, eval_samples=2, eval_every=15),
     "llama2-7b": LLAMA2,                        # the paper's table 2, PPO's learning rate
     "llama2-7b-lr1e-4": dict(learning_rate=1e-4, **LLAMA2),         # the paper's learning rate for CORY
 }

@@ -12,6 +12,7 @@ from typing import Iterable
 
 from cory.errors import UserError
 
+SIGNALLED = {129, 130, 143}         # exit statuses of a program that a signal has stopped
 being_imported: list[str] = []      # modules that `find` is importing now; no run may start within one
 
 
@@ -46,6 +47,8 @@ def import_module(field: str, name: str, module_name: str):
             way_out = "name the module without .py"
         raise UserError(field, name, way_out) from error
     except (UserError, SystemExit) as error:
+        if getattr(error, "code", 0) in SIGNALLED:
+            raise
         raise UserError(field, name, f"importing {module_name} starts something ({error}); keep its last "
                         'lines under `if __name__ == "__main__":`') from error
     finally:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from cory.commands.flags import parse  # noqa: E402
 from cory.config import IMDB_PRESETS, ImdbConfig  # noqa: E402
 from cory.experiment import run  # noqa: E402
+from cory.experiment.flags import parse  # noqa: E402
 from cory.system.distributed import launched, rank  # noqa: E402
 from cory.tasks.imdb import Imdb  # noqa: E402
 

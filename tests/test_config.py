@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import train_imdb
-from cory.commands.flags import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
 from cory.errors import UserError
+from cory.experiment.flags import parse
 
 ROOT = Path(__file__).parents[1]
 # Tables of the paper (protocol, section 2); PPO and CORY alike.

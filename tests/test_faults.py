@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from toys import mend_checksum, settings
 
 import train_imdb
-from cory.commands.flags import parse
 from cory.config import ASSETS, IMDB_PRESETS, ImdbConfig
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment import checkpoint, run
 from cory.experiment.checkpoint import checkpoints_of
+from cory.experiment.flags import parse
 from cory.experiment.log import RunLog
 from cory.experiment.saved_config import load_config, saved_config
 from cory.system import files, folder

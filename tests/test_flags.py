@@ -12,9 +12,9 @@ from toys import bigram, settings
 
 import cory.experiment.run
 import train_imdb
-from cory.commands.flags import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.experiment.checkpoint import checkpoints_of
+from cory.experiment.flags import parse
 from cory.experiment.run import Run
 from cory.ppo.agent import Agent, agent_seed
 

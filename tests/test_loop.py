@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cory.train as loop
 import train_imdb
-from cory.commands.flags import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.experiment import checkpoint
 from cory.experiment.checkpoint import checkpoints_of, saved_tensors, write_tensors
+from cory.experiment.flags import parse
 from cory.experiment.run import Run
 from cory.experiment.saved_config import load_config
 from cory.ppo.agent import Agent

@@ -14,9 +14,9 @@ from toys import bigram, settings
 import train_imdb
 from cory import names
 from cory.commands import evaluate
-from cory.commands.flags import parse
 from cory.config import ADVANTAGES, IMDB_PRESETS, METHODS, ImdbConfig
 from cory.errors import UserError
+from cory.experiment.flags import parse
 from cory.experiment.run import Run, Turn, agents_of, find_task
 from cory.names import find, name_of, short_name
 from cory.ppo.agent import Agent
@@ -33,7 +33,7 @@ class Mine(Imdb):
 """
 # the two ways of forgetting the guard
 STARTS = """
-from cory.commands.flags import parse
+from cory.experiment.flags import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.train import train
 flags = "--iterations 1 --batch_size 8 --mini_batch_size 8 --wandb disabled --run_dir started"

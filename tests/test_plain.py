@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from cory.commands.flags import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
+from cory.experiment.flags import parse
 from cory.ppo import formulas, minibatches, rollout, sampling, update
 from cory.train import train
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import train_gsm8k
 import train_imdb
 from cory.commands import evaluate, report
-from cory.commands.flags import Parser
 from cory.config import Gsm8kConfig, ImdbConfig
 from cory.experiment import run as run_module
+from cory.experiment.flags import Parser
 from cory.experiment.saved_config import load_config
 from cory.ppo.loading import load_language_model
 
@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
 def quick(monkeypatch):
     """Runs and reports without a picture: drawing takes longer than training here."""
     monkeypatch.setattr(run_module, "draw_curves", lambda run_dir: None)
-    monkeypatch.setattr(report, "draw_comparison", lambda *args: None)
+    monkeypatch.setattr(report, "draw_runs", lambda *args, **options: None)
 
 
 def run(name: str, *flags: str, main=train_imdb.main) -> Path:

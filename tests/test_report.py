@@ -14,11 +14,11 @@ from toys import bigram, settings
 
 import train_imdb
 from cory.commands import report
-from cory.commands.flags import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
 from cory.experiment import plots, weights_and_biases
 from cory.experiment.checkpoint import checkpoints_of, read_state
 from cory.experiment.evaluation import distinct, evaluate
+from cory.experiment.flags import parse
 from cory.experiment.log import RunLog
 from cory.experiment.saved_config import read_config
 from cory.experiment.tables import grouped, groups_table, results_table, shown

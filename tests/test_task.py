@@ -8,9 +8,9 @@ import torch
 from toys import bigram, error_line, settings
 
 import train_imdb
-from cory.commands.flags import parse
 from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.errors import UserError
+from cory.experiment.flags import parse
 from cory.experiment.run import Run
 from cory.ppo.loading import load_language_model
 from cory.tasks.data import load_columns

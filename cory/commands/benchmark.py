@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from cory.commands.flags import parse
 from cory.config import ASSETS, IMDB_PRESETS, METHODS, ImdbConfig
 from cory.errors import exit_on_user_error
+from cory.experiment.flags import parse
 from cory.names import find
 from cory.ppo.agent import Agent
 from cory.ppo.loading import load_language_model

@@ -15,11 +15,11 @@ from typing import Callable
 
 from tqdm import tqdm
 
-from cory.commands.flags import OneLineParser
 from cory.commands.report import read_eval, require_finished, require_picture, require_same_settings
 from cory.config import Config
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment import evaluation
+from cory.experiment.flags import OneLineParser
 from cory.experiment.plots import draw_pass_at_k
 from cory.experiment.run import find_task
 from cory.experiment.saved_config import load_config, read_config

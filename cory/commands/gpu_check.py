@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from cory.commands.flags import OneLineParser
 from cory.config import ASSETS, ImdbConfig
 from cory.errors import exit_on_user_error
+from cory.experiment.flags import OneLineParser
 from cory.ppo.loading import load_language_model
 from cory.ppo.sampling import encode_prompts, sample
 from cory.system.machine import choose_device, settled

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cory.commands.flags import OneLineParser
 from cory.commands.report import require_finished
 from cory.config import Config
 from cory.errors import exit_on_user_error
 from cory.experiment.evaluation import EVALUATION_SEED, answer, rows_at_once
 from cory.experiment.fingerprints import of_model
+from cory.experiment.flags import OneLineParser
 from cory.experiment.limit import Limit, made_with
 from cory.experiment.plots import draw_curves
 from cory.experiment.run import find_task

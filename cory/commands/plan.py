@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from cory.commands.flags import OneLineParser, parse
 from cory.config import EXPERIMENTS, Config
 from cory.errors import UserError, exit_on_user_error
+from cory.experiment.flags import OneLineParser, parse
 from cory.ppo.loading import model_config, model_errors
 from cory.ppo.minibatches import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE
 

@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Sequence
 
-from cory.commands.flags import OneLineParser
 from cory.errors import UserError, exit_on_user_error
+from cory.experiment.flags import OneLineParser
 from cory.experiment.limit import limit_of
 from cory.experiment.plots import draw_runs
 from cory.experiment.saved_config import BESIDE_SETTINGS, read_config

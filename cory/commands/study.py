@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cory.commands.flags import OneLineParser
 from cory.errors import UserError, exit_on_user_error
+from cory.experiment.flags import OneLineParser
 from cory.names import guess
 from cory.system.files import replace_text
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cory.commands.flags import parse
 from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Config, Gsm8kConfig, ImdbConfig
 from cory.errors import DIVERGED, UserError
+from cory.experiment.flags import parse
 from cory.experiment.saved_config import load_config
 from cory.names import guess
 from cory.studies.definitions import Study

@@ -160,7 +160,7 @@ def two_processes(attack: Attack) -> None:
     `in use by process N` in one line
     """
     code = ("import sys, time; sys.path.insert(0, {root!r})\n"
-            "from cory.commands.flags import parse\nfrom cory.config import IMDB_PRESETS, ImdbConfig\n"
+            "from cory.experiment.flags import parse\nfrom cory.config import IMDB_PRESETS, ImdbConfig\n"
             "from cory.system.folder import claimed\n"
             "time.sleep(max(0, {start!r} - time.time()))\n"
             "with claimed(parse(ImdbConfig, IMDB_PRESETS, [])) as folder:\n"
