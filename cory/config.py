@@ -236,7 +236,7 @@ class ImdbConfig(Config):
 
 
 IMDB_PRESETS = {
-    # Chosen on validation queries (docs/learning.md): CORY in three minutes on 2 cores.
+    # Chosen on validation queries (docs/learning.md): PPO and CORY.
     "tiny": dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openings"),
                  reward_model=str(ASSETS / "imdb/classifier"), iterations=44, batch_size=128,
                  mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora=True, learning_rate=2e-3,
@@ -276,7 +276,7 @@ class Gsm8kConfig(Config):
 LLAMA2 = dict(lora=True, load_in_4bit=True, dtype="bfloat16")
 
 GSM8K_PRESETS = {
-    # Chosen on validation queries (docs/learning.md): CORY in five and a half minutes on 2 cores.
+    # Chosen on validation queries (docs/learning.md): PPO and CORY.
     "tiny": dict(model=str(ASSETS / "gsm8k/lm"), dataset=str(ASSETS / "gsm8k/problems"), one_shot=False,
                  max_response_length=48, iterations=60, batch_size=128, mini_batch_size=32,
                  gradient_accumulation_steps=1, num_ppo_epochs=1, lora=True, learning_rate=1e-3,
