@@ -21,7 +21,7 @@ def find(field: str, name: str, known: dict[str, str]):
     module_name, _, attribute = known.get(name, name).partition(":")
     if not attribute:
         raise UserError(field, name, unknown(name, known))
-    if not all(part.isidentifier() for part in module_name.split(".")):
+    if not all(word.isidentifier() for word in module_name.split(".")):
         raise UserError(field, name, "is no module:Name; run this in the module's folder, and name it alone")
     if module_name.split(".")[0] in sys.stdlib_module_names:    # a stranger's config.json may say os:system
         raise UserError(field, name, "is Python's own, and none of these; name one of yours")

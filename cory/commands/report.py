@@ -32,7 +32,7 @@ def require_finished(run_dirs: list[Path]) -> None:
 
 
 def require_picture(path: Path | None, field: str = "out") -> None:
-    """A picture can be written there: said before work is done for it. Raises `UserError`."""
+    """Raises `UserError` unless a picture can be written there, before any work for it."""
     if path and path.suffix not in (".png", ".pdf", ".svg"):
         raise UserError(field, str(path), "must end in .png, .pdf or .svg")
     if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):

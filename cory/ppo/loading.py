@@ -19,7 +19,7 @@ from cory.errors import UserError
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.model import LanguageModel, positions
 from cory.system import hub
-from cory.system.hub import said
+from cory.system.hub import short_message
 
 # What is read of a model's folder beside its weights, where it is there.
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -185,7 +185,7 @@ def require_folder(refused: Callable, folder: Path) -> None:
         try:
             content = json.loads(file.read_bytes()) if file.exists() else {}
         except (OSError, ValueError, RecursionError) as error:
-            way_out = f"its {file.name} cannot be read ({said(error)}); save or fetch it again"
+            way_out = f"its {file.name} cannot be read ({short_message(error)}); save or fetch it again"
             raise refused(way_out) from error
         if not isinstance(content, dict):
             raise refused(f"its {file.name} holds no JSON object; save or fetch it again")
@@ -208,6 +208,6 @@ def why_not(error: Exception, name: str) -> str:
     if "ignore_mismatched_sizes" in text:
         return "could not be loaded: its weights have other shapes than its config.json says; use their own"
     if os.path.isdir(name) or not isinstance(error, OSError):
-        return f"could not be loaded ({said(error)}); save or fetch it again"
+        return f"could not be loaded ({short_message(error)}); save or fetch it again"
     return ("is neither a local folder nor to be had from the Hub now; with a network run "
             f"`hf download {name} --local-dir DIR`, then pass DIR")

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.errors import UserError
-from cory.system.hub import quiet, said
+from cory.system.hub import quiet, short_message
 
 
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
@@ -88,7 +88,8 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
         if wrong:
             raise ValueError(f"its {wrong[0]} is missing, of another model, or not finite")
     except Exception as error:                          # the loaders raise kinds of their own for each fault
-        way_out = f"cannot be loaded ({said(error)}); put back what the run has saved, or train again"
+        why = f"cannot be loaded ({short_message(error)})"
+        way_out = f"{why}; put back what the run has saved, or train again"
         raise UserError("adapter", str(folder), way_out) from error
     lm.active = "unknown"
     activate(lm, None)

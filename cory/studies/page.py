@@ -61,7 +61,7 @@ def differences_table(study: Study, rows: pd.DataFrame) -> list[str]:
     """A line for each variant that there is a baseline for; no table without one."""
     lines = [["variant", "less", "seeds", *pictures.TITLES.values()]]
     for variant, baseline in compared(study, rows).items():
-        found = differences(rows, variant, baseline)
-        cells = [str(found[name]) if name in found else "other eta" for name in pictures.TITLES]
-        lines.append([variant, baseline, str(found["reward"].seeds), *cells])
+        by_title = differences(rows, variant, baseline)
+        cells = [str(by_title[name]) if name in by_title else "other eta" for name in pictures.TITLES]
+        lines.append([variant, baseline, str(by_title["reward"].seeds), *cells])
     return [table(lines), ""] if len(lines) > 1 else []

@@ -47,12 +47,12 @@ def forest(study: Study, task: str, rows: pd.DataFrame):
     figure, axes = grid(4, 4, 3.0, 1.3 + 0.35 * len(pairs))
     names = ("reward", "reward at equal KL", "kl", "distinct_2")
     for y, (variant, baseline) in enumerate(pairs.items()):
-        found = differences(rows, variant, baseline)
+        by_title = differences(rows, variant, baseline)
         for axis, name in zip(axes, names, strict=True):
             color = COLORS[0]
-            axis.plot([found[name].low, found[name].high], [y, y], color=color, linewidth=2)
-            axis.plot(found[name].mean, y, marker="o", color=color,
-                      markerfacecolor=color if found[name].decided else "white")
+            axis.plot([by_title[name].low, by_title[name].high], [y, y], color=color, linewidth=2)
+            axis.plot(by_title[name].mean, y, marker="o", color=color,
+                      markerfacecolor=color if by_title[name].decided else "white")
     for axis, name in zip(axes, names, strict=True):
         axis.axvline(0, color="gray", linewidth=1)
         axis.set(title=TITLES[name], ylim=(len(pairs) - 0.4, -0.6))

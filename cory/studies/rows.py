@@ -56,16 +56,16 @@ def of_run(run: StudyRun) -> list[dict]:
 
 def evaluations(run: StudyRun, agent: str, log: list[dict]) -> dict[int, dict]:
     """{iteration: held-out metrics} of an agent; the first and the last with their share of the limit."""
-    found = {}
+    evaluated = {}
     for row in log:
         prefix = f"eval/{agent}/" if row["iteration"] else "eval/base/"
         metrics = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
         if metrics:
-            found[row["iteration"]] = metrics
+            evaluated[row["iteration"]] = metrics
     if run.finished:
         held_out = read_json(run.folder / "eval.json")
-        found |= {0: held_out["base"], held_out["iteration"]: held_out[agent]}
-    return found
+        evaluated |= {0: held_out["base"], held_out["iteration"]: held_out[agent]}
+    return evaluated
 
 
 def core_seconds(run: StudyRun) -> float:

@@ -83,12 +83,12 @@ def ends(rows: pd.DataFrame) -> pd.DataFrame:
 def differences(rows: pd.DataFrame, variant: str, baseline: str) -> dict[str, Difference]:
     """Of one task, by what differs. Combined rewards differ in the weight of KL as well if eta does."""
     per_run = ends(rows)
-    found = {name: difference(per_run.loc[variant, name], per_run.loc[baseline, name])
+    figures = {name: difference(per_run.loc[variant, name], per_run.loc[baseline, name])
              for name in ("reward", "kl", "combined_reward", "distinct_2")}
     if rows[rows.variant.isin([variant, baseline])].init_kl_coef.nunique() > 1:
-        del found["combined_reward"]
+        del figures["combined_reward"]
     at_equal_kl = rewards_at_equal_kl(rows[~rows.diverged], variant, baseline)
-    return found | {"reward at equal KL": difference(*at_equal_kl)}
+    return figures | {"reward at equal KL": difference(*at_equal_kl)}
 
 
 def compared(study: Study, rows: pd.DataFrame) -> dict[str, str]:

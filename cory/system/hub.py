@@ -98,6 +98,6 @@ def quiet():
         transformers_logging.set_verbosity(level)
 
 
-def said(error: Exception) -> str:
+def short_message(error: Exception) -> str:
     """An error of a library in one short line."""
     return printable(f"{type(error).__name__}: {error}")[:240]

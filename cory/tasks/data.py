@@ -64,7 +64,7 @@ def read_jsonl(path: Path) -> list[dict]:
         except json.JSONDecodeError as error:
             raise DataError(place, f"is not JSON ({error.msg}, column {error.colno}); mend it") from error
         except (ValueError, RecursionError) as error:       # thousands of digits or of brackets
-            raise DataError(place, f"is no JSON of a row ({hub.said(error)}); mend it") from error
+            raise DataError(place, f"is no JSON of a row ({hub.short_message(error)}); mend it") from error
         if not isinstance(rows[-1], dict):
             raise DataError(place, "is not a JSON object with named columns")
     return rows
@@ -89,7 +89,7 @@ def read_with_datasets(dataset: str, subset: str) -> dict[str, list[dict]]:
     except Exception as error:                                  # each file format raises errors of its own
         if path.is_dir():
             cause = error.__cause__ or error
-            way_out = f"could not be read: {hub.said(cause)}; mend it"
+            way_out = f"could not be read: {hub.short_message(cause)}; mend it"
             raise DataError(file_read_in(cause) or dataset, way_out) from error
         raise DataError(dataset, "is neither a local path nor to be had from the Hub now; with a network run "
                         f"`hf download {dataset} --repo-type dataset --local-dir DIR`, pass DIR") from error

@@ -7,7 +7,7 @@ from cory.config import CHECKERS, Gsm8kConfig
 from cory.errors import UserError
 from cory.names import find
 from cory.ppo.model import LanguageModel
-from cory.system.hub import said
+from cory.system.hub import short_message
 from cory.tasks.answers import decimal, gold_answer, last_number, strict
 from cory.tasks.data import DataError, load_columns
 from cory.tasks.task import Data, Task, checked_sizes
@@ -88,7 +88,7 @@ class Gsm8k(Task):
         try:
             chat = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:                      # a template is a program, with errors of its own
-            way_out = f"that of {self.cfg.model} fails ({said(error)}); use --chat_template false"
+            way_out = f"that of {self.cfg.model} fails ({short_message(error)}); use --chat_template false"
             raise UserError("chat_template", True, way_out) from error
         adds_bos = self.tokenizer("a")["input_ids"][0] == self.tokenizer.bos_token_id
         return chat.removeprefix(self.tokenizer.bos_token) if adds_bos else chat

@@ -88,8 +88,8 @@ class Task:
         unseen = (query for query in queries if not self.is_seen_in_training(query))
         self.held_out_queries = list(islice(unseen, cfg.eval_queries))
         if len(self.held_out_queries) < cfg.eval_queries:
-            found = f"{cfg.dataset} has {len(self.held_out_queries)} {cfg.eval_split} queries"
-            way_out = f"{found} that training never asks; lower it or bring more data"
+            way_out = (f"{cfg.dataset} has {len(self.held_out_queries)} {cfg.eval_split} queries that "
+                       "training never asks; lower it or bring more data")
             raise UserError("eval_queries", cfg.eval_queries, way_out)
 
     @classmethod
