@@ -120,7 +120,7 @@ BAD = [(["--learning_rat", "1"], ["--learning_rat", "did you mean --learning_rat
        (["--ent_coef", "-0.1"], ["ent_coef is -0.1", "0 or more"]),
        (["--kl_in", "rewards"], ["--kl_in", "rewards"]),
        (["--lr_schedule", "cosin"], ["lr_schedule is 'cosin'", "did you mean cosine?"]),
-       (["--warmup_iterations", "36"], ["warmup_iterations is 36", "iterations = 36"]),
+       (["--warmup_iterations", "44"], ["warmup_iterations is 44", "iterations = 44"]),
        (["--critic_learning_rate", "-1"], ["critic_learning_rate is -1.0", "0 or more"]),
        (["--eval_samples", "0"], ["eval_samples is 0", "1 or more"]),
        (["--method", "ppo", "--share_weights", "true"], ["share_weights is True", "--method cory"]),

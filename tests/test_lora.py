@@ -147,7 +147,8 @@ def test_a_frozen_base_in_bfloat16_keeps_adapters_head_and_losses_in_float32(pro
 
 
 @pytest.mark.parametrize("targets, wrong", [
-    ("q_proj,lm_head", "lm_head"), ("embed_tokens", "embed_tokens"), ("q_proj,v_porj", "v_porj")])
+    ("q_proj,lm_head", "lm_head"), ("embed_tokens", "embed_tokens"), ("q_proj,v_porj", "v_porj"),
+    ("q_proj,foo.v_proj", "foo.v_proj")])
 def test_targets_that_would_not_be_trained_as_they_are_sampled_are_refused(targets, wrong, problems):
     says = f"{wrong} names no layer that can be adapted; those of this model: down_proj, gate_proj, k_proj, "
     with pytest.raises(UserError, match=says + "o_proj, q_proj, up_proj, v_proj"):
@@ -155,7 +156,7 @@ def test_targets_that_would_not_be_trained_as_they_are_sampled_are_refused(targe
 
 
 def test_targets_alone_are_adapted(problems):
-    _, (one, _) = two_agents(problems / "lm", config(lora_targets="q_proj,v_proj"))
+    _, (one, _) = two_agents(problems / "lm", config(lora_targets="q_proj,self_attn.v_proj"))
     assert {name.split(".")[-4] for name in weights_of(one) if "lora_" in name} == {"q_proj", "v_proj"}
 
 

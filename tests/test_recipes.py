@@ -328,7 +328,7 @@ def test_a_checker_of_ones_own_makes_the_reward(folder, problem_flags, quick):
 def test_the_sweeps_commands_compare_rates(folder, flags, quick, capsys, monkeypatch):
     (compare,) = [line for line in COMMANDS if line[:4] == ["python", "-m", "cory", "report"]]
     train = command("$lr")
-    for lr in ("3e-5", "1e-4"):
+    for lr in ("7e-4", "2e-3"):
         words = [word.replace("$lr", lr).replace("$seed", "0") for word in train]
         train_imdb.main([*flags, "--iterations", "1", *words])
     capsys.readouterr()
@@ -336,7 +336,7 @@ def test_the_sweeps_commands_compare_rates(folder, flags, quick, capsys, monkeyp
     run_dirs = sorted(map(str, Path().glob(compare[4])))
     report.main([*run_dirs, *compare[5:]])
     shown = capsys.readouterr().out
-    assert "learning_rate 3e-5" in shown and "learning_rate 1e-4" in shown and Path("rates.png").exists()
+    assert "learning_rate 7e-4" in shown and "learning_rate 0.002" in shown and Path("rates.png").exists()
     with pytest.raises(SystemExit):
         report.main(run_dirs)
     assert "--by learning_rate" in capsys.readouterr().err

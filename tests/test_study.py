@@ -130,7 +130,7 @@ def flags_of(variant, *users):
 
 def test_multiples_are_of_what_a_run_would_have_otherwise():
     assert flags_of("--init_kl_coef init_kl_coef*2 --iterations iterations*2") == [
-        "--init_kl_coef", "0.04", "--iterations", "80"]
+        "--init_kl_coef", "0.04", "--iterations", "120"]
     assert flags_of("--batch_size batch_size*0.5", "--batch_size", "64") == ["--batch_size", "32"]
 
 
@@ -138,9 +138,9 @@ def test_multiples_are_of_what_a_run_would_have_otherwise():
     ("--knowlege_transfer false", [], "flag is '--knowlege_transfer': unknown; did you mean --knowledge_tr"),
     ("--seed 5", [], "flag is '--seed': is set by the variant"),
     ("--method ppo", ["--method=cory"], "flag is '--method': is set by the variant `--method ppo` and"),
-    ("--lora true", ["--no-lora"], "flag is '--lora': is set by the variant"),
+    ("--lora true", ["--lora", "false"], "flag is '--lora': is set by the variant"),
     ("--method ppo", ["--preset", "gpt2"], "flag is '--preset': is the study's to set"),
-    ("--method ppo", ["--run-dir", "x"], "flag is '--run_dir': is the study's to set"),
+    ("--method ppo", ["--run_dir", "x"], "flag is '--run_dir': is the study's to set"),
     ("--lam lamm*2", [], "must be a setting that is a number, times a number; did you mean lam"),
     ("--lam lam*x", [], "times a number"), ("--model model*2", [], "times a number"),
     ("--lam 2", [], "lam is 2.0: must be 1 or less"), ("--model 'x", [], "cannot be read as flags")])

@@ -86,7 +86,7 @@ def is_answered(line: dict, batches: dict[int, list[str]]) -> bool:
     first, responses, rewards = line.get("first"), line.get("responses"), line.get("rewards")
     if not (type(line.get("round")) is type(first) is int and type(responses) is type(rewards) is list):
         return False
-    return (len(responses) == len(rewards) == len(batches.get(first, []))
+    return (first in batches and len(responses) == len(rewards) == len(batches[first])
             and all(isinstance(text, str) for text in responses)
             and all(isinstance(reward, (int, float)) and math.isfinite(reward) for reward in rewards))
 

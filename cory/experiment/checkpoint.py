@@ -68,11 +68,16 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
             own_folder(folder)
             remove(temporary)
         write_tensors(temporary, tensors, state=json.dumps(state))
-        if is_main():
-            name = f"iteration_{iteration:06d}-{checksum(temporary)}.safetensors"
-            put_in_place(temporary, folder / name)
-            for old in checkpoints_of(run_dir)[KEPT:]:
-                remove(old)
+        broadcast(lambda: complete(run_dir, iteration, temporary))      # all wait: one that ends, ends all
+
+
+def complete(run_dir: Path, iteration: int, temporary: Path) -> None:
+    """Puts a written checkpoint in its place, and removes what is older than those kept."""
+    with writable(temporary):
+        name = f"iteration_{iteration:06d}-{checksum(temporary)}.safetensors"
+        put_in_place(temporary, temporary.with_name(name))
+        for old in checkpoints_of(run_dir)[KEPT:]:
+            remove(old)
 
 
 def tensors_of(agent: Agent) -> dict[str, Tensor]:
@@ -181,6 +186,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     with readable(newest), safe_open(newest, "pt") as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if "/weights/" in key}
         require_shapes(newest, shapes, agents)
+        require_state(state, agents)
         version, inner, gauss = state["python_random"]
         random.setstate((version, tuple(inner), gauss))
         np.random.set_state(state["numpy_random"])
@@ -201,6 +207,15 @@ def require_shapes(checkpoint: Path, shapes: dict[str, tuple], agents: list[Agen
         if shapes.get(key) != wanted.get(key):
             why = f"it holds {key} of shape {shapes.get(key)}, and this run has {wanted.get(key)}"
             raise UserError("checkpoint", str(checkpoint), f"is of other agents ({why}); put back this run's")
+
+
+def require_state(state: dict, agents: list[Agent]) -> None:
+    """Raises `ValueError` for what `json_state` does not write of these agents."""
+    names, roles = {agent.name for agent in agents}, state["roles"]
+    if {*roles} != names or len(roles) != len(names) > 1 or type(state["iteration"]) is not int:
+        raise ValueError(f"it holds iteration {state['iteration']} with roles {roles}")
+    if not (isinstance(state["versions"], dict) and isinstance(state["wandb_id"], str)):
+        raise ValueError("its versions or wandb_id are of another kind")
 
 
 def put_back(file: safe_open, agent: Agent) -> None:

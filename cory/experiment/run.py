@@ -170,15 +170,20 @@ class Run(ExitStack):
         row = self.metrics_of(queries, turns)
         taken = {*RESERVED, *(word for key in row for word in key.split("/"))}
         row |= checked(metrics or {}, taken)
-        samples = self.samples(iteration, queries, max_new_tokens, turns)
+        try:
+            samples, fault = self.samples(iteration, queries, max_new_tokens, turns), None
+        except UserError as error:              # of the base's answers: the updates are done, and kept
+            samples, fault = [], error
         row["seconds"] = time.perf_counter() - self.clock
         if last or cfg.eval_every and iteration % cfg.eval_every == 0:
             row |= self.evaluate_agents()
         if is_main():
             self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = all_reduce_max(self.signals.received or 0)
-        if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
+        if cfg.save_every and (last or received or fault or iteration % cfg.save_every == 0):
             save_checkpoint(self.run_dir, iteration, self.agents, roles, self.wandb_id)
+        if fault:
+            raise fault
         if received:
             self.signals.received = signal.Signals(received)
             self.stop(iteration)

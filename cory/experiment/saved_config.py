@@ -27,17 +27,17 @@ def portable(settings: dict) -> dict:
 def load_config(run_dir: Path) -> Config:
     """The settings a run was started with. Raises `UserError`."""
     saved = read_config(run_dir)
+    config_class = find("config", saved["config"], {})
     with readable(run_dir / "config.json"):
-        return as_config(saved)
+        return as_config(saved, config_class)
 
 
-def as_config(saved: dict) -> Config:
+def as_config(saved: dict, config_class: type[Config]) -> Config:
     """The settings that config.json holds.
 
     Raises `UserError` for a value that no run may have, `TypeError` or `ValueError` for what `saved_config`
     does not write.
     """
-    config_class = find("config", saved["config"], {})
     if not (isinstance(config_class, type) and issubclass(config_class, Config)):
         raise ValueError(f"{saved['config']} is no class of settings")
     settings = {name: value for name, value in saved.items() if name not in BESIDE_SETTINGS}

@@ -28,6 +28,7 @@ class WandB:
 
     def results(self, held_out: dict) -> None:
         """What eval.json holds, and curves.png, which has been drawn: they join the last iteration's row."""
+        self.attempt(lambda: self.run.summary.update({"held_out": held_out}))
         if not self.failed:
             self.attempt(lambda: self.log_results(held_out))
 
@@ -36,7 +37,6 @@ class WandB:
         of_names = {name: metrics for name, metrics in held_out.items() if isinstance(metrics, dict)}
         keys = dict.fromkeys(key for metrics in of_names.values() for key in metrics)
         rows = [{"metric": key} | {name: of_names[name].get(key) for name in of_names} for key in keys]
-        self.run.summary.update({"held_out": held_out})
         self.run.log({"iteration": held_out["iteration"], "held_out_table": wandb_table(rows),
                       "curves": wandb.Image(str(self.run_dir / "curves.png"))})
 
@@ -73,7 +73,7 @@ def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
                    name=cfg.wandb_name or run_dir.name, id=wandb_id or None, config=asdict(cfg),
                    dir=run_dir, settings=settings)
     run = None
-    if choice in ("auto", "online") and has_wandb_key():
+    if choice not in ("offline", "dryrun") and has_wandb_key():
         print(f"waiting for W&B, at most {INIT_SECONDS} s", flush=True)
         try:
             run = wandb.init(mode="online", resume="allow", **options)

@@ -32,10 +32,11 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     if targets == ["all-linear"]:
         targets = "all-linear"
     else:
-        names = {path.rpartition(".")[2] for path in layers}
-        unknown = [target for target in targets if target.rpartition(".")[2] not in names]
+        unknown = [target for target in targets
+                   if not any(f".{path}".endswith(f".{target}") for path in layers)]
+        names = sorted({path.rpartition(".")[2] for path in layers})
         cfg.require("lora_targets", not unknown, f"{', '.join(unknown)} names no layer that can be adapted; "
-                    f"those of this model: {', '.join(sorted(names))}")
+                    f"those of this model: {', '.join(names)}")
     settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
                           target_modules=targets, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):

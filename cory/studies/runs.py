@@ -28,6 +28,7 @@ COMMON = "--eval_every 10 --sample_rows 2 --save_every 20 --wandb disabled"
 OF_THE_STUDY = ("preset", "seed", "run_dir", "resume", "task")      # what no flag of a run may set
 FREE = {"run_dir", "resume"}                                        # may differ in a run that is there
 BY_MACHINE = {"device", "dtype", "head_precision", "cpu_matmul"}    # may, too, where they are `auto`
+BEGINS = "--- begins ---\n"               # in a log, before what each try writes
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class StudyRun:
     def error(self) -> str:
         """The last error in its log, or else the log's last line; empty without a log."""
         text = self.log.read_text(errors="replace") if self.log.is_file() else ""
+        text = text.rpartition(BEGINS)[2]
         errors = re.findall(r"(?:error|\w+Error): .*", text)
         return (errors or text.strip().splitlines() or [""])[-1][:300]
 
@@ -104,9 +106,8 @@ def settings_of(task: str, flags: list[str]) -> Config:
 
 
 def setting_names(words: list[str]) -> set[str]:
-    """The settings that flags set: `--batch-size=8 --no_lora` sets batch_size and lora."""
-    flags = (word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--"))
-    return {flag.removeprefix("no_") for flag in flags}
+    """The settings that flags set: `--batch_size=8 --lora` sets batch_size and lora."""
+    return {word[2:].partition("=")[0] for word in words if word.startswith("--")}
 
 
 def variant_flags(variant: str, task: str, common: list[str], users: list[str]) -> list[str]:
@@ -203,6 +204,8 @@ def process(run: StudyRun, threads: int) -> tuple[int, float]:
     environment, start = {**os.environ, "OMP_NUM_THREADS": str(threads)}, time.perf_counter()
     command = [sys.executable, *run.command[1:]]
     with run.log.open("a") as log:
+        log.write(BEGINS)
+        log.flush()
         status = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
     return status, threads * (time.perf_counter() - start)
 

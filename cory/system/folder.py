@@ -34,9 +34,9 @@ def claimed(cfg: Config) -> Iterator[Path]:
             yield folder
         finally:
             if made_here and {path.name for path in folder.iterdir()} <= OF_LOCK:
-                for name in OF_LOCK:
-                    (folder / name).unlink(missing_ok=True)
-                with suppress(OSError):
+                with suppress(OSError):                     # Windows removes no file that is open
+                    for name in OF_LOCK:
+                        (folder / name).unlink(missing_ok=True)
                     folder.rmdir()
 
 
@@ -74,6 +74,7 @@ def numbered(cfg: Config) -> Path:
 def make(folder: Path) -> bool:
     """Makes a folder. Returns whether it was not there before. Raises `UserError`."""
     try:
+        str(folder).encode()                    # the libraries cannot write into another
         folder.mkdir(parents=True)
         return True
     except FileExistsError as error:

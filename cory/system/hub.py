@@ -44,7 +44,7 @@ def reach(name: str) -> None:
     if os.path.exists(name) or constants.is_offline_mode() or constants.ENDPOINT in asked:
         return
     asked.add(constants.ENDPOINT)
-    print(f"waiting for the Hub ({name}), at most 15 s", flush=True)
+    print(f"waiting for the Hub ({name}), at most {FIRST + 5} s", flush=True)
     if answers(FIRST):
         bound(LATER)
     else:
