@@ -27,7 +27,7 @@ def rows_of(name: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("task, method, iterations, learning_rate, eval_queries, gain, paper_preset", [
-    ("imdb", "cory", 5, "5e-4", 64, 0.2, "gpt2-large"), ("gsm8k", "ppo", 3, "1e-4", 128, 0.05, "llama2-7b")])
+    ("imdb", "cory", 5, "4e-3", 64, 0.2, "gpt2-large"), ("gsm8k", "ppo", 3, "1e-4", 128, 0.05, "llama2-7b")])
 def test_the_commands_of_the_readme_learn(task, method, iterations, learning_rate, eval_queries, gain,
                                           paper_preset, tmp_path):
     """A short version of each, with larger steps: held-out rewards of all agents rise above the base's."""

@@ -336,7 +336,7 @@ def test_the_sweeps_commands_compare_rates(folder, flags, quick, capsys, monkeyp
     run_dirs = sorted(map(str, Path().glob(compare[4])))
     report.main([*run_dirs, *compare[5:]])
     shown = capsys.readouterr().out
-    assert "learning_rate 7e-4" in shown and "learning_rate 0.002" in shown and Path("rates.png").exists()
+    assert "learning_rate 7e-4" in shown and "learning_rate 2e-3" in shown and Path("rates.png").exists()
     with pytest.raises(SystemExit):
         report.main(run_dirs)
     assert "--by learning_rate" in capsys.readouterr().err
