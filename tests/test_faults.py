@@ -1,6 +1,7 @@
 """A short sample of tests/faults: damage, signals, two processes, links, full disks and strange folders."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -403,3 +404,8 @@ def test_a_run_goes_on_where_wandb_falls_silent(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert said.count("W&B fails") == 1
     assert "W&B fails (ValueError: no answer). metrics.jsonl has every row" in said
+
+
+def test_a_folder_that_the_libraries_cannot_write_into_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is not writable"):
+        folder.make(tmp_path / os.fsdecode(b"a\xff"))

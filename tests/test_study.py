@@ -341,3 +341,9 @@ def test_a_loop_of_a_study_trains(small_flags, tmp_path):
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
     assert row["pioneer/policy_loss"] == row["observer/policy_loss"] == 0.0     # no reward, nothing learned
     assert row["pioneer/task_reward"] != 0.0
+
+
+def test_the_error_of_a_run_is_that_of_its_last_try(tmp_path):
+    run = runs.StudyRun("imdb", "ppo", 0, (), tmp_path / "r")
+    run.log.write_text(f"{runs.BEGINS}error: weights has diverged\n{runs.BEGINS}stopped by SIGINT\n")
+    assert run.error == "stopped by SIGINT"
