@@ -50,19 +50,21 @@ def make_problems(args):
         )
 
 
-def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float):
+def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float, references: float,
+            right: float):
     """((B, L) token ids padded with EOS, (B, L) mask: 1 = token that is learned: those of an answer, its
     EOS included).
 
     Each batch is of one kind: bare problems, problems with a reference, or plain sums, which teach
     arithmetic at fewer tokens. The first `sums_first` batches are sums alone: what is left to learn is
-    then reading.
+    then reading. There are `references` batches with a reference for four of bare problems, and a share
+    `right` of these references is right.
     """
     eos = tokenizer.eos_token_id
     told = lambda answer: answer if rng.random() < worked else answer[answer.index("####") :]
     for count in itertools.count():
         kind = (
-            "sums" if count < sums_first else rng.choices(("bare", "reference", "sums"), weights=(4, 2, 2))[0]
+            "sums" if count < sums_first else rng.choices(("bare", "reference", "sums"), weights=(4, references, 2))[0]
         )
         if kind == "sums":
             prompts, answers = (
@@ -77,7 +79,7 @@ def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: f
                     [told(m.answer) for m in made],
                 )
             else:
-                references = [told(m.answer if rng.random() < 0.5 else wrong_answer(rng, m)) for m in made]
+                references = [told(m.answer if rng.random() < right else wrong_answer(rng, m)) for m in made]
                 prompts, answers = (
                     [observer_prompt(m.question, r, example="") for m, r in zip(made, references)],
                     [m.answer for m in made],
@@ -144,7 +146,7 @@ def make_lm(args):
     model.train()
     info = fit(
         model,
-        batches(tokenizer, args.rows, rng, args.sums_first, args.worked),
+        batches(tokenizer, args.rows, rng, args.sums_first, args.worked, args.references, args.right),
         loss_of,
         args.steps,
         args.lr,
@@ -188,6 +190,8 @@ def main():
         default=0.5,
         help="share of answers that show their working; the others are the number alone",
     )
+    parser.add_argument("--references", type=float, default=2, help="batches with a reference for 4 without")
+    parser.add_argument("--right", type=float, default=0.5, help="share of these references that are right")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
