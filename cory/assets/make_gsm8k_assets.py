@@ -50,21 +50,21 @@ def make_problems(args):
         )
 
 
-def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float, references: float,
+def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float, referenced: float,
             right: float):
     """((B, L) token ids padded with EOS, (B, L) mask: 1 = token that is learned: those of an answer, its
     EOS included).
 
     Each batch is of one kind: bare problems, problems with a reference, or plain sums, which teach
     arithmetic at fewer tokens. The first `sums_first` batches are sums alone: what is left to learn is
-    then reading. There are `references` batches with a reference for four of bare problems, and a share
+    then reading. There are `referenced` batches with a reference for four of bare problems, and a share
     `right` of these references is right.
     """
     eos = tokenizer.eos_token_id
     told = lambda answer: answer if rng.random() < worked else answer[answer.index("####") :]
     for count in itertools.count():
         kind = (
-            "sums" if count < sums_first else rng.choices(("bare", "reference", "sums"), weights=(4, references, 2))[0]
+            "sums" if count < sums_first else rng.choices(("bare", "reference", "sums"), weights=(4, referenced, 2))[0]
         )
         if kind == "sums":
             prompts, answers = (
