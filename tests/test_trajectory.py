@@ -20,11 +20,12 @@ QUICK = "--batch_size 8 --eval_queries 8 --eval_every 0 --save_every 0 --sample_
 RUNS = {
     "imdb-cory": "--iterations 3 --mini_batch_size 4 --gradient_accumulation_steps 2 --role_exchange_every 2",
     "imdb-ppo-full": "--method ppo --iterations 2 --mini_batch_size 8 --kl_penalty full --adap_kl_ctrl true "
-    "--max_grad_norm 1 --lora false --num_ppo_epochs 4 --critic_learning_rate 0 --lr_schedule constant",
+    "--max_grad_norm 1 --lora false --learning_rate 1e-4 --num_ppo_epochs 4 --critic_learning_rate 0 "
+    "--lr_schedule constant",
     "gsm8k-cory": "--iterations 2 --mini_batch_size 8 --max_response_length 24 --lam 0.95",
     "gsm8k-cory-rloo": "--iterations 2 --mini_batch_size 8 --max_response_length 24 --advantage rloo "
     "--responses_per_query 4 --kl_in loss --ent_coef 0.01 --share_weights true --lr_schedule cosine "
-    "--warmup_iterations 1 --lora false",
+    "--warmup_iterations 1 --lora false --learning_rate 1e-4",
 }
 
 

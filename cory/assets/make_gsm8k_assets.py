@@ -64,7 +64,9 @@ def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: f
     told = lambda answer: answer if rng.random() < worked else answer[answer.index("####") :]
     for count in itertools.count():
         kind = (
-            "sums" if count < sums_first else rng.choices(("bare", "reference", "sums"), weights=(4, referenced, 2))[0]
+            "sums"
+            if count < sums_first
+            else rng.choices(("bare", "reference", "sums"), weights=(4, referenced, 2))[0]
         )
         if kind == "sums":
             prompts, answers = (
