@@ -1,9 +1,10 @@
-"""Evaluation of finished runs: pass@k, resuming, several runs in one picture."""
+"""Evaluation of finished runs: pass@k, several runs in one picture, what is refused."""
 import itertools
 import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import train_gsm8k
 import train_imdb
@@ -33,11 +34,11 @@ def test_figures_of_greedy_and_drawn_answers_by_hand():
     """Greedy answers score 1 and 0. Of three drawn answers a has two right, b none: pass@1 = (2/3 + 0) /
     2, pass@2 = (1 + 0) / 2.
     """
-    lines = [{"responses": ["x", ""], "rewards": [1.0, 0.0]}]
-    lines += [{"responses": ["", ""], "rewards": [a, -1.0]} for a in (0.5, 0.0, 2.0)]
+    rounds = [{"responses": ["x", ""], "rewards": [1.0, 0.0]}]
+    rounds += [{"responses": ["", ""], "rewards": [a, -1.0]} for a in (0.5, 0.0, 2.0)]
     expected = {"greedy_task_reward": 0.5, "greedy_solved": 0.5, "greedy_unparsed": 0.5, "pass@1": 1 / 3,
                 "pass@2": 0.5}
-    assert solved_metrics(TwoQueries, lines, [1, 2]) == pytest.approx(expected)
+    assert solved_metrics(TwoQueries, rounds, [1, 2]) == pytest.approx(expected)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def copied(finished, tmp_path):
     return lambda *names: [str(shutil.copytree(finished / name, tmp_path / name)) for name in names]
 
 
-def lines_of(folder, run: str, name: str) -> list[dict]:
+def rounds_of(folder, run: str, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / run / "evaluation" / f"{name}.jsonl").open()]
 
 
@@ -75,41 +76,23 @@ def test_finished_runs_are_evaluated_by_agent_and_for_the_base(copied, tmp_path,
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
     names = ["greedy_accuracy", "greedy_solved", "greedy_strict_accuracy", "greedy_unparsed", "pass@1",
              "pass@2", "pass@4"]
-    batches = [(number, first, min(3, 7 - first)) for number in range(6) for first in (0, 3, 6)]
     for run in ("cory-0", "cory-1"):
         results = json.loads((tmp_path / run / "evaluation" / "results.json").read_text())
         assert results["samples"] == 5 and results["queries"] == 7
         for agent in ("base", "llm1", "llm2"):
-            lines = lines_of(tmp_path, run, agent)
-            assert [(x["round"], x["first"], len(x["responses"])) for x in lines] == batches
+            rounds = rounds_of(tmp_path, run, agent)
+            assert [(len(x["responses"]), len(x["rewards"])) for x in rounds] == [(7, 7)] * 6
             assert {*names} <= results[agent].keys()
-    base = lines_of(tmp_path, "cory-0", "base")
-    assert base == lines_of(tmp_path, "cory-1", "base")
-    rounds = [tuple(line["responses"]) for line in base if line["first"] == 0]
-    assert len(set(rounds)) == 6                                # every round draws anew
-
-
-def test_an_evaluation_goes_on_where_it_was_stopped_and_takes_more_samples(copied, tmp_path, monkeypatch):
-    (run,) = copied("ppo")
-    evaluate.main([run, *FLAGS])
-    folder = tmp_path / "ppo" / "evaluation"
-    whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".png"}
-    shutil.rmtree(folder)
-    evaluate.main([run, *FLAGS, "--samples", "4"])              # fewer at first
-    path = folder / "llm1.jsonl"                                # which then loses its end, as by a kill
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:6]) + '{"round": 2, "first"')
-    calls, answer = [], evaluate.evaluation.answer
-    monkeypatch.setattr("cory.experiment.evaluation.answer", lambda *a: calls.append(a) or answer(*a))
-    evaluate.main([run, *FLAGS])
-    assert len(calls) == 3 + 12             # base: one round of three batches; llm1: 18 less the 6 kept
-    assert {name: (folder / name).read_bytes() for name in whole} == whole
+    base = rounds_of(tmp_path, "cory-0", "base")
+    assert base == rounds_of(tmp_path, "cory-1", "base")
+    assert len({tuple(one["responses"]) for one in base}) == 6          # every round draws anew
 
 
 def test_runs_of_imdb_are_evaluated_too(small_flags, tmp_path):
     flags = ["--iterations", "1", "--learning_rate", "0.1", "--run_dir", str(tmp_path / "r")]
     train_imdb.main([*small_flags, *flags])
     evaluate.main([str(tmp_path / "r"), "--k", "1", "2", "--samples", "2", "--queries", "6"])
-    assert lines_of(tmp_path, "r", "base") != lines_of(tmp_path, "r", "llm1")   # the trained model answers
+    assert rounds_of(tmp_path, "r", "base") != rounds_of(tmp_path, "r", "llm1")   # the trained model answers
     results = json.loads((tmp_path / "r" / "evaluation" / "results.json").read_text())
     assert results["llm2"].keys() == {"greedy_task_reward", "greedy_solved", "pass@1", "pass@2"}
     assert (tmp_path / "r" / "evaluation" / "pass_at_k.png").exists()
@@ -127,25 +110,44 @@ def one_line(capsys, argv: list) -> str:
 @pytest.mark.parametrize("runs, flags, says", [
     (["ppo"], ["--k", "0"], "k is 0: must be 1 or more"),
     (["ppo"], ["--samples", "3"], "samples is 3: must be 32 or more"),
-    (["ppo"], ["--queries", "500"], "queries is 500: the run's test part has 10 rows"),
+    (["ppo"], ["--queries", "500"], "has 10 test queries that training never asks"),
     (["ppo"], ["--queries", "-1"], "queries is -1"),
+    (["ppo"], ["--device", "cuda"], "device is 'cuda': PyTorch sees no CUDA GPU here"),
     (["ppo"], ["--out", "/nowhere/p.png"], "out is '/nowhere/p.png'"),
     (["ppo"], ["--out", "p.txt"], "must end in .png"),
     (["ppo"], ["--zzz"], "unrecognized arguments: --zzz"),
     (["cory-0", "ppo"], [], "differs from"), (["ppo", "ppo"], [], "has seed 0 as"),
     ([""], [], "is no finished run (no eval.json)")])
-def test_bad_requests_exit_2_with_one_line(runs, flags, says, finished, capsys):
+def test_bad_requests_exit_2_with_one_line(runs, flags, says, finished, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert says in one_line(capsys, [*(finished / run for run in runs), *flags])
 
 
-def test_an_evaluation_with_other_settings_or_without_its_models_is_refused(copied, tmp_path, capsys):
-    (run,) = copied("ppo")
-    evaluate.main([run, *FLAGS])
-    assert "other settings (queries was 7, now 5)" in one_line(capsys, [run, *FLAGS, "--queries", "5"])
-    shutil.rmtree(tmp_path / "ppo" / "evaluation")
-    shutil.rmtree(tmp_path / "ppo" / "final" / "llm1")
-    assert "has no final/llm1" in one_line(capsys, [run, *FLAGS])
-    assert not (tmp_path / "ppo" / "evaluation").exists()
+def other_data(run, problems):
+    rows = (problems / "test.jsonl").read_text()
+    (problems / "test.jsonl").write_text(rows.replace("eggs", "hens", 1))
+
+
+def other_model(run, problems):
+    weights = load_file(problems / "lm" / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, problems / "lm" / "model.safetensors", {"format": "pt"})
+
+
+def without_agent(run, problems):
+    shutil.rmtree(run / "final" / "llm1")
+
+
+@pytest.mark.parametrize("spoil, says", [
+    (other_data, "the data of this run was another"), (other_model, "the model of this run was another"),
+    (without_agent, "has no final/llm1")])
+def test_a_run_that_is_not_what_it_was_is_refused(spoil, says, problems, problem_flags, tmp_path, capsys):
+    own = shutil.copytree(problems, tmp_path / "problems")
+    flags = [*problem_flags, "--model", str(own / "lm"), "--dataset", str(own), "--iterations", "1"]
+    train_gsm8k.main([*flags, "--lora", "true", "--method", "ppo", "--run_dir", str(tmp_path / "r")])
+    spoil(tmp_path / "r", own)
+    assert says in one_line(capsys, [tmp_path / "r", *FLAGS])
+    assert not (tmp_path / "r" / "evaluation").exists()
 
 
 def test_rows_the_run_trained_on_are_never_evaluated(problem_flags, problems, tmp_path, capsys):
@@ -153,5 +155,5 @@ def test_rows_the_run_trained_on_are_never_evaluated(problem_flags, problems, tm
     flags = [*problem_flags, "--dataset", str(problems / "train.jsonl"), "--iterations", "1"]
     train_gsm8k.main([*flags, "--run_dir", str(tmp_path / "r")])
     line = one_line(capsys, [tmp_path / "r", *FLAGS, "--queries", "20"])
-    assert "queries is 20: the run's test part has 16 rows" in line
+    assert "has 16 test queries that training never asks" in line
     evaluate.main([str(tmp_path / "r"), *FLAGS])

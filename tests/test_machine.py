@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_what_a_machine_only_imitates_is_refused(gpu, device, name, value):
 def test_a_run_of_a_gpu_is_evaluated_on_a_processor_and_not_resumed_there(monkeypatch):
     monkeypatch.setattr(machine, "processor", lambda: XEON)
     trained = settings(device="cuda", dtype="bfloat16", head_precision="tf32", cpu_matmul="pytorch")
-    here = settled_anew(trained)
+    here = settled_anew(replace(trained, device="auto"))
     assert (here.dtype, here.head_precision, here.cpu_matmul) == ("float32", "float32", "pytorch")
     with pytest.raises(UserError, match="go on where the run was started"):
         settled(settings(device="cpu", dtype="bfloat16", head_precision="tf32"))

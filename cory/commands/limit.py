@@ -3,6 +3,7 @@
     python -m cory limit RUN_DIR ...        # finished runs: eval.json and curves.png then show it
 """
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -27,7 +28,7 @@ from cory.system.machine import prepare_device, settled_anew
 def base_rewards(cfg: Config, n: int = 64) -> dict:
     """What limit.json holds: n rewards of the base's answers to each held-out query, and the first answer."""
     task_class = find_task(cfg)
-    data, cfg = task_class.load_data(cfg), settled_anew(cfg)
+    data, cfg = task_class.load_data(cfg), settled_anew(replace(cfg, device="auto"))
     base = load_language_model(cfg.model, cfg.temperature, cfg.precision, prepare_device(cfg), cfg.storage)
     task = task_class(cfg, data, base)
     examples, rewards, queries = [], [], task.held_out_queries

@@ -5,6 +5,7 @@ import hashlib
 
 import torch
 
+from cory.config import Config
 from cory.ppo.model import LanguageModel
 from cory.tasks.task import Data, Task
 
@@ -29,3 +30,9 @@ def of_model(model: LanguageModel, task: Task) -> str:
         places = flat[::max(1, len(flat) // 64)].tolist()
         digest.update(f"{name} {tuple(x.shape)} {x.dtype} {whole} {places}".encode())
     return digest.hexdigest()[:16]
+
+
+def require_same(cfg: Config, before: dict[str, str], name: str, now: str) -> None:
+    """`data` or `model` has the fingerprint that its run noted. Raises `UserError`."""
+    way_out = f"the {name} of this run was another; put it back as it was, or start a new run"
+    cfg.require({"data": "dataset", "model": "model"}[name], before.get(name) == now, way_out)

@@ -16,7 +16,7 @@ from cory.config import ASSETS, LR_SCHEDULES, METHODS, TASKS, Config
 from cory.errors import UserError
 from cory.experiment.checkpoint import load_checkpoint, require_disk, save_checkpoint, save_final, versions
 from cory.experiment.evaluation import EVALUATION_SEED, answer, checked, evaluate, require_same_reward
-from cory.experiment.fingerprints import of_data, of_model
+from cory.experiment.fingerprints import of_data, of_model, require_same
 from cory.experiment.limit import embedded_rewards, limit_of
 from cory.experiment.log import RunLog
 from cory.experiment.plots import draw_curves
@@ -122,10 +122,8 @@ class Run(ExitStack):
         Model, data and reward must be what they were. Other versions of packages are printed.
         """
         cfg, before = self.cfg, read_config(self.run_dir)
-        for name, setting in (("data", "dataset"), ("model", "model")):
-            same = before["fingerprints"].get(name) == self.fingerprints[name]
-            way_out = f"the {name} of this run was another; put it back as it was, or start a new run"
-            cfg.require(setting, same, way_out)
+        for name, fingerprint in self.fingerprints.items():
+            require_same(cfg, before["fingerprints"], name, fingerprint)
         logged = {row["iteration"] for row in read_log(self.run_dir / "metrics.jsonl")}
         state = load_checkpoint(self.run_dir, self.agents)
         if not state:

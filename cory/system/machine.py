@@ -78,14 +78,14 @@ def settled(cfg: Config) -> Config:
 
 
 def settled_anew(cfg: Config) -> Config:
-    """For evaluating a run that was trained elsewhere: as it was trained where this machine can, else as this
-    machine would choose; by this machine's own library.
+    """For evaluating, on `cfg.device`, a run that was trained elsewhere: as it was trained where this machine
+    can, else as this machine would choose; by this machine's own library.
     """
     cfg = replace(cfg, cpu_matmul="auto")
     try:
         return settled(cfg)
     except UserError:
-        return settled(replace(cfg, device="auto", dtype="auto", head_precision="auto"))
+        return settled(replace(cfg, dtype="auto", head_precision="auto"))
 
 
 def prepare_device(cfg: Config) -> torch.device:

@@ -251,8 +251,7 @@ FAULTS = [
 
     # --- after training ---
     *of("cory/commands/evaluate.py",
-        ("statistics of runs", "drawn = [solved[n + i::n] for i in range(n)]",
-         "drawn = [solved[i::n] for i in range(n)]", "evaluate"),
+        ("statistics of runs", "greedy, *drawn = rounds", "greedy, drawn = rounds[0], rounds", "evaluate"),
         ("random stream", "evaluation.EVALUATION_SEED + 1_000_003 * number + first",
          "evaluation.EVALUATION_SEED + first", "evaluate"),
         ("wrong model", "load_language_model(str(final), cfg.temperature",
