@@ -9,14 +9,13 @@ taken to be on every linear layer. The paper's models are known; others are a fo
 config.json is read.
 """
 import argparse
-import copy
 import sys
 from math import ceil
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cory.config import EXPERIMENTS, Config
@@ -53,22 +52,25 @@ class Plan:
         self.agents = 1 if cfg.method == "ppo" or cfg.share_weights else 2
         self.element = HALF if cfg.dtype == "bfloat16" else FLOAT
 
-        small = [with_layers(config, n) for n in (1, 2)]
-        (one, matrices), (two, more) = (weights(config) for config in small)
-        layers = config.num_hidden_layers
-        self.weights = one + (layers - 1) * (two - one)
-        self.layer = more - matrices                            # of one, what `shard` divides
-        self.layers = layers * self.layer
-        self.trained = layers * adapter(small[0], cfg.lora_rank) if cfg.lora else self.weights
-        one, two = (saved_per_token(config, cfg.dtype) for config in small)
-        self.saved_per_token = one + (layers - 1) * (two - one)
+        with FakeTensorMode():                                  # shapes alone: nothing is kept or computed
+            lm = AutoModelForCausalLM.from_config(config).eval()
+            few, many = (saved_bytes(lm, cfg.dtype, tokens) for tokens in (32, 64))
+        self.saved_per_token = (many - few) // 32
+        linear = [m.weight for m in lm.base_model.modules() if isinstance(m, (nn.Linear, Conv1D))]
+        self.weights = sum(p.numel() for p in lm.parameters())
+        self.layers = sum(weight.numel() for weight in linear)                  # what `shard` divides
+        adapter = cfg.lora_rank * sum(sum(weight.shape) for weight in linear)
+        self.trained = adapter if cfg.lora else self.weights
+
+        self.head = config.vocab_size * config.hidden_size
+        self.policy = FLOAT * self.trained if cfg.lora else self.held(FLOAT)    # bytes of one agent's weights
 
         self.rows = ceil(cfg.batch_size / gpus)
-        device = "cpu" if cfg.device == "cpu" else "cuda"
-        tokens = min(cfg.mini_batch_size, self.rows) * self.length
-        self.tokens = min(tokens, max(TOKENS_AT_ONCE[device], self.length))
-        # one float32 tensor of (tokens, V), cut to what the head makes at once
-        self.logprobs = FLOAT * min(LOGPROBS_AT_ONCE[device], self.tokens * config.vocab_size)
+        at_once, device = min(cfg.mini_batch_size, self.rows), "cpu" if cfg.device == "cpu" else "cuda"
+        self.tokens = min(at_once * self.length, max(TOKENS_AT_ONCE[device], self.length))
+        # one float32 tensor of (response tokens, V), cut to what the head makes at once
+        responses = min(at_once * cfg.max_response_length, self.tokens)
+        self.logprobs = FLOAT * min(LOGPROBS_AT_ONCE[device], responses * config.vocab_size)
 
     def held(self, per_weight: float) -> int:
         """One copy of the model on one GPU."""
@@ -76,47 +78,47 @@ class Plan:
         return int(per_weight * (self.weights - self.layers + self.layers * share))
 
     def parts(self) -> dict[str, int]:
-        """What lasts (the reference; weights and moments of agents), and the most of what comes and goes."""
-        cfg, config, head = self.cfg, self.config, self.config.vocab_size * self.config.hidden_size
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        per_token = 2 * config.num_hidden_layers * heads * config.hidden_size // config.num_attention_heads
-        if cfg.storage == "float32":
-            base = self.held(FLOAT)
-        else:
-            base = self.held(HALF) + (FLOAT - HALF) * head          # which is in float32
-        if cfg.storage == "4bit":
+        """What lasts: the reference, and of all agents the weights and Adam's two moments."""
+        cfg = self.cfg
+        base = self.held(FLOAT)
+        if cfg.lora and cfg.dtype == "bfloat16":
+            base = self.held(HALF) + (FLOAT - HALF) * self.head     # which is in float32
+        if cfg.load_in_4bit:
             base -= int((HALF - NF4) * self.layers)
-        policy = FLOAT * self.trained if cfg.lora else self.held(FLOAT)
-        # Autocast keeps weights of the body in bfloat16 for a forward pass, where they are not so already.
-        casts = cfg.dtype == "bfloat16" and not cfg.lora and not cfg.shard
-        room = self.length + max(32, self.length // 4)              # of a cache that grows
-        return {"reference": base, "policies": self.agents * policy, "moments": self.agents * 2 * policy,
-                "gradient": policy, "activations": self.tokens * self.saved_per_token,
-                "keys, values": self.element * self.rows * per_token * room,
-                "casts": HALF * (self.weights - head) if casts else 0}
+        policies = self.agents * self.policy
+        return {"reference": base, "policies": policies, "moments": 2 * policies}
 
     def phases(self) -> dict[str, int]:
         """Bytes alive at the worst moment of each phase.
 
             load     whole models, of those that are divided then: the reference and one agent's
-            state    the reference; of each agent its weights and Adam's two moments
+            state    what `parts` counts, which is there in all phases below
             sample   keys and values of all rows, with room to grow; logits, softmax, float64 sums
-            score    five tensors of (tokens, V): two distributions, and three that the exact KL takes
-            update   a gradient, saved activations, three tensors of (tokens, V), the head's gradient anew; of
-                     shards two layers, and the gradient of one; or a gradient twice, as GPUs sum it
+            score    five tensors of (response tokens, V): two distributions, and three of the exact KL
+            update   a gradient, saved activations, three tensors of (response tokens, V), the head's gradient
+                     anew; or a gradient thrice, as GPUs sum it
+
+        A forward pass also needs weights in the dtype of its products. Of shards sampling and scoring gather
+        all layers, an update two layers, with the gradient of one.
         """
-        parts, shard, models = self.parts(), self.cfg.shard, 1 if self.cfg.lora else 2
-        state = parts["reference"] + parts["policies"] + parts["moments"]
-        loaded = models * self.element if self.cfg.lora else models * FLOAT
-        load = loaded * self.weights + parts["policies"] if shard else 0
-        rollout = state + parts["casts"] + models * self.element * self.layers * shard      # layers gathered
-        drawn = self.rows * self.config.vocab_size * (2 * FLOAT + DOUBLE)
-        head = 0 if self.cfg.lora else FLOAT * self.config.vocab_size * self.config.hidden_size
-        layers = (3 * self.element + FLOAT) * self.layer * shard
-        update = parts["casts"] + layers + parts["gradient"] + parts["activations"] + 3 * self.logprobs + head
-        summed = 2 * parts["gradient"] if self.gpus > 1 else 0
-        return {"load": load, "state": state, "sample": rollout + parts["keys, values"] + drawn,
-                "score": rollout + 5 * self.logprobs, "update": state + max(update, summed)}
+        cfg, config, models = self.cfg, self.config, 1 if self.cfg.lora else 2
+        load, rolled, updated = 0, 0, 0
+        if cfg.shard:
+            load = self.weights * (self.element if cfg.lora else 2 * FLOAT) + self.agents * self.policy
+            rolled = models * self.element * self.layers
+            updated = (3 * self.element + FLOAT) * self.layers // config.num_hidden_layers
+        elif cfg.dtype == "bfloat16" and not cfg.lora:
+            rolled = updated = HALF * (self.weights - self.head)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        per_token = 2 * config.num_hidden_layers * heads * config.hidden_size // config.num_attention_heads
+        cache = self.element * self.rows * per_token * (self.length + max(32, self.length // 4))
+        drawn = self.rows * config.vocab_size * (2 * FLOAT + DOUBLE)
+        backward = updated + self.policy + self.tokens * self.saved_per_token + 3 * self.logprobs
+        backward += 0 if cfg.lora else FLOAT * self.head
+        summed = 3 * self.policy if self.gpus > 1 and not cfg.shard else 0
+        state = sum(self.parts().values())
+        return {"load": load, "state": state, "sample": state + rolled + cache + drawn,
+                "score": state + rolled + 5 * self.logprobs, "update": state + max(backward, summed)}
 
     def card(self) -> str:
         """The smallest card with a tenth to spare, for the allocator's holes and the CUDA context."""
@@ -124,35 +126,10 @@ class Plan:
         return next((f"{size} GB" for size in CARDS if size * 1e9 >= need), "none")
 
 
-def with_layers(config: PretrainedConfig, n: int) -> PretrainedConfig:
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = n
-    return config
-
-
-def weights(config: PretrainedConfig) -> tuple[int, int]:
-    """Numbers of all, and of the matrices among them."""
-    with torch.device("meta"):
-        parameters = [*AutoModelForCausalLM.from_config(config).parameters()]
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.dim() > 1)
-
-
-def adapter(config: PretrainedConfig, rank: int) -> int:
-    """Numbers of an adapter for the linear layers of a model of one layer."""
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
-    linear = [m.weight for m in lm.base_model.modules() if isinstance(m, (nn.Linear, Conv1D))]
-    return rank * sum(sum(weight.shape) for weight in linear)
-
-
-def saved_per_token(config: PretrainedConfig, dtype: str) -> int:
-    """Bytes per token that the body's forward pass keeps for its backward pass, weights not counted."""
-    few, many = (saved_bytes(config, dtype, tokens) for tokens in (32, 64))
-    return (many - few) // 32
-
-
-def saved_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
-    """The same for a row of so many tokens, with the weights that autocast has made: nothing is computed."""
+def saved_bytes(lm: PreTrainedModel, dtype: str, tokens: int) -> int:
+    """Bytes that the body's forward pass over a row keeps for its backward pass, with what autocast has made
+    of the weights, but without the weights themselves.
+    """
     kept = {}
 
     def note(x):
@@ -160,11 +137,10 @@ def saved_bytes(config: PretrainedConfig, dtype: str, tokens: int) -> int:
             kept[x.untyped_storage()._cdata] = x.untyped_storage()      # held, so that no address comes twice
         return x
 
-    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-        body = AutoModelForCausalLM.from_config(config).base_model.eval()
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            body(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    with (torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"),
+          torch.autograd.graph.saved_tensors_hooks(note, lambda x: x)):
+        lm.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return sum(storage.nbytes() for storage in kept.values())
 
 
