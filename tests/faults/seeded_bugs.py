@@ -1,17 +1,14 @@
 """The seeded-bug score: how many of 100 one-line faults, of kinds that PPO code has had, do the tests see?
 
-    python tests/faults/seeded_bugs.py [--only N ...] [--likely] [--jobs 1] [--limit_s 600] [--log FILE]
+    python tests/faults/seeded_bugs.py [--only N ...] [--likely] [--jobs 1] [--limit_s 600]
 
 Each fault goes alone into a copy of the repository, where the suite then runs up to its first failure: first
 the files that are most likely to see it (`tests`), then the rest, pinned runs (test_trajectory.py) last. A
 fault is `caught` if a test fails, has `survived` if all pass, and is `broken` if anything else comes of it,
-such as no end within ten minutes. Exit status 0 if at least 97 of 100 are caught. A stopped run goes on by
-its --log. With --likely the first files alone are run, and what passes them is not logged: minutes instead of
-hours, to be followed by a run without it.
+such as no end within ten minutes. Exit status 0 if at least 97 of 100 are caught. With --likely the first
+files alone are run: minutes instead of hours, to be followed by a run of what passes them (--only).
 """
 import argparse
-import hashlib
-import json
 import os
 import queue
 import shutil
@@ -294,15 +291,6 @@ def copy_to(folder: Path) -> Path:
     return folder / "main"
 
 
-def tree_of(copy: Path) -> str:
-    """A digest of what is tested, and by what."""
-    digest = hashlib.sha256()
-    for path in sorted([*copy.glob("*.py"), *copy.glob("cory/**/*.py"), *copy.glob("tests/*")]):
-        if path.is_file():
-            digest.update(str(path.relative_to(copy)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def in_order(copy: Path, names: str) -> list[list[str]]:
     """Test files of one call of pytest after another: those named, most others, slow and pinned runs."""
     there = sorted(path.name for path in copy.glob("tests/test_*.py") if path.name not in LEFT_OUT)
@@ -336,9 +324,9 @@ def pytest(copy: Path, files: list[str], limit_s: float) -> tuple[int, str]:
     return process.returncode, first
 
 
-def tried(fault: Fault, copy: Path, args: argparse.Namespace) -> dict:
-    """Puts the fault in, runs the tests, takes it out again."""
-    path, start = copy / fault.path, time.perf_counter()
+def tried(fault: Fault, copy: Path, args: argparse.Namespace) -> tuple[str, str]:
+    """Puts the fault in, runs the tests, takes it out again. Returns what came of it, and pytest's line."""
+    path = copy / fault.path
     text = path.read_text()
     path.write_text(text.replace(fault.old, fault.new))
     try:
@@ -348,13 +336,7 @@ def tried(fault: Fault, copy: Path, args: argparse.Namespace) -> dict:
                 break
     finally:
         path.write_text(text)
-    outcome = {0: "survived", 1: "caught"}.get(status, "broken")
-    return {"outcome": outcome, "status": status, "by": line if status else "",
-            "seconds": round(time.perf_counter() - start)}
-
-
-def key(fault: Fault) -> str:
-    return json.dumps([fault.path, fault.old, fault.new])
+    return {0: "survived", 1: "caught"}.get(status, "broken"), line if status else ""
 
 
 def told(text: str) -> str:
@@ -380,7 +362,6 @@ def main() -> None:
     parser.add_argument("--likely", action="store_true", help="run the most likely test files alone")
     parser.add_argument("--limit_s", type=float, default=600, help="seconds for one call of pytest")
     parser.add_argument("--jobs", type=int, default=1, help="copies that are tried at the same time")
-    parser.add_argument("--log", type=Path, help="file of JSON lines to go on from and to write to")
     args = parser.parse_args()
     chosen = [(number, FAULTS[number - 1]) for number in args.only or range(1, len(FAULTS) + 1)]
     for stop in (signal.SIGINT, signal.SIGTERM):
@@ -391,59 +372,41 @@ def main() -> None:
             copy = copy_to(Path(folder) / str(job))
             copies.put(copy)
         require_once(copy)
-        tree, known = tree_of(copy), {}
-        lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
-        for row in map(json.loads, lines):
-            if row["tree"] == tree:
-                known[row["key"]] = row
+        for files in in_order(copy, "") if not args.likely else []:
+            status, line = pytest(copy, files, args.limit_s)
+            if status:
+                sys.exit(f"the suite does not pass as it stands: status {status}, {line}")
 
-        def note(row: dict) -> None:
-            if args.log:
-                with args.log.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-
-        if "unbroken" not in known and not args.likely:
-            for files in in_order(copy, ""):
-                status, line = pytest(copy, files, args.limit_s)
-                if status:
-                    sys.exit(f"the suite does not pass as it stands: status {status}, {line}")
-            note({"key": "unbroken", "tree": tree})
-            print("the unbroken suite passes", flush=True)
-
-        def outcome(item: tuple[int, Fault]) -> dict:
+        def outcome(item: tuple[int, Fault]) -> str:
             number, fault = item
-            row = known.get(key(fault))
-            if row is None:
-                mine = copies.get()
-                row = {"key": key(fault), "tree": tree, "kind": fault.kind} | tried(fault, mine, args)
-                copies.put(mine)
-                if row["outcome"] == "caught" or not args.likely:
-                    note(row)
-            print(f"{number:3} {row['outcome']:8} {row['seconds']:4} s  {fault.kind}: {fault.path}: "
-                  f"{told(fault.new) or 'without ' + told(fault.old)}  <- {row['by']}", flush=True)
-            return row
+            copy, start = copies.get(), time.perf_counter()
+            result, line = tried(fault, copy, args)
+            copies.put(copy)
+            print(f"{number:3} {result:8} {time.perf_counter() - start:4.0f} s  {fault.kind}: {fault.path}: "
+                  f"{told(fault.new) or 'without ' + told(fault.old)}  <- {line}", flush=True)
+            return result
 
         with ThreadPoolExecutor(args.jobs) as pool:
             try:
-                rows = list(pool.map(outcome, chosen))
-            except BaseException as error:              # stopped: leave nothing behind, log nothing more
-                args.log = None
+                outcomes = list(pool.map(outcome, chosen))
+            except BaseException as error:              # stopped: leave nothing behind
                 for process in [*RUNNING]:
                     os.killpg(process.pid, signal.SIGKILL)
                 shutil.rmtree(folder, ignore_errors=True)
                 print(repr(error), flush=True)
                 os._exit(2)
 
+    results = list(zip(chosen, outcomes, strict=True))
     of_kind = Counter(fault.kind for _, fault in chosen)
-    caught = Counter(fault.kind for (_, fault), row in zip(chosen, rows) if row["outcome"] == "caught")
+    caught = Counter(fault.kind for (_, fault), result in results if result == "caught")
     print("\n| kind | caught of |\n|---|---|")
     for kind, count in sorted(of_kind.items()):
         print(f"| {kind} | {caught[kind]} of {count} |")
     print(f"| all | {caught.total()} of {len(chosen)} |")
-    for (number, fault), row in zip(chosen, rows):
-        if row["outcome"] != "caught":
-            print(f"{number} {row['outcome']}: {fault.kind}, {fault.path}:\n    {told(fault.old)}\n"
-                  f"    {told(fault.new)}")
+    for (number, fault), result in results:
+        if result != "caught":
+            print(f"{number} {result}: {fault.kind}, {fault.path}:")
+            print(f"    {told(fault.old)}\n    {told(fault.new)}")
     sys.exit(caught.total() < LEAST * len(chosen))
 
 
