@@ -3,9 +3,9 @@
     python -m cory benchmark --model DIR --iterations 5 --batch_size 64 --mini_batch_size 64 --device cpu
 
 The flags are those of train_imdb.py. The loop of `cory.train` runs as it is, on IMDB's prompts with a
-trivial reward. Seconds are medians without the first iteration. `floor` divides operations and bytes of the
-same work by the rates of a large matrix product and a large copy, measured in the same process. The first
-line names the processor and the library that multiplies, the last is JSON.
+trivial reward. Seconds are medians without the first iteration. `floor` divides the operations of the same
+work by the rate of a large matrix product, measured in the same process. The first line names the processor
+and the library that multiplies, the last is JSON.
 """
 import json
 import statistics
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from cory.config import ASSETS, IMDB_PRESETS, METHODS, ImdbConfig
+from cory.config import ASSETS, METHODS, ImdbConfig
 from cory.errors import exit_on_user_error
 from cory.experiment.flags import parse
 from cory.names import find
@@ -26,9 +26,9 @@ from cory.ppo.sampling import Prompts, sample
 from cory.system.machine import described, peak_memory, prepare_device, settled
 from cory.tasks.imdb import Imdb
 
-OPENINGS = dict(dataset=str(ASSETS / "imdb/openings"), max_query_length=7, min_response_length=0)
-SIZES = dict(iterations=4, batch_size=64, mini_batch_size=64, max_response_length=16, kl_penalty="k1")
-PRESETS = {"benchmark": OPENINGS | SIZES} | {name: preset | OPENINGS for name, preset in IMDB_PRESETS.items()}
+PRESETS = {"benchmark": dict(
+    dataset=str(ASSETS / "imdb/openings"), max_query_length=7, min_response_length=0, max_response_length=16,
+    iterations=4, batch_size=64, mini_batch_size=64, kl_penalty="k1")}
 
 
 class Bench:
@@ -49,16 +49,21 @@ class Bench:
         self.seconds, self.rewarded, self.turns = [], [], []
 
     def reward(self, texts: list[str]) -> list[float]:
-        self.rewarded.append(now(self.device))
+        self.rewarded.append(self.now())
         return [len(set(text)) / 50 for text in texts]
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def iterations(self):
         for iteration in range(1, self.cfg.iterations + 1):
-            self.rewarded, self.start = [], now(self.device)
+            self.rewarded, self.start = [], self.now()
             yield iteration
 
     def finish_iteration(self, iteration, queries, max_new_tokens, turns, roles, metrics=None):
-        end, self.turns = now(self.device), turns
+        end, self.turns = self.now(), turns
         self.seconds.append({"rollout": self.rewarded[0] - self.start, "update": end - self.rewarded[-1],
                              "total": end - self.start})
 
@@ -66,74 +71,53 @@ class Bench:
         """Median seconds of each phase."""
         self.loop(self)
         seconds = {key: statistics.median(row[key] for row in self.seconds[1:]) for key in self.seconds[0]}
-        sampling = statistics.median(self.sample() for _ in range(3))
+        sampling = statistics.median(self.timed(self.sample, 3))
         scoring = seconds.pop("rollout") - sampling
         return {"sample": sampling, "score": scoring, **seconds}
 
-    def sample(self) -> float:
-        start = now(self.device)
+    def sample(self) -> None:
         for turn in self.turns:
             prompts = Prompts(turn.rollout.prompt_BP, turn.rollout.prompt_mask_BP)
             sample(turn.agent.policy, prompts, self.cfg.max_response_length, turn.agent.generator)
-        return now(self.device) - start
 
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def measured_rates(device: torch.device) -> tuple[dict[str, float], float]:
-    """({dtype: operations/s of a matrix product}, bytes/s read and written by a copy of 256 MiB), at best.
-
-    The product is 2048^3, on a GPU 8192^3; float32 is by the library and at the precision of the run.
-    """
-    def best(work) -> float:
+    def timed(self, work, times: int) -> list[float]:
+        """Seconds of each call of `work()`."""
         seconds = []
-        for _ in range(8):
-            start = now(device)
+        for _ in range(times):
+            start = self.now()
             work()
-            seconds.append(now(device) - start)
-        return min(seconds[2:])
+            seconds.append(self.now() - start)
+        return seconds
 
-    n, rates = 8192 if device.type == "cuda" else 2048, {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-        rates[str(dtype).removeprefix("torch.")] = 2 * n**3 / best(lambda a=a, b=b: torch.mm(a, b))
-    source = torch.ones(2**26, device=device)
-    target = torch.empty_like(source)
-    return rates, 2 * source.numel() * 4 / best(lambda: target.copy_(source))
+    def rate(self) -> float:
+        """Operations per second, at best, of a 2048^3 product in the run's dtype; on a GPU 8192^3."""
+        n = 8192 if self.device.type == "cuda" else 2048
+        dtype = torch.bfloat16 if self.cfg.dtype == "bfloat16" else torch.float32
+        a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
+        return 2 * n**3 / min(self.timed(lambda: torch.mm(a, b), 4))
 
+    def floor(self, rate: float) -> dict[str, float]:
+        """Seconds that the last iteration's operations take at `rate`.
 
-def floor(bench: Bench, rate: float, copy: float) -> dict[str, float]:
-    """Seconds that the last iteration must take: of each phase the larger of operations / rate, bytes / copy.
-
-    Operations: 2 per weight and token forward, 4 backward (2 where weights are frozen), 4 x layers x width
-    for each pair of a token and one that it sees. Of each row the body has P + T - 1 real tokens, the head T.
-    Sampling runs forward once, scoring twice (policy and reference), the update `num_ppo_epochs` times both
-    ways. Bytes: the weights once for each sampled token of the longest row, twice for scoring; in the update
-    for each optimizer step three times, and seven numbers per trained weight in Adam.
-    """
-    cfg, lm = bench.cfg, bench.reference.lm
-    head = lm.get_output_embeddings()
-    body_weights = sum(m.weight.numel() for path, m in lm.named_modules()
-                       if isinstance(m, (nn.Linear, Conv1D)) and m is not head and ".lora_" not in path)
-    pair = 4 * lm.config.num_hidden_layers * lm.config.hidden_size
-    weights = (2 if cfg.dtype == "bfloat16" else 4) * body_weights + 4 * head.weight.numel()
-    passes = cfg.num_ppo_epochs * (2 if cfg.lora else 3)
-    steps = cfg.num_ppo_epochs * cfg.batch_size / cfg.rows_per_optimizer_step
-    seconds = dict.fromkeys(("sample", "score", "update"), 0.0)
-    for turn in bench.turns:
-        P, T = turn.rollout.prompt_mask_BP.sum(1).double(), turn.rollout.mask_BT.sum(1).double()
-        seen = P + T - 1
-        products = 2 * body_weights * seen + 2 * head.weight.numel() * T
-        forward = float((products + pair * seen * (seen + 1) / 2).sum())
-        trained = sum(p.numel() for p in turn.agent.policy.trained().values())
-        seconds["sample"] += max(forward / rate, float(T.max()) * weights / copy)
-        seconds["score"] += max(2 * forward / rate, 2 * weights / copy)
-        seconds["update"] += max(passes * forward / rate, steps * (3 * weights + 7 * 4 * trained) / copy)
-    return seconds | {"total": sum(seconds.values())}
+        Operations: 2 per weight and token forward, 4 backward (2 where weights are frozen), 4 x layers x
+        width for each pair of a token and one that it sees. Of each row the body has P + T - 1 real tokens,
+        the head T. Sampling runs forward once, scoring twice (policy and reference), the update
+        `num_ppo_epochs` times both ways.
+        """
+        cfg, lm = self.cfg, self.reference.lm
+        head = lm.get_output_embeddings()
+        body_weights = sum(m.weight.numel() for path, m in lm.named_modules()
+                           if isinstance(m, (nn.Linear, Conv1D)) and m is not head and ".lora_" not in path)
+        pair = 4 * lm.config.num_hidden_layers * lm.config.hidden_size
+        forward = 0.0
+        for turn in self.turns:
+            P, T = turn.rollout.prompt_mask_BP.sum(1).double(), turn.rollout.mask_BT.sum(1).double()
+            seen = P + T - 1
+            products = 2 * body_weights * seen + 2 * head.weight.numel() * T
+            forward += float((products + pair * seen * (seen + 1) / 2).sum())
+        passes = {"sample": 1, "score": 2, "update": cfg.num_ppo_epochs * (2 if cfg.lora else 3)}
+        seconds = {phase: n * forward / rate for phase, n in passes.items()}
+        return seconds | {"total": sum(seconds.values())}
 
 
 @exit_on_user_error
@@ -144,11 +128,10 @@ def main(argv: list[str] | None = None) -> None:
     bench = Bench(cfg)
     print(described(bench.cfg, bench.device), flush=True)
     seconds, peak = bench.run(), peak_memory(bench.device)
-    rates, copy = measured_rates(bench.device)                      # takes memory of its own
-    least = floor(bench, rates["bfloat16" if bench.cfg.dtype == "bfloat16" else "float32"], copy)
-    print(json.dumps({"seconds": seconds, "peak_gib": peak, "floor": least,
-                      "share_of_floor": {phase: least[phase] / seconds[phase] for phase in least},
-                      "matrix_gflops": {dtype: rate / 1e9 for dtype, rate in rates.items()}}))
+    rate = bench.rate()                                             # takes memory of its own
+    floor = bench.floor(rate)
+    print(json.dumps({"seconds": seconds, "peak_gib": peak, "floor": floor, "matrix_gflops": rate / 1e9,
+                      "share_of_floor": {phase: floor[phase] / seconds[phase] for phase in floor}}))
 
 
 if __name__ == "__main__":
