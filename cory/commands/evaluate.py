@@ -46,8 +46,8 @@ def answer_all(model: LanguageModel, task: Task, samples: int, label: str) -> li
 
     def answered(rows: slice) -> list[tuple[str, float]]:
         pairs = []
-        for number, first in tqdm(batches[rows], label, unit="batch", dynamic_ncols=True,
-                                  disable=not is_main()):
+        bar = tqdm(batches[rows], label, unit="batch", dynamic_ncols=True, disable=not is_main())
+        for number, first in bar:
             seed = None if number == 0 else evaluation.EVALUATION_SEED + 1_000_003 * number + first
             asked = queries[first:first + size]
             responses = evaluation.answer(model, task.pioneer_prompts(asked), length, seed)
@@ -55,8 +55,9 @@ def answer_all(model: LanguageModel, task: Task, samples: int, label: str) -> li
         return pairs
 
     pairs, n = all_gather_parts(len(batches), answered), len(queries)
-    rounds = [zip(*pairs[at:at + n], strict=True) for at in range(0, len(pairs), n)]
-    return [{"responses": responses, "rewards": rewards} for responses, rewards in rounds]
+    rounds = [pairs[at:at + n] for at in range(0, len(pairs), n)]
+    return [{"responses": [text for text, _ in one], "rewards": [reward for _, reward in one]}
+            for one in rounds]
 
 
 def solved_metrics(task: Task, rounds: list[dict], ks: list[int]) -> dict[str, float]:
