@@ -90,8 +90,8 @@ def test_a_damaged_checkpoint_deleted_the_older_one_goes_on(copy):
 
 
 OTHERS = {
-    "another shape": (lambda name, x: {name: torch.ones(1)}, "of shape (1,), and this run has (257, 32)"),
-    "another agent": (lambda name, x: {name.replace("llm1", "llm3"): x}, "of shape None"),
+    "another shape": (lambda name, x: {name: torch.ones(1)}, "wte.weight of shape (1,)"),
+    "another agent": (lambda name, x: {name.replace("llm1", "llm3"): x}, "differ in llm1/weights/lm.t"),
 }
 
 
@@ -116,23 +116,12 @@ def test_what_lies_beside_the_checkpoints_is_none(copy):
     assert checkpoints_of(copy) == found
 
 
-def test_a_checkpoint_of_any_kinds_of_numbers_is_read_as_it_was_written(tmp_path):
-    """A tensor after one of an odd number of smaller elements, too."""
-    tensors = {"odd": torch.rand(3).bfloat16(), "bytes": torch.zeros(5, dtype=torch.uint8),
-               "empty": torch.empty(0), "number": torch.tensor(3.0), "turned": torch.rand(3, 5).T,
-               "wide": torch.tensor([7], dtype=torch.int64), "flag": torch.tensor([True])}
-    checkpoint.write_tensors(tmp_path / "file", tensors, state="{}")
-    found = load_file(tmp_path / "file")
-    assert found.keys() == tensors.keys() and all(found[name].equal(x) for name, x in tensors.items())
-    assert checkpoint.read_state(tmp_path / "file") == {}
-
-
 def test_lost_checkpoints_erase_nothing(copy, capsys):
     shutil.rmtree(copy / "checkpoints")
     assert "has done 2 iterations and has no checkpoint" in resume(capsys, copy)
 
 
-@pytest.mark.parametrize("moment", ["write_tensors", "put_in_place"])
+@pytest.mark.parametrize("moment", ["save_file", "put_in_place"])
 def test_a_run_killed_in_its_first_checkpoint_goes_on_from_the_start(moment, small_flags, tmp_path):
     killer = (f"import os, signal, train_imdb, cory.experiment.checkpoint as checkpoint\n"
               f"checkpoint.{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -349,7 +338,7 @@ def test_links_in_a_run_folder_are_not_followed(copy, tmp_path, capsys):
         (tmp_path / name).rename(copy / name)
 
 
-@pytest.mark.parametrize("where", ["os.fsync", "cory.experiment.checkpoint.write_tensors"])
+@pytest.mark.parametrize("where", ["os.fsync", "cory.experiment.checkpoint.save_file"])
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(where, copy, capsys, monkeypatch):
     before = {path: path.read_bytes() for path in (copy / "checkpoints").rglob("*") if path.is_file()}
 

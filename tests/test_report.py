@@ -263,7 +263,7 @@ def test_wandb_offline_receives_every_metric_and_the_tables(small_flags, offline
         assert data == weights_and_biases.prefixed(row, ["llm1", "llm2"], roles)
     assert {"iteration", "role/pioneer/kl", "agent/llm2/kl", "agent/llm2/role", "eval/llm2/kl",
             "seconds"} <= sent[3][1].keys()
-    assert sent[-1][1].keys() == {"iteration", "curves", "held_out_table"}
+    assert sent[-1][1].keys() == {"iteration", "curves"}
     (step, data), = [item for item in offline if "samples" in item[1]]
     assert step == 3 and data.keys() == {"samples"} and len(data["samples"].data) == 12
     assert {"query", "pioneer", "observer", "base", "pioneer_reward", "observer_reward",

@@ -8,22 +8,19 @@ A checkpoint is one safetensors file, `checkpoints/iteration_000012-CHECKSUM.saf
     llm1/random, random/cpu         states of random generators
     "state" in the file's header    all else, as JSON (`json_state`)
 
-CHECKSUM begins the file's SHA-256. The file is written under another name, flushed and renamed. So each is
+CHECKSUM begins the file's SHA-256. The file is written under another name, flushed and renamed, so that it is
 whole, or is found damaged before any of it is used. Two are kept. Nothing is ever unpickled.
 
-To save more of a run: add a tensor to `save_checkpoint` or a value to `json_state`, and put it back in
+To save more of a run: add a tensor to `tensors_of` or a value to `json_state`, and put it back in
 `load_checkpoint`.
 """
 import functools
 import json
-import os
 import platform
 import random
-import re
 import shutil
-import struct
 import subprocess
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +34,11 @@ from cory.config import Config
 from cory.errors import Diverged, UserError
 from cory.ppo.agent import Agent
 from cory.ppo.lora import activate
-from cory.ppo.model import PolicyWithValue
 from cory.system.distributed import broadcast, is_main
 from cory.system.files import checksum, own_folder, put_in_place, readable, remove, replaced, writable
 from cory.system.sharding import full_tensor, is_sharded, shard_like
 
 KEPT = 2                                                    # checkpoints
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-          torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}    # in safetensors
 
 
 # --- save ---
@@ -54,40 +48,47 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
     Raises `UserError`, and leaves the older checkpoints, for weights that are not finite or a full disk.
     """
     require_finite(agents)
-    tensors = {"random/cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        tensors["random/cuda"] = torch.cuda.get_rng_state()
-    for agent in agents:
-        tensors |= tensors_of(agent)
-    state = json_state(iteration, agents, roles, wandb_id)
+    tensors, state = gathered(tensors_of(agents)), json_state(iteration, agents, roles, wandb_id)
+    broadcast(lambda: write(run_dir, tensors, state))           # all wait: one that ends, ends all
 
-    folder = run_dir / "checkpoints"
+
+def write(run_dir: Path, tensors: dict[str, Tensor], state: dict) -> None:
+    """Writes a checkpoint, and removes what is older than those kept."""
+    folder = own_folder(run_dir / "checkpoints")
     temporary = folder / "writing"
     with writable(temporary):
-        if is_main():
-            own_folder(folder)
-            remove(temporary)
-        write_tensors(temporary, tensors, state=json.dumps(state))
-        broadcast(lambda: complete(run_dir, iteration, temporary))      # all wait: one that ends, ends all
-
-
-def complete(run_dir: Path, iteration: int, temporary: Path) -> None:
-    """Puts a written checkpoint in its place, and removes what is older than those kept."""
-    with writable(temporary):
-        name = f"iteration_{iteration:06d}-{checksum(temporary)}.safetensors"
-        put_in_place(temporary, temporary.with_name(name))
+        remove(temporary)
+        save_file(tensors, temporary, {"state": json.dumps(state)})
+        name = f"iteration_{state['iteration']:06d}-{checksum(temporary)}.safetensors"
+        put_in_place(temporary, folder / name)
         for old in checkpoints_of(run_dir)[KEPT:]:
             remove(old)
 
 
-def tensors_of(agent: Agent) -> dict[str, Tensor]:
-    """An agent's weights, Adam's state and random generator."""
-    tensors = {f"{agent.name}/random": agent.generator.get_state()}
-    for name, parameter in agent.policy.trained().items():
-        tensors[f"{agent.name}/weights/{name}"] = parameter.detach()
-        for moment, x in agent.optimizer.state[parameter].items():
-            tensors[f"{agent.name}/moments/{name}/{moment}"] = torch.as_tensor(x)
+def tensors_of(agents: list[Agent]) -> dict[str, Tensor]:
+    """The agents' weights, Adam's state, and all of PyTorch's random generators."""
+    tensors = {"random/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["random/cuda"] = torch.cuda.get_rng_state()
+    for agent in agents:
+        tensors[f"{agent.name}/random"] = agent.generator.get_state()
+        for name, parameter in agent.policy.trained().items():
+            tensors[f"{agent.name}/weights/{name}"] = parameter
+            for moment, x in agent.optimizer.state[parameter].items():
+                tensors[f"{agent.name}/moments/{name}/{moment}"] = torch.as_tensor(x)
     return tensors
+
+
+def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in CPU memory, in the main process alone. What is there and whole is not copied; what is
+    sharded is put together, so that all processes must take part.
+    """
+    whole = {}
+    for name, x in tensors.items():
+        x = full_tensor(x.detach())
+        if is_main():
+            whole[name] = x.cpu().contiguous()
+    return whole
 
 
 def json_state(iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> dict:
@@ -120,35 +121,14 @@ def require_finite(agents: list[Agent]) -> None:
                 raise Diverged("weights", name, agent.name, way_out)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
-    """A safetensors file, as `save_file` makes it, one tensor at a time: that puts together what is sharded,
-    so that all processes must take part. The main process writes.
-    """
-    # wide types first, so that each tensor begins at a multiple of its elements' size
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header, end = {"__metadata__": {"format": "pt", **metadata}}, 0
-    for name, x in tensors.items():
-        start, end = end, end + x.numel() * x.element_size()
-        header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path if is_main() else os.devnull, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for x in tensors.values():
-            content = full_tensor(x).cpu().contiguous()
-            file.write(content.view(-1).view(torch.uint8).numpy())
-
-
 # --- load ---
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """The run's checkpoints, newest first."""
     folder = run_dir / "checkpoints"
-    if not folder.exists():
-        return []
-    own_folder(folder)                                      # no link
-    is_checkpoint = re.compile(r"iteration_([0-9]{6,9})-[0-9a-f]{16}\.safetensors").fullmatch
-    numbers = {path: int(match[1]) for path in folder.iterdir() if (match := is_checkpoint(path.name))}
-    return sorted(numbers, key=numbers.get, reverse=True)
+    if folder.exists():
+        own_folder(folder)                                      # no link
+    found = folder.glob("iteration_*-*.safetensors")
+    return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -184,9 +164,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     broadcast(lambda: require_whole(*checkpoints))
     state = read_state(newest)
     with readable(newest), safe_open(newest, "pt") as file:
-        shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if "/weights/" in key}
-        require_shapes(newest, shapes, agents)
-        require_state(state, agents)
+        require_same_agents(newest, file, agents)
         version, inner, gauss = state["python_random"]
         random.setstate((version, tuple(inner), gauss))
         np.random.set_state(state["numpy_random"])
@@ -199,23 +177,15 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     return state
 
 
-def require_shapes(checkpoint: Path, shapes: dict[str, tuple], agents: list[Agent]) -> None:
+def require_same_agents(checkpoint: Path, file: safe_open, agents: list[Agent]) -> None:
     """The weights in a checkpoint are these agents', by name and shape. Raises `UserError`."""
+    saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if "/weights/" in key}
     wanted = {f"{agent.name}/weights/{name}": tuple(parameter.shape)
               for agent in agents for name, parameter in agent.policy.trained().items()}
-    for key in sorted(shapes.keys() | wanted.keys()):
-        if shapes.get(key) != wanted.get(key):
-            why = f"it holds {key} of shape {shapes.get(key)}, and this run has {wanted.get(key)}"
-            raise UserError("checkpoint", str(checkpoint), f"is of other agents ({why}); put back this run's")
-
-
-def require_state(state: dict, agents: list[Agent]) -> None:
-    """Raises `ValueError` for what `json_state` does not write of these agents."""
-    names, roles = {agent.name for agent in agents}, state["roles"]
-    if {*roles} != names or len(roles) != len(names) > 1 or type(state["iteration"]) is not int:
-        raise ValueError(f"it holds iteration {state['iteration']} with roles {roles}")
-    if not (isinstance(state["versions"], dict) and isinstance(state["wandb_id"], str)):
-        raise ValueError("its versions or wandb_id are of another kind")
+    if saved != wanted:
+        name, shape = min(saved.items() ^ wanted.items())
+        way_out = f"is of other agents, which differ in {name} of shape {shape}; put back this run's"
+        raise UserError("checkpoint", str(checkpoint), way_out)
 
 
 def put_back(file: safe_open, agent: Agent) -> None:
@@ -238,37 +208,26 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
     With LoRA the folder holds the adapter alone, and names the base that it belongs to.
     """
     require_finite(agents)
-    if is_main():
-        own_folder(run_dir / "final")
+    broadcast(lambda: own_folder(run_dir / "final"))
     for agent in agents:
-        policy, final = agent.policy, run_dir / "final" / agent.name
+        policy, whole = agent.policy, None
         activate(policy.lm, policy.adapter)
-        with replaced(final) if is_main() else nullcontext(final) as folder:
-            save_model(policy, folder)
-            if is_main():
-                policy.tokenizer.save_pretrained(folder)
-            if is_main() and policy.value_head is not None:
+        if is_sharded(policy.lm) and not policy.adapter:
+            whole = gathered(saved_tensors(policy.lm))
+        if not is_main():
+            continue
+        with replaced(run_dir / "final" / agent.name) as folder:
+            policy.lm.save_pretrained(folder, state_dict=whole)
+            policy.tokenizer.save_pretrained(folder)
+            if policy.value_head is not None:
                 save_file(policy.value_head.state_dict(), folder / "value_head.safetensors")
-
-
-def save_model(policy: PolicyWithValue, folder: Path) -> None:
-    """What `from_pretrained` loads."""
-    lm = policy.lm
-    if is_sharded(lm) and not policy.adapter:
-        if is_main():
-            lm.config.save_pretrained(folder)
-            if lm.generation_config:
-                lm.generation_config.save_pretrained(folder)
-        write_tensors(folder / "model.safetensors", saved_tensors(lm))
-    elif is_main():
-        lm.save_pretrained(folder)
 
 
 def saved_tensors(lm: nn.Module) -> dict[str, Tensor]:
     """A model's parameters, those that are tied once, and the buffers that belong to its weights."""
     belong = lm.state_dict().keys()
     buffers = {name: x for name, x in lm.named_buffers() if name in belong}
-    return {name: parameter.detach() for name, parameter in lm.named_parameters()} | buffers
+    return dict(lm.named_parameters()) | buffers
 
 
 def require_disk(cfg: Config, run_dir: Path, agents: list[Agent]) -> None:

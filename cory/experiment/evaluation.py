@@ -27,12 +27,11 @@ def rows_at_once(most: int, length: int) -> int:
 def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Config) -> dict[str, float]:
     """Samples `eval_samples` responses of at most `max_response_length` tokens to each held-out query.
 
-    task_reward: mean r(s0, a). kl: exact KL(pi || pi0) summed over each response's tokens, nats, mean over
+    task_reward: mean r(s0, a). kl: exact KL(pi || pi0) summed over a response's tokens, nats, mean over
     responses. combined_reward: task_reward - init_kl_coef kl. length: tokens per response, EOS included.
-    distinct_n: different n-grams over all n-grams of all responses. repeated_tokens: share of tokens that
-    stood earlier in the same response. base_perplexity: exp of the mean negative log-probability per token
-    under the base, at the same temperature. Then the task's own metrics, and, if it asks for them, those of
-    greedy answers as greedy_NAME.
+    distinct_n: different n-grams over all. repeated_tokens: share of tokens that stood earlier in the same
+    response. base_perplexity: exp of the mean of -log pi0 per token. Then the task's own metrics, and those
+    of greedy answers as greedy_NAME, if it asks for them.
     """
     queries, k = task.held_out_queries, cfg.eval_samples
     starts = range(0, len(queries), max(1, rows_at_once(64, cfg.max_response_length) // k))
@@ -57,9 +56,8 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
 
 def answered(model: LanguageModel, reference: LanguageModel, task: Task, queries: list[str], at: int,
              cfg: Config) -> tuple[list[str], list[str], list[list[int]], float, float]:
-    """Answers to these held-out queries, of which the first is number `at`: `eval_samples` to each; a greedy
-    one to each, if the task asks for it; the tokens of the sampled ones, and over these the sums of the exact
-    KL(pi || pi0) and of log pi0, nats.
+    """Answers to held-out queries, the first of which is number `at`: `eval_samples` texts to each; a greedy
+    one to each, if the task asks for it; the sampled tokens; sums over these of KL(pi || pi0) and log pi0.
     """
     limit = cfg.max_response_length
     sampled_queries = [query for query in queries for _ in range(cfg.eval_samples)]
@@ -81,15 +79,16 @@ def checked(metrics: dict, taken: Collection[str] = ()) -> dict[str, float]:
     """`metrics` as floats. Raises `UserError` for a name that is taken, or a value that is no number."""
     if not isinstance(metrics, dict):
         raise UserError("metrics", metrics, "are no dict; return one of numbers by name")
+    numbers = {}
     for name, value in metrics.items():
         if name in taken or "/" in name:
             raise UserError("metrics", name, "is taken or holds a slash; give this metric another name")
         try:
-            float(value)
+            numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             why = f"is {str(value)[:60]!r}, not one number; log its mean"
             raise UserError("metrics", name, why) from error
-    return {name: float(value) for name, value in metrics.items()}
+    return numbers
 
 
 @torch.no_grad()
@@ -119,11 +118,9 @@ def require_same_reward(task: Task, run_dir: Path) -> None:
         return
     queries = [row["query"] for row in rows]
     for role in [key.removesuffix("_reward") for key in rows[0] if key.endswith("_reward")]:
-        texts = [row[role] for row in rows]
-        now = task.reward(queries, texts).tolist()
-        for row, text, reward in zip(rows, texts, now, strict=True):
+        now = task.reward(queries, [row[role] for row in rows]).tolist()
+        for row, reward in zip(rows, now, strict=True):
             before = row[f"{role}_reward"]
-            if abs(reward - before) > 2e-3 * max(1.0, abs(before)):
-                way_out = (f"gives {reward:.4g} to {text[:40]!r}, and gave it {before:.4g} in {run_dir}; "
-                           "undo that change, or start a new run")
-                raise UserError("task", type(task).__name__, way_out)
+            if not math.isclose(reward, before, rel_tol=2e-3, abs_tol=2e-3):
+                raise UserError("task", type(task).__name__, f"gives {reward:.4g} to {row[role][:40]!r}, and "
+                                f"gave it {before:.4g} in {run_dir}; undo that change, or start a new run")

@@ -35,9 +35,9 @@ from cory.tasks.task import Task
 
 # Columns of what a run writes: no agent, role or metric of a loop may have such a name.
 RESERVED = ["base", "eval", "iteration", "query", "queries", "samples", "roles", "seconds", "metric"]
-# Nats per token of `sampling_gap` that rounding does not make: bfloat16's is some 0.02. A repetition penalty
-# of 1.1 makes 0.03 to 0.2, which in bfloat16 may pass unsaid; dropout of 0.1 makes 1.8.
-OFF_POLICY = {"float32": 0.01, "tf32": 0.02, "bfloat16": 0.1}
+# Nats per token of `sampling_gap` that rounding does not make, in float32 and in less: bfloat16 makes some
+# 0.02. A repetition penalty of 1.1 makes 0.03 to 0.2, dropout of 0.1 makes 1.8.
+OFF_POLICY, OFF_POLICY_ROUNDED = 0.01, 0.1
 
 
 class Turn(NamedTuple):
@@ -50,12 +50,12 @@ class Turn(NamedTuple):
 
     def metrics(self, task: Task, queries: list[str], eta: float) -> dict[str, float]:
         """Of the rollout, the update and the task. Raises `UserError` where one would hide another."""
-        reward, kl = self.reward_B.mean().item(), self.rollout.kl_B.mean().item()
+        rollout, reward, kl = self.rollout, self.reward_B.mean().item(), self.rollout.kl_B.mean().item()
         metrics = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
                    "kl": kl, "combined_reward": reward - eta * kl,
-                   "length": self.rollout.length_B.mean().item(), "sampling_gap": self.rollout.sampling_gap}
+                   "length": rollout.length_B.mean().item(), "sampling_gap": rollout.sampling_gap}
         metrics |= checked(self.update, taken=metrics)
-        return metrics | checked(task.metrics(queries, self.rollout.text), taken=metrics)
+        return metrics | checked(task.metrics(queries, rollout.text), taken=metrics)
 
 
 class Run(ExitStack):
@@ -129,19 +129,18 @@ class Run(ExitStack):
         if not state:
             done = max(logged, default=0)
             way_out = f"has done {done} iterations and has no checkpoint to go on from; start another run"
-            cfg.require("run_dir", not done or done <= before["save_every"], way_out)
+            cfg.require("run_dir", done <= before["save_every"], way_out)
             print("no checkpoint has been made yet: the run starts from its beginning", flush=True)
             return 0, ""
-        done = state["iteration"]
+        done, then = state["iteration"], state["versions"]
         cfg.require("iterations", cfg.iterations >= done, f"the run has done {done}; ask for more")
         way_out = f"its metrics.jsonl lacks iterations of the {done} in its checkpoint; put back a copy of it"
         cfg.require("run_dir", logged >= {*range(done + 1)}, way_out)
         require_same_reward(self.task, self.run_dir)
-        changed = [f"{name} {state['versions'].get(name)} then, {now} now" for name, now in versions().items()
-                   if state["versions"].get(name) != now]
+        changed = [f"{name} {then.get(name)} then, {now} now" for name, now in versions().items()
+                   if then.get(name) != now]
         if changed:
-            print(f"other versions than at the checkpoint: {'; '.join(changed)}. The run goes on with these, "
-                  "and may differ by more than rounding", flush=True)
+            print(f"other versions than at the checkpoint, so that results may differ: {'; '.join(changed)}")
         self.roles = [self.agents[self.agent_names.index(name)] for name in state["roles"]]
         return done, state["wandb_id"]
 
@@ -168,63 +167,52 @@ class Run(ExitStack):
         row = self.metrics_of(queries, turns)
         taken = {*RESERVED, *(word for key in row for word in key.split("/"))}
         row |= checked(metrics or {}, taken)
-        try:
-            samples, fault = self.samples(iteration, queries, max_new_tokens, turns), None
-        except UserError as error:              # of the base's answers: the updates are done, and kept
-            samples, fault = [], error
+        samples = self.samples(iteration, queries, max_new_tokens, turns)
         row["seconds"] = time.perf_counter() - self.clock
         if last or cfg.eval_every and iteration % cfg.eval_every == 0:
             row |= self.evaluate_agents()
         if is_main():
             self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = all_reduce_max(self.signals.received or 0)
-        if cfg.save_every and (last or received or fault or iteration % cfg.save_every == 0):
+        if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
             save_checkpoint(self.run_dir, iteration, self.agents, roles, self.wandb_id)
-        if fault:
-            raise fault
         if received:
-            self.signals.received = signal.Signals(received)
-            self.stop(iteration)
+            self.stop(iteration, signal.Signals(received))
         self.clock = time.perf_counter()
 
-    def stop(self, iteration: int) -> None:
+    def stop(self, iteration: int, received: signal.Signals) -> None:
         """Ends a run that a signal has reached, after an iteration that is saved."""
         self.close()
         way_on = f"go on with: {started_as(sys.argv[0])} --resume --run_dir {self.run_dir}"
         if not self.cfg.save_every:
             way_on = "nothing is saved, as --save_every 0 asks"
-        print(f"stopped by {self.signals.received.name} after iteration {iteration}; {way_on}", flush=True)
-        raise SystemExit(self.signals.status)
+        print(f"stopped by {received.name} after iteration {iteration}; {way_on}", flush=True)
+        raise SystemExit(128 + received)
 
     def require_known(self, turns: list[Turn], roles: list[Agent]) -> None:
         """Agents and roles are those that the run evaluates, saves and finds again. Raises `UserError`."""
-        def listed(agents: Iterable[Agent]) -> str:
-            return ", ".join(sorted(agent.name for agent in agents))
-
+        known, played = named(self.roles), [turn.role for turn in turns]
         if not turns or any(turn.agent not in self.agents for turn in turns):
             way_out = "give finish_iteration a Turn of each agent that played; run.roles holds the agents"
-            raise UserError("turns", listed(turn.agent for turn in turns), way_out)
-        if listed(roles) != listed(self.roles):
-            way_out = f"must be the run's agents in another order: {listed(self.roles)}"
-            raise UserError("roles", listed(roles), way_out)
-        taken = [*self.agent_names, *RESERVED, *(turn.role for turn in turns)]
-        for turn in turns:
-            if taken.count(turn.role) > 1 or not turn.role.isidentifier():
-                raise UserError("role", turn.role, "is taken by another turn, agent or column, or no name; "
+            raise UserError("turns", named(turn.agent for turn in turns), way_out)
+        if named(roles) != known:
+            raise UserError("roles", named(roles), f"must be the run's agents in another order: {known}")
+        taken = [*self.agent_names, *RESERVED, *played]
+        for role in played:
+            if taken.count(role) > 1 or not role.isidentifier():
+                raise UserError("role", role, "is taken by another turn, agent or column, or no name; "
                                 "give each turn a role of its own")
 
     def say_if_off_policy(self, turns: list[Turn]) -> None:
         """Once: responses were drawn from another distribution than the update takes them to be from."""
         cfg, turn = self.cfg, max(turns, key=lambda turn: turn.rollout.sampling_gap)
-        dtypes = [cfg.dtype, cfg.head_precision, "bfloat16" if cfg.load_in_4bit else "float32"]
-        from_rounding = turn.rollout.sampling_gap <= max(OFF_POLICY[dtype] for dtype in dtypes)
-        if from_rounding or self.said_off_policy or not is_main():
-            return
-        self.said_off_policy = True
-        print(f"\nwarning: sampling_gap is {turn.rollout.sampling_gap:.2f} nats per token: {turn.role}'s "
-              "responses were not sampled from the policy that scores them (top-k, a penalty, dropout?). "
-              "PPO's ratio is of the scored log-probabilities and does not correct for that",
-              file=sys.stderr, flush=True)
+        gap, exact = turn.rollout.sampling_gap, cfg.dtype == cfg.head_precision == "float32"
+        most = OFF_POLICY if exact and not cfg.load_in_4bit else OFF_POLICY_ROUNDED
+        if gap > most and is_main() and not self.said_off_policy:
+            self.said_off_policy = True
+            print(f"\nwarning: sampling_gap is {gap:.2f} nats per token: {turn.role}'s responses were not "
+                  "sampled from the policy that scores them (top-k, a penalty, dropout?). PPO's ratio is of "
+                  "the scored log-probabilities and does not correct for that", file=sys.stderr, flush=True)
 
     def metrics_of(self, queries: list[str], turns: list[Turn]) -> dict[str, float]:
         """Each metric under its role, and under its agent the mean over the roles that it played."""
@@ -257,7 +245,7 @@ class Run(ExitStack):
         return rows
 
     def finish(self) -> None:
-        """Final models, eval.json, curves.png, and the held-out table on the terminal."""
+        """Writes the final models, eval.json and curves.png, and prints the held-out table."""
         rows = broadcast(lambda: read_log(self.run_dir / "metrics.jsonl"))
         last, done = rows[-1], rows[-1]["iteration"]
         self.cfg.require("method", done >= self.cfg.iterations,
@@ -269,12 +257,10 @@ class Run(ExitStack):
         if is_main():
             self.log.bar.close()
             held_out = self.write_results(done, metrics)
-            seconds = [row["seconds"] for row in rows[1:]]
-            memory = peak_memory(self.device)
-            print(f"{statistics.median(seconds):.2f} s per iteration (median of {len(seconds)})"
-                  + (f", peak memory {memory:.2f} GiB" if memory else ""))
-            print(f"written to {self.run_dir}: metrics.jsonl, samples.jsonl, eval.json, curves.png, final/",
-                  flush=True)
+            seconds, memory = statistics.median(row["seconds"] for row in rows[1:]), peak_memory(self.device)
+            peak = f", peak memory {memory:.2f} GiB" if memory else ""
+            print(f"{seconds:.2f} s per iteration (median of {done}){peak}\nwritten to {self.run_dir}: "
+                  "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
             self.log.wandb.results(held_out)            # last: W&B may keep us waiting
 
     def write_results(self, iteration: int, metrics: dict[str, float]) -> dict:
@@ -292,6 +278,10 @@ class Run(ExitStack):
         draw_curves(self.run_dir)
         print(results_table(held_out))
         return held_out
+
+
+def named(agents: Iterable[Agent]) -> str:
+    return ", ".join(sorted(agent.name for agent in agents))
 
 
 def agents_of(cfg: Config, loop) -> list[str]:

@@ -7,12 +7,13 @@ from typing import Callable
 from urllib.parse import urlparse
 
 from cory.config import Config
+from cory.system.hub import short_message
 
 INIT_SECONDS, FINISH_SECONDS = 15, 25       # the most that W&B may keep a run waiting
 
 
 class WandB:
-    """A run's rows, tables and picture in W&B. Where W&B fails, that is said once, and the run goes on."""
+    """A run's rows, samples and picture in W&B. Where W&B fails, that is said once, and the run goes on."""
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, wandb_id: str):
         self.agents, self.run_dir, self.failed = agents, run_dir, False
@@ -24,21 +25,17 @@ class WandB:
         row = {"iteration": iteration} | prefixed(metrics, self.agents, roles)
         self.attempt(lambda: self.run.log(row, step=iteration))
         if samples and not self.failed:             # tables wait for the server, rows do not
-            self.attempt(lambda: self.run.log({"samples": wandb_table(samples)}, step=iteration))
+            self.attempt(lambda: self.run.log({"samples": table(samples)}, step=iteration))
 
     def results(self, held_out: dict) -> None:
-        """What eval.json holds, and curves.png, which has been drawn: they join the last iteration's row."""
-        self.attempt(lambda: self.run.summary.update({"held_out": held_out}))
-        if not self.failed:
-            self.attempt(lambda: self.log_results(held_out))
+        """What eval.json holds, and curves.png, which has been drawn."""
+        def log() -> None:
+            import wandb
+            self.run.summary.update({"held_out": held_out})
+            picture = wandb.Image(str(self.run_dir / "curves.png"))
+            self.run.log({"iteration": held_out["iteration"], "curves": picture})   # joins the last row
 
-    def log_results(self, held_out: dict) -> None:
-        import wandb
-        of_names = {name: metrics for name, metrics in held_out.items() if isinstance(metrics, dict)}
-        keys = dict.fromkeys(key for metrics in of_names.values() for key in metrics)
-        rows = [{"metric": key} | {name: of_names[name].get(key) for name in of_names} for key in keys]
-        self.run.log({"iteration": held_out["iteration"], "held_out_table": wandb_table(rows),
-                      "curves": wandb.Image(str(self.run_dir / "curves.png"))})
+        self.attempt(log)
 
     def close(self) -> None:
         """What could not be sent by then lies in the run's folder. The second time it does nothing."""
@@ -52,10 +49,9 @@ class WandB:
         try:
             call()
         except Exception as error:
-            why = " ".join(str(error).split())[:120]
             if not self.failed:
-                print(f"W&B fails ({type(error).__name__}: {why}). metrics.jsonl has every row; upload what "
-                      f"W&B kept with: wandb sync {self.run_dir}/wandb/run-*", flush=True)
+                print(f"W&B fails ({short_message(error)}). metrics.jsonl has every row; upload what W&B "
+                      f"kept with: wandb sync {self.run_dir}/wandb/run-*", flush=True)
             self.failed = True
 
 
@@ -78,7 +74,7 @@ def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
         try:
             run = wandb.init(mode="online", resume="allow", **options)
         except wandb.errors.Error as error:
-            print(f"going online failed: {' '.join(str(error).split())[:200]}")
+            print(f"going online failed: {short_message(error)}")
     if run is None:
         run = wandb.init(mode="offline", **options)
         append = "--append " if wandb_id else ""
@@ -104,16 +100,12 @@ def prefixed(metrics: dict, agents: list[str], roles: dict[str, str]) -> dict:
     """
     players = list(roles.values()) if len(agents) > 1 else []
     row = {f"agent/{name}/role": players.index(name) for name in agents if name in players}
-    for key, value in metrics.items():
-        owner, slash, _ = key.partition("/")
-        prefix = "agent/" if slash and owner in agents else "role/" if slash and owner in roles else ""
-        row[prefix + key] = value
-    return row
+    prefixes = dict.fromkeys(roles, "role/") | dict.fromkeys(agents, "agent/")
+    return row | {prefixes.get(key.partition("/")[0], "") + key: value for key, value in metrics.items()}
 
 
-def wandb_table(rows: list[dict]):
+def table(rows: list[dict]):
     """A column for whatever any of the rows holds."""
+    import pandas as pd
     import wandb
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[row.get(name) for name in columns] for row in rows]
-    return wandb.Table(columns=columns, data=cells, allow_mixed_types=True)
+    return wandb.Table(dataframe=pd.DataFrame(rows), allow_mixed_types=True)
