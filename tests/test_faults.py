@@ -116,16 +116,10 @@ def test_what_lies_beside_the_checkpoints_is_none(copy):
     assert checkpoints_of(copy) == found
 
 
-def test_lost_checkpoints_erase_nothing(copy, capsys):
-    shutil.rmtree(copy / "checkpoints")
-    assert "has done 2 iterations and has no checkpoint" in resume(capsys, copy)
-
-
-@pytest.mark.parametrize("moment", ["save_file", "put_in_place"])
-def test_a_run_killed_in_its_first_checkpoint_goes_on_from_the_start(moment, small_flags, tmp_path):
-    killer = (f"import os, signal, train_imdb, cory.experiment.checkpoint as checkpoint\n"
-              f"checkpoint.{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
-              f"train_imdb.main()\n")
+def test_a_run_killed_in_its_first_checkpoint_goes_on_from_the_start(small_flags, tmp_path):
+    killer = ("import os, signal, train_imdb, cory.experiment.checkpoint as checkpoint\n"
+              "checkpoint.put_in_place = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+              "train_imdb.main()\n")
     flags = [*small_flags, "--save_every", "2", "--iterations", "3", "--run_dir", str(tmp_path / "r")]
     done = subprocess.run([sys.executable, "-c", killer, *flags], cwd=ROOT, capture_output=True)
     rows = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
@@ -195,20 +189,12 @@ def test_a_signal_that_was_ignored_stays_ignored():
 
 
 def test_other_versions_are_said(copy, capsys, monkeypatch):
-    """Of a package, and the commit."""
-    now = {**checkpoint.versions(), "torch": "9.0"}
-    monkeypatch.setattr(run, "versions", lambda: now)
-    train_imdb.main(["--resume", "--run_dir", str(copy)])
-    said = next(line for line in capsys.readouterr().out.splitlines() if "other versions" in line)
-    assert f"torch {torch.__version__} then, 9.0 now" in said
-
-
-def test_the_commit_is_that_of_the_start(small_flags, tmp_path, monkeypatch):
-    """A checkpoint comes minutes later: the clone may stand at another commit by then."""
-    asked = []
-    monkeypatch.setattr(run, "versions", lambda: asked.append("asked") or {})
-    run.Run(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--run_dir", str(tmp_path / "r")])).close()
-    assert asked == ["asked"]
+    """They are asked at the start, and kept: the clone may stand at another commit at a checkpoint."""
+    asked, now = [], {**checkpoint.versions(), "torch": "9.0"}
+    monkeypatch.setattr(run, "versions", lambda: asked.append("asked") or now)
+    run.Run(parse(ImdbConfig, IMDB_PRESETS, ["--resume", "--run_dir", str(copy)])).close()
+    assert len(asked) == 2
+    assert f"torch {torch.__version__} then, 9.0 now" in capsys.readouterr().out
 
 
 def test_config_json_names_no_place_of_this_machine_and_finds_what_is_embedded(tmp_path):

@@ -213,11 +213,10 @@ def test_a_task_that_is_no_task_is_refused(name, says):
 @pytest.mark.parametrize("agents, says", [
     (None, r'does not say which agents it trains; put @trains\("llm1", ...\) above it'),
     ((), "does not say which agents it trains"),
-    (("base",), "trains an agent named 'base'"),
-    (("llm1", "llm1"), "trains an agent named 'llm1'; give each a name of its own"),
-    (("llm1", "LLM1"), "trains an agent named 'llm1'"), (("queries",), "trains an agent named 'queries'"),
-    ((["llm1", "llm2"],), "trains an agent named"),
-    (("llm1", "a/b"), "trains an agent named 'a/b'")])
+    (("base",), "agent is 'base': is no name, or that of another role, agent or column; give each agent one"),
+    (("llm1", "llm1"), "agent is 'llm1'"), (("llm1", "LLM1"), "agent is 'llm1'"),
+    (("queries",), "agent is 'queries'"), ((["llm1", "llm2"],), "agent is"),
+    (("llm1", "a/b"), "agent is 'a/b'")])
 def test_loops_whose_agents_cannot_be_are_refused(agents, says):
     def loop(run):
         pass
@@ -257,7 +256,7 @@ def refused(run: Run, says: str, turns: list[Turn], roles: list[Agent], metrics:
 
 
 @pytest.mark.parametrize("roles, says", [
-    (["llm1"], "role is 'llm1': is taken by another turn, agent or column"),
+    (["llm1"], "role is 'llm1': is no name, or that of another role, agent or column"),
     (["pioneer", "llm2"], "role is 'llm2'"), (["pioneer", "pioneer"], "role is 'pioneer'"),
     (["query"], "role is 'query'"), (["iteration"], "role is 'iteration'"), (["a/b"], "role is 'a/b'"),
     (["base"], "role is 'base'"), (["eval"], "role is 'eval'"),

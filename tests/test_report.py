@@ -166,19 +166,6 @@ def test_a_resumed_log_drops_what_the_checkpoint_does_not_know(tmp_path):
 
 
 # --- Weights & Biases -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("environment, host, expected", [
-    ({"WANDB_API_KEY": "x" * 40}, None, True), ({}, None, False), ({}, "api.wandb.ai", True),
-    ({}, "example.org", False), ({"WANDB_BASE_URL": "https://wandb.example.org"}, "wandb.example.org", True)])
-def test_auto_goes_online_only_with_a_key(environment, host, expected, tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "netrc").write_text(f"machine {host} login user password secret\n" if host else "")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert weights_and_biases.has_wandb_key() is expected
-
-
 @pytest.fixture
 def started(monkeypatch):
     """Options of each `wandb.init`, of which nothing starts; online a run of the name `refused` fails."""
@@ -192,6 +179,8 @@ def started(monkeypatch):
         return SimpleNamespace(id=options["id"], define_metric=lambda *a, **k: calls.append((a, k)))
 
     monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "setup", lambda settings: None)
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     return calls
 
@@ -202,7 +191,7 @@ def started(monkeypatch):
     ("disabled", None, True, "", None), ("auto", "disabled", True, "", None),
     ("auto", "dryrun", True, "", "offline"), ("auto", None, True, "refused", "offline")])
 def test_wandb_mode(asked, environment, key, name, expected, started, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(weights_and_biases, "has_wandb_key", lambda: key)
+    monkeypatch.setattr("wandb.login", lambda **_: key)
     if environment:
         monkeypatch.setenv("WANDB_MODE", environment)
     run = weights_and_biases.start_wandb(settings(wandb=asked, wandb_name=name), tmp_path, "abc")

@@ -9,10 +9,9 @@ A checkpoint is one safetensors file, `checkpoints/iteration_000012-CHECKSUM.saf
     "state" in the file's header    all else, as JSON (`json_state`)
 
 CHECKSUM begins the file's SHA-256. The file is written under another name, flushed and renamed, so that it is
-whole, or is found damaged before any of it is used. Two are kept. Nothing is ever unpickled.
+whole, or is found damaged before any of it is used. Nothing is ever unpickled.
 
-To save more of a run: add a tensor to `tensors_of` or a value to `json_state`, and put it back in
-`load_checkpoint`.
+To save more: add a tensor to `tensors_of` or a value to `json_state`, and use it in `load_checkpoint`.
 """
 import functools
 import json

@@ -50,7 +50,8 @@ class Turn(NamedTuple):
 
     def metrics(self, task: Task, queries: list[str], eta: float) -> dict[str, float]:
         """Of the rollout, the update and the task. Raises `UserError` where one would hide another."""
-        rollout, reward, kl = self.rollout, self.reward_B.mean().item(), self.rollout.kl_B.mean().item()
+        rollout, reward = self.rollout, self.reward_B.mean().item()
+        kl = rollout.kl_B.mean().item()
         metrics = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
                    "kl": kl, "combined_reward": reward - eta * kl,
                    "length": rollout.length_B.mean().item(), "sampling_gap": rollout.sampling_gap}
@@ -191,17 +192,13 @@ class Run(ExitStack):
 
     def require_known(self, turns: list[Turn], roles: list[Agent]) -> None:
         """Agents and roles are those that the run evaluates, saves and finds again. Raises `UserError`."""
-        known, played = named(self.roles), [turn.role for turn in turns]
+        known = named(self.roles)
         if not turns or any(turn.agent not in self.agents for turn in turns):
             way_out = "give finish_iteration a Turn of each agent that played; run.roles holds the agents"
             raise UserError("turns", named(turn.agent for turn in turns), way_out)
         if named(roles) != known:
             raise UserError("roles", named(roles), f"must be the run's agents in another order: {known}")
-        taken = [*self.agent_names, *RESERVED, *played]
-        for role in played:
-            if taken.count(role) > 1 or not role.isidentifier():
-                raise UserError("role", role, "is taken by another turn, agent or column, or no name; "
-                                "give each turn a role of its own")
+        require_free("role", [turn.role for turn in turns], [*self.agent_names, *RESERVED])
 
     def say_if_off_policy(self, turns: list[Turn]) -> None:
         """Once: responses were drawn from another distribution than the update takes them to be from."""
@@ -256,15 +253,15 @@ class Run(ExitStack):
             metrics |= self.evaluate_agents()           # resumed at its end, which was not an end before
         if is_main():
             self.log.bar.close()
-            held_out = self.write_results(done, metrics)
+            self.write_results(done, metrics)
             seconds, memory = statistics.median(row["seconds"] for row in rows[1:]), peak_memory(self.device)
             peak = f", peak memory {memory:.2f} GiB" if memory else ""
             print(f"{seconds:.2f} s per iteration (median of {done}){peak}\nwritten to {self.run_dir}: "
                   "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
-            self.log.wandb.results(held_out)            # last: W&B may keep us waiting
+            self.log.wandb.picture(done)                # last: W&B may keep us waiting
 
-    def write_results(self, iteration: int, metrics: dict[str, float]) -> dict:
-        """eval.json of the held-out `metrics`, which is returned; the picture; the table on the terminal."""
+    def write_results(self, iteration: int, metrics: dict[str, float]) -> None:
+        """eval.json of the held-out `metrics`, the picture, and the table on the terminal."""
         held_out = {"iteration": iteration, "split": self.cfg.eval_split,
                     "queries": self.cfg.eval_queries, "samples": self.cfg.eval_samples}
         for name in ["base", *self.agent_names]:
@@ -277,7 +274,6 @@ class Run(ExitStack):
         replace_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_curves(self.run_dir)
         print(results_table(held_out))
-        return held_out
 
 
 def named(agents: Iterable[Agent]) -> str:
@@ -288,12 +284,17 @@ def agents_of(cfg: Config, loop) -> list[str]:
     """Names of the run's agents, in order: those that its loop trains, or the first if they share weights."""
     agents = list(getattr(loop, "agents", ()))
     cfg.require("method", agents, 'does not say which agents it trains; put @trains("llm1", ...) above it')
-    taken = [str(name).lower() for name in agents] + RESERVED
-    for name in agents:
-        usable = isinstance(name, str) and name.isidentifier() and taken.count(name.lower()) == 1
-        way_out = f"trains an agent named {name!r}; give each a name of its own, of letters"
-        cfg.require("method", usable, way_out)
+    require_free("agent", agents, RESERVED)
     return agents[:1] if cfg.share_weights else agents
+
+
+def require_free(kind: str, given: list[str], taken: list[str]) -> None:
+    """Names of roles or agents differ from each other and from `taken`. Raises `UserError`."""
+    all_names = [str(name).lower() for name in [*given, *taken]]
+    for name in given:
+        if not str(name).isidentifier() or all_names.count(name.lower()) > 1:
+            way_out = f"is no name, or that of another role, agent or column; give each {kind} one of its own"
+            raise UserError(kind, name, way_out)
 
 
 def find_task(cfg: Config) -> type[Task]:

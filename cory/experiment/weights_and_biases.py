@@ -1,10 +1,8 @@
 """Weights & Biases: where a run goes, under which keys, and what it holds at its end (docs/settings.md)."""
-import netrc
 import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Callable
-from urllib.parse import urlparse
 
 from cory.config import Config
 from cory.system.hub import short_message
@@ -27,13 +25,11 @@ class WandB:
         if samples and not self.failed:             # tables wait for the server, rows do not
             self.attempt(lambda: self.run.log({"samples": table(samples)}, step=iteration))
 
-    def results(self, held_out: dict) -> None:
-        """What eval.json holds, and curves.png, which has been drawn."""
+    def picture(self, iteration: int) -> None:
+        """curves.png, which has been drawn: it joins the last row."""
         def log() -> None:
             import wandb
-            self.run.summary.update({"held_out": held_out})
-            picture = wandb.Image(str(self.run_dir / "curves.png"))
-            self.run.log({"iteration": held_out["iteration"], "curves": picture})   # joins the last row
+            self.run.log({"iteration": iteration, "curves": wandb.Image(str(self.run_dir / "curves.png"))})
 
         self.attempt(log)
 
@@ -69,12 +65,14 @@ def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
                    name=cfg.wandb_name or run_dir.name, id=wandb_id or None, config=asdict(cfg),
                    dir=run_dir, settings=settings)
     run = None
-    if choice not in ("offline", "dryrun") and has_wandb_key():
-        print(f"waiting for W&B, at most {INIT_SECONDS} s", flush=True)
-        try:
+    wandb.setup(settings)                                           # makes `login` silent
+    try:
+        # it looks for a key, and asks no server
+        if choice in ("auto", "online") and wandb.login(prompt=False, verify=False):
+            print(f"waiting for W&B, at most {INIT_SECONDS} s", flush=True)
             run = wandb.init(mode="online", resume="allow", **options)
-        except wandb.errors.Error as error:
-            print(f"going online failed: {short_message(error)}")
+    except wandb.errors.Error as error:
+        print(f"going online failed: {short_message(error)}")
     if run is None:
         run = wandb.init(mode="offline", **options)
         append = "--append " if wandb_id else ""
@@ -82,15 +80,6 @@ def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
               f"{run_dir}/wandb/offline-run-*", flush=True)
     run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
     return run
-
-
-def has_wandb_key() -> bool:
-    """A key in WANDB_API_KEY, or in netrc for the host of WANDB_BASE_URL."""
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    try:
-        return bool(os.environ.get("WANDB_API_KEY")) or host in netrc.netrc(os.environ.get("NETRC")).hosts
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def prefixed(metrics: dict, agents: list[str], roles: dict[str, str]) -> dict:
