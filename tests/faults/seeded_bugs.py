@@ -236,7 +236,7 @@ FAULTS = [
     ),
     *of("cory/experiment/checkpoint.py",
         ("checkpoint", "put_back(file, agent)", "put_back(file, agents[0])", "loop"),
-        ("checkpoint", '/random": agent.generator.get_state()', '/random": torch.get_rng_state()', "loop"),
+        ("checkpoint", '/random"] = agent.generator.get_state()', '/random"] = torch.get_rng_state()', "loop"),
         ("checkpoint", "{agent.name: agent.kl_coef for agent in agents}",
          "{agent.name: agent.cfg.init_kl_coef for agent in agents}", "loop"),
         ("LoRA", "        activate(policy.lm, policy.adapter)",
