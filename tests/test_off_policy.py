@@ -31,5 +31,5 @@ def test_what_rounding_may_make_is_no_warning(flags, warns, capsys):
     """0.05 nats: of bfloat16 in the body, in the head, or in a base of 4 bits, and of no float32."""
     cfg = settings(**{"dtype": "float32", "head_precision": "float32"} | flags)
     turn = SimpleNamespace(role="pioneer", rollout=SimpleNamespace(sampling_gap=0.05))
-    Run.say_if_off_policy(SimpleNamespace(cfg=cfg, said_off_policy=False), [turn])
+    Run.warn_if_off_policy(SimpleNamespace(cfg=cfg, warned_off_policy=False), [turn])
     assert ("sampling_gap is 0.05 nats per token: pioneer's" in capsys.readouterr().err) == warns

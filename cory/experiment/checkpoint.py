@@ -101,13 +101,13 @@ def json_state(iteration: int, agents: list[Agent], roles: list[Agent], wandb_id
 @functools.cache
 def versions() -> dict[str, str]:
     """What this process computes with: packages, and the commit of this code where it lies in a clone."""
-    of_packages = {module.__name__: module.__version__ for module in (torch, transformers, np)}
+    packages = {module.__name__: module.__version__ for module in (torch, transformers, np)}
     commit = ""
     with suppress(OSError):
         describe = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
         git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
         commit = git.stdout.strip()
-    return {"commit": commit or "unknown", "python": platform.python_version()} | of_packages
+    return {"commit": commit or "unknown", "python": platform.python_version()} | packages
 
 
 def require_finite(agents: list[Agent]) -> None:
@@ -126,8 +126,8 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     folder = run_dir / "checkpoints"
     if folder.exists():
         own_folder(folder)                                      # no link
-    found = folder.glob("iteration_*-*.safetensors")
-    return sorted(found, key=lambda path: (len(path.name), path.name), reverse=True)
+    paths = folder.glob("iteration_*-*.safetensors")
+    return sorted(paths, key=lambda path: (len(path.name), path.name), reverse=True)
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -224,8 +224,8 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
 
 def saved_tensors(lm: nn.Module) -> dict[str, Tensor]:
     """A model's parameters, those that are tied once, and the buffers that belong to its weights."""
-    belong = lm.state_dict().keys()
-    buffers = {name: x for name, x in lm.named_buffers() if name in belong}
+    persistent = lm.state_dict().keys()
+    buffers = {name: x for name, x in lm.named_buffers() if name in persistent}
     return dict(lm.named_parameters()) | buffers
 
 

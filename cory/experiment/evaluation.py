@@ -49,8 +49,8 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
                "base_perplexity": math.exp(-ref_logp / tokens)}
     metrics |= checked(task.metrics(sampled_queries, texts), taken=metrics)
     if task.greedy:
-        of_greedy = checked(task.metrics(queries, greedy))
-        metrics |= {f"greedy_{name}": value for name, value in of_greedy.items()}
+        greedy_metrics = checked(task.metrics(queries, greedy))
+        metrics |= {f"greedy_{name}": value for name, value in greedy_metrics.items()}
     return metrics
 
 

@@ -41,8 +41,8 @@ class RunLog:
 
 def bar_text(metrics: dict, agents: list[str]) -> str:
     """`reward 1.55 / 1.61, KL 14.92 / 11.67`: a number for each agent, a dash for one that did not play."""
-    def of_agents(name: str) -> str:
+    def numbers(name: str) -> str:
         values = [metrics.get(f"{agent}/{name}") for agent in agents]
         return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
 
-    return f"reward {of_agents('task_reward')}, KL {of_agents('kl')}"
+    return f"reward {numbers('task_reward')}, KL {numbers('kl')}"

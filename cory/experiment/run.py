@@ -109,7 +109,7 @@ class Run(ExitStack):
         if cfg.shard:
             shard(self.reference.lm, cfg)       # the agents have had their copies
         self.start, self.wandb_id = self.resume() if cfg.resume else (0, "")
-        self.said_off_policy = False
+        self.warned_off_policy = False
         if is_main():
             saved = saved_config(cfg, self.agent_names, self.fingerprints)
             replace_text(self.run_dir / "config.json", json.dumps(saved, indent=1) + "\n")
@@ -164,7 +164,7 @@ class Run(ExitStack):
         """
         cfg, last = self.cfg, iteration == self.cfg.iterations
         self.require_known(turns, roles)
-        self.say_if_off_policy(turns)
+        self.warn_if_off_policy(turns)
         row = self.metrics_of(queries, turns)
         taken = {*RESERVED, *(word for key in row for word in key.split("/"))}
         row |= checked(metrics or {}, taken)
@@ -200,13 +200,13 @@ class Run(ExitStack):
             raise UserError("roles", named(roles), f"must be the run's agents in another order: {known}")
         require_free("role", [turn.role for turn in turns], [*self.agent_names, *RESERVED])
 
-    def say_if_off_policy(self, turns: list[Turn]) -> None:
+    def warn_if_off_policy(self, turns: list[Turn]) -> None:
         """Once: responses were drawn from another distribution than the update takes them to be from."""
         cfg, turn = self.cfg, max(turns, key=lambda turn: turn.rollout.sampling_gap)
         gap, exact = turn.rollout.sampling_gap, cfg.dtype == cfg.head_precision == "float32"
         most = OFF_POLICY if exact and not cfg.load_in_4bit else OFF_POLICY_ROUNDED
-        if gap > most and is_main() and not self.said_off_policy:
-            self.said_off_policy = True
+        if gap > most and is_main() and not self.warned_off_policy:
+            self.warned_off_policy = True
             print(f"\nwarning: sampling_gap is {gap:.2f} nats per token: {turn.role}'s responses were not "
                   "sampled from the policy that scores them (top-k, a penalty, dropout?). PPO's ratio is of "
                   "the scored log-probabilities and does not correct for that", file=sys.stderr, flush=True)
