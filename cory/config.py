@@ -5,7 +5,7 @@ Nothing here imports PyTorch, so that `--help` and a bad flag are answered at on
 from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from cory.errors import UserError
 from cory.names import unknown
@@ -29,9 +29,7 @@ class Precision(NamedTuple):
 
 
 FLOAT32 = Precision()
-
-
-ABOVE_0 = 1e-30
+ABOVE_0 = 1e-30         # the least of what must be above 0
 
 
 def setting(default, help: str, least: float = -inf, most: float = inf):
@@ -152,8 +150,10 @@ class Config:
         return self.whiten_advantages == "true"
 
     def __post_init__(self):
+        hints = get_type_hints(type(self))
         for f in fields(self):
             value = getattr(self, f.name)
+            self.require_type(f.name, value, hints[f.name])
             if isinstance(value, str) and value.startswith(EMBEDDED):
                 setattr(self, f.name, str(ASSETS / value.removeprefix(EMBEDDED)))
             elif isinstance(value, (int, float)):
@@ -167,12 +167,17 @@ class Config:
         self.require_sizes()
         self.require_combinations()
 
-    def require_bounds(self, name: str, value: float, least: float, most: float) -> None:
-        if isinstance(value, float):
-            self.require(name, value == 0 or 1e-30 < abs(value) < 1e30,
-                         "must be a finite number, 0 or between 1e-30 and 1e30 in size")
+    def require_type(self, name: str, value, hint) -> None:
+        """bool, int, float, str or one of a Literal's words; an int may stand for a float."""
+        if get_origin(hint) is Literal:
+            words = get_args(hint)
+            self.require(name, value in words, f"choose from {', '.join(map(str, words))}")
         else:
-            self.require(name, abs(value) < 2**31, "must be below 2^31")
+            is_number = hint is float and type(value) is int
+            self.require(name, type(value) is hint or is_number, f"must be of type {hint.__name__}")
+
+    def require_bounds(self, name: str, value: float, least: float, most: float) -> None:
+        self.require(name, abs(value) < 2**31, "must be a finite number, below 2^31 in size")
         self.require(name, value >= least, f"must be {'above 0' if least == ABOVE_0 else f'{least} or more'}")
         self.require(name, value <= most, f"must be {most} or less")
 
@@ -185,8 +190,7 @@ class Config:
         self.require("responses_per_query", self.batch_size % k == 0,
                      f"must divide batch_size = {self.batch_size}")
         self.require("kl_horizon", not self.adap_kl_ctrl or self.kl_horizon > 0.2 * self.batch_size,
-                     f"must exceed 0.2 x batch_size = {0.2 * self.batch_size:g}, or the KL coefficient "
-                     "could turn negative")
+                     f"must exceed 0.2 x batch_size = {0.2 * self.batch_size:g}, or eta could fall below 0")
         self.require("min_response_length", self.min_response_length <= self.max_response_length,
                      f"must not exceed max_response_length = {self.max_response_length}")
         self.require("warmup_iterations", self.warmup_iterations < self.iterations,
@@ -194,12 +198,10 @@ class Config:
 
     def require_combinations(self) -> None:
         """Refuses settings that mean nothing together."""
-        compares = self.advantage in ("rloo", "grpo")
-        self.require("advantage", not compares or self.responses_per_query >= 2,
-                     "compares the responses to one query with each other and there is one; "
-                     "add --responses_per_query 4, say")
-        self.require("gamma", not compares or self.gamma == 1, f"is not used by {self.advantage}, which sums "
-                     "a response's rewards; leave it at 1, or use gae or reinforce")
+        if self.advantage in ("rloo", "grpo"):
+            self.require("advantage", self.responses_per_query >= 2,
+                         "compares the responses to a query; add --responses_per_query 4, say")
+            self.require("gamma", self.gamma == 1, f"is not used by {self.advantage}; leave it at 1")
         self.require("whiten_advantages", self.advantage != "grpo" or self.whiten_advantages != "true",
                      "and grpo already divides by its group's standard deviation; use one of both")
         self.require("partner_term", self.partner_term != "critic" or self.advantage == "gae"
@@ -209,12 +211,6 @@ class Config:
                      "4 bits cannot be divided among processes; add --load_in_4bit false")
         self.require("load_in_4bit", self.lora or not self.load_in_4bit,
                      "trains nothing by itself: 4-bit weights are frozen; add --lora true")
-        self.require("share_weights", not self.share_weights or self.method != "ppo",
-                     "and ppo plays one role; use --method cory")
-        exchanges = self.role_exchange_every > 0 and not self.share_weights
-        self.require("reset_on_exchange", exchanges or not self.reset_on_exchange,
-                     "and with --role_exchange_every 0 or --share_weights true there is nothing to exchange; "
-                     "leave one out")
 
     def require(self, name: str, holds: bool, way_out: str) -> None:
         if not holds:

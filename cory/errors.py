@@ -14,7 +14,7 @@ class UserError(Exception):
     """
 
     def __init__(self, field: str, value, way_out: str):
-        super().__init__(f"{field} is {value!r}: {way_out}")
+        super().__init__(printable(f"{field} is {value!r}: {way_out}"))
 
     @classmethod
     def of(cls, line: str) -> "UserError":
@@ -41,7 +41,7 @@ def exit_on_user_error(main):
             return main(*args, **kwargs)
         except UserError as error:
             time.sleep(0 if speaks else 5)      # one with the same fault says it; torchrun then ends all
-            print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+            print(f"error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             print("stopped by SIGINT", file=sys.stderr)

@@ -6,23 +6,22 @@ It stands in config.json, so that a resumed or evaluated run finds the same thin
 import difflib
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Iterable
 
 from cory.errors import UserError
 
-SIGNALLED = {129, 130, 143}         # exit statuses of a program that a signal has stopped
 being_imported: list[str] = []      # modules that `find` is importing now; no run may start within one
 
 
 def find(field: str, name: str, known: dict[str, str]):
     """What `name` names: a key of `known`, or `module:Name` like the values there. Raises `UserError`."""
-    module_name, _, attribute = known.get(name, name).partition(":")
-    if not attribute:
+    full_name = known.get(name, name)
+    if not re.fullmatch(r"\w[\w.]*:\w+", full_name):
         raise UserError(field, name, unknown(name, known))
-    if not all(word.isidentifier() for word in module_name.split(".")):
-        raise UserError(field, name, "is no module:Name; run this in the module's folder, and name it alone")
+    module_name, attribute = full_name.split(":")
     if module_name.split(".")[0] in sys.stdlib_module_names:    # a stranger's config.json may say os:system
         raise UserError(field, name, "is Python's own, and none of these; name one of yours")
     module = import_module(field, name, module_name)
@@ -42,13 +41,11 @@ def import_module(field: str, name: str, module_name: str):
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise                                       # the module is there and lacks something itself
-        way_out = f"there is no module {module_name} here; run this in the folder of {module_name}.py"
-        if module_name.endswith(".py"):
-            way_out = "name the module without .py"
+        way_out = f"there is no module {module_name} here; name it without .py, and run this in its folder"
         raise UserError(field, name, way_out) from error
     except (UserError, SystemExit) as error:
-        if getattr(error, "code", 0) in SIGNALLED:
-            raise
+        if getattr(error, "code", 2) != 2:
+            raise                                       # a signal has stopped the program
         raise UserError(field, name, f"importing {module_name} starts something ({error}); keep its last "
                         'lines under `if __name__ == "__main__":`') from error
     finally:

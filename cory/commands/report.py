@@ -41,7 +41,7 @@ def require_picture(path: Path | None, field: str = "out") -> None:
 
 def require_same_settings(run_dirs: list[Path], configs: list[dict], by: Sequence[str] = ()) -> None:
     """Runs of these config.json can be grouped by method and `by`. Raises `UserError` if they cannot."""
-    settings = set.union(*map(set, configs)) - BESIDE_SETTINGS         # some may be of some runs alone
+    settings = set.union(*map(set, configs)) - {*BESIDE_SETTINGS}       # some may be of some runs alone
     for name in by:
         if name not in settings:
             raise UserError("by", name, f"is no setting; {guess(name, settings)}config.json lists them")

@@ -1,7 +1,7 @@
 """From the command line to a `Config`: presets, flags over them, the settings of a resumed run."""
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -14,7 +14,6 @@ from cory.names import guess, name_of
 # model and data the place may differ; the run then holds their content against what it was.
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard",
                   "model", "dataset", "reward_model"}
-YES, NO = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
 
 
 class OneLineParser(ArgumentParser):
@@ -25,7 +24,7 @@ class OneLineParser(ArgumentParser):
 
 
 class Parser(OneLineParser):
-    """A flag for each setting of a dataclass: `--name VALUE`, and for a yes or no `--name` alone too.
+    """A flag for each setting of a dataclass: `--name VALUE`; of a bool `--name` alone means true.
 
     argparse itself, since importing a parser of a large library takes longer than its answer may.
     """
@@ -34,22 +33,17 @@ class Parser(OneLineParser):
         super().__init__(prog, allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
         self.config_class, hints = config_class, get_type_hints(config_class)
         for f in fields(config_class):
-            if not f.init:
-                continue
-            hint, default = hints[f.name], f.default if f.default_factory is MISSING else f.default_factory()
-            options = {"help": f.metadata.get("help", " "), "default": defaults.get(f.name, default)}
-            if options["default"] is MISSING:
-                options["required"] = True
+            hint, default = hints[f.name], defaults.get(f.name, f.default)
             if hint is bool:
-                options |= {"type": yes_or_no, "nargs": "?", "const": True}
-            elif get_origin(hint) is Literal and {type(word) for word in get_args(hint)} == {str}:
-                options["choices"] = get_args(hint)
+                options = {"type": true_or_false, "nargs": "?", "const": True}
+            elif get_origin(hint) is Literal:
+                options = {"choices": get_args(hint)}
             elif hint in (int, float, str):
-                options["type"] = hint
+                options = {"type": hint}
             else:
                 raise UserError("setting", f.name, f"is of type {hint}; make it a bool, int, float, str or "
                                 "Literal of words, which a flag can give")
-            self.add_argument(f"--{f.name}", **options)
+            self.add_argument(f"--{f.name}", default=default, help=f.metadata.get("help", " "), **options)
 
     def parse(self, argv: list[str]) -> Config:
         """The settings; for an unknown flag a `UserError` that names the nearest."""
@@ -60,10 +54,10 @@ class Parser(OneLineParser):
         return self.config_class(**vars(known))
 
 
-def yes_or_no(word: str) -> bool:
-    if word.lower() not in YES + NO:
+def true_or_false(word: str) -> bool:
+    if word.lower() not in ("true", "false"):
         raise ArgumentTypeError(f"{word!r} is neither true nor false")
-    return word.lower() in YES
+    return word.lower() == "true"
 
 
 def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None,
@@ -71,16 +65,15 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     """The command line over a preset, or with --resume over the run's own settings. Raises `UserError`."""
     argv = sys.argv[1:] if argv is None else argv
     first = ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", nargs="?", default=next(iter(presets), ""))
+    first.add_argument("--preset", nargs="?", default=next(iter(presets)))
     first.add_argument("--run_dir", nargs="?", default="")
     first.add_argument("--resume", nargs="?", const="true", default="false")
     known = first.parse_known_args(argv)[0]
-    if known.resume.lower() in YES:
+    if known.resume.lower() == "true":
         return continued(config_class, known.run_dir or "", argv)
-    if known.preset not in (presets or [""]):
+    if known.preset not in presets:
         raise UserError("preset", known.preset, f"choose from {', '.join(presets)}")
-    preset = {"preset": known.preset, **presets.get(known.preset, {})}
-    return Parser(config_class, preset, prog).parse(argv)
+    return Parser(config_class, {"preset": known.preset, **presets[known.preset]}, prog).parse(argv)
 
 
 def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Config:
@@ -89,8 +82,8 @@ def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Conf
         raise UserError("run_dir", run_dir, "names no run to resume; give the folder of one")
     saved = load_config(Path(run_dir))
     if name_of(type(saved)) != name_of(config_class):
-        script = f"train_{saved.task}.py" if ":" not in saved.task else "the script that started it"
-        raise UserError("run_dir", run_dir, f"holds a run of {saved.task}; continue it with {script}")
+        way_out = f"holds a run of {saved.task}; continue it with the script that started it"
+        raise UserError("run_dir", run_dir, way_out)
     old = asdict(saved)
     config = Parser(config_class, old).parse(argv)
     changed = "; ".join(f"{name} was {old[name]!r}, now {value!r}" for name, value in asdict(config).items()

@@ -7,7 +7,6 @@ from cory.config import CHECKERS, Gsm8kConfig
 from cory.errors import UserError
 from cory.names import find
 from cory.ppo.model import LanguageModel
-from cory.system.hub import short_message
 from cory.tasks.answers import decimal, gold_answer, last_number, strict
 from cory.tasks.data import DataError, load_columns
 from cory.tasks.task import Data, Task, checked_sizes
@@ -47,11 +46,8 @@ class Gsm8k(Task):
         prompts = self.observer_prompts([*self.gold], [""] * len(self.gold))
         lengths = [len(ids) for ids in self.tokenizer(prompts)["input_ids"]]
         longest, question = max(zip(lengths, self.gold, strict=True))
-        if longest + 2 * cfg.max_response_length > model.context_length:
-            raise UserError("max_response_length", cfg.max_response_length, "an observer's prompt has up to "
-                            f"{longest} tokens, two responses come on top, the context has "
-                            f"{model.context_length}; shorten the responses, use --one_shot false, or remove "
-                            f"questions such as {question[:40]!r}")
+        self.require_context(longest, model, "shorten the responses, use --one_shot false, or remove "
+                             f"questions such as {question[:40]!r}")
 
     @classmethod
     def load_data(cls, cfg: Gsm8kConfig) -> Data:
@@ -85,11 +81,7 @@ class Gsm8k(Task):
         if not self.cfg.chat_template:
             return text
         messages = [{"role": "user", "content": text}]
-        try:
-            chat = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:                      # a template is a program, with errors of its own
-            way_out = f"that of {self.cfg.model} fails ({short_message(error)}); use --chat_template false"
-            raise UserError("chat_template", True, way_out) from error
+        chat = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         adds_bos = self.tokenizer("a")["input_ids"][0] == self.tokenizer.bos_token_id
         return chat.removeprefix(self.tokenizer.bos_token) if adds_bos else chat
 

@@ -6,11 +6,9 @@ from functools import cached_property
 from typing import Callable
 
 import torch
-from torch import nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from cory.config import ImdbConfig
-from cory.errors import UserError, printable
 from cory.ppo.loading import load_pretrained, model_errors
 from cory.ppo.model import LanguageModel
 from cory.tasks.task import Data, Task
@@ -29,19 +27,17 @@ class SentimentReward:
             if self.tokenizer.pad_token is None:
                 raise refused("its tokenizer has no padding token to score texts together; set pad_token")
             self.positive = positive_label(refused, self.model.config)
-            self.limit = min(positions_of(self.model), self.tokenizer.model_max_length)
+            positions = getattr(self.model.config, "max_position_embeddings", None) or 10**9
+            self.limit = min(positions, self.tokenizer.model_max_length)
             need = longest + self.tokenizer.num_special_tokens_to_add()
             if self.limit < need:
                 raise refused(f"takes {self.limit} tokens, and a query with its response can have {need}; "
                               "lower --max_query_length or --max_response_length, or name another")
-        self.model.eval().requires_grad_(False).to(device)
-        with model_errors("reward_model", name):
+            self.model.eval().requires_grad_(False).to(device)
             together, alone = self(["good", "a bad film " * (need + 8)])[0], self(["good"])[0]
-        if not math.isfinite(together):
-            raise refused(f"its logits are not finite numbers ({together}); load other weights")
-        if not math.isclose(together, alone, rel_tol=1e-2, abs_tol=1e-2):
-            raise refused("scores a text otherwise beside a longer one; set pad_token_id in its config.json "
-                          "to the tokenizer's")
+            if not math.isclose(together, alone, rel_tol=1e-2, abs_tol=1e-2):       # nor are NaN or infinity
+                raise refused(f"scores a text {together} beside a longer one and {alone} alone; set "
+                              "pad_token_id in its config.json to the tokenizer's, or load other weights")
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
@@ -55,20 +51,10 @@ class SentimentReward:
 def positive_label(refused: Callable, config: PretrainedConfig) -> int:
     labels = {index: str(label) for index, label in config.id2label.items()}
     positive = [index for index, label in labels.items() if label.lower().startswith("pos")]
-    if len(positive) != 1:
-        labels_found = printable(", ".join([*labels.values()][:8]))[:200]
-        raise refused(f"needs one label that begins 'pos'; labels found: {labels_found}")
-    if sorted(labels) != [*range(len(labels))]:
-        raise refused(f"the labels in its config.json are numbered {[*labels][:8]}; number them 0, 1, ...")
+    if len(positive) != 1 or sorted(labels) != [*range(len(labels))]:
+        raise refused(f"needs labels 0, 1, ... in its config.json, one of which begins 'pos', and has "
+                      f"{str(labels)[:200]}")
     return positive[0]
-
-
-def positions_of(model: nn.Module) -> int:
-    """Tokens that a text may have. RoBERTa and its kin count positions from their padding's on."""
-    most = getattr(model.config, "max_position_embeddings", None) or -1
-    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
-    before = [table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None]
-    return most - max(before, default=0) if most > 0 else 10**9
 
 
 class Imdb(Task):
@@ -77,11 +63,7 @@ class Imdb(Task):
     def __init__(self, cfg: ImdbConfig, data: Data, model: LanguageModel, reward_model: Callable = None):
         super().__init__(cfg, data, model)
         template = len(self.tokenizer(OBSERVER_TEMPLATE)["input_ids"])
-        longest = template + 2 * (cfg.max_query_length + cfg.max_response_length)
-        if longest > model.context_length:
-            way_out = (f"an observer's prompt and response can reach {longest} tokens, the context has "
-                       f"{model.context_length}; shorten queries or responses")
-            raise UserError("max_response_length", cfg.max_response_length, way_out)
+        self.require_context(template + 2 * cfg.max_query_length, model, "shorten queries or responses")
         longest = cfg.max_query_length + cfg.max_response_length
         self.reward_model = reward_model or SentimentReward(cfg.reward_model, model.device, longest)
 

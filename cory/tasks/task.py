@@ -1,17 +1,17 @@
 """What every task shares: data, the stream of queries, held-out queries, and the check of rewards. Text goes
 in and numbers come out: a task knows nothing of agents or loops.
 """
-import inspect
+import math
 import random
 from functools import lru_cache
 from itertools import islice
-from typing import ClassVar, Iterable, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cory.config import Config
-from cory.errors import UserError, printable
+from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 from cory.system.distributed import all_gather_parts
 from cory.tasks.data import DataError, load_columns
@@ -37,8 +37,8 @@ def checked_sizes(cfg: Config, splits: dict[str, list]) -> Data:
     both are missing, the last `4 * eval_queries` rows of train are taken and divided. Raises `UserError`.
     """
     if "train" not in splits:
-        raise DataError(cfg.dataset, f"has no split named train; splits found: "
-                        f"{printable(', '.join(splits))[:300]}")
+        found = ", ".join(splits)[:300]
+        raise DataError(cfg.dataset, f"has no split named train; splits found: {found}")
     train, validation, test = (splits.get(name, []) for name in ("train", "validation", "test"))
     if not (validation and test):
         held_out = validation or test
@@ -66,20 +66,13 @@ class Task:
     greedy: ClassVar[bool] = False              # whether held-out evaluation also answers greedily
     random_reward: ClassVar[bool] = False       # whether the same response may score differently
 
-    def __new__(cls, *args, **kwargs):
-        """Says in one line what a class of your own lacks, before its `__init__` runs."""
-        if cls.reward is not Task.reward:
-            raise UserError("task", cls.__name__, "defines reward, which checks rewards; name it reward_of")
-        for name in ("observer_prompts", "reward_of"):
-            if getattr(cls, name) is getattr(Task, name):
-                raise UserError("task", cls.__name__, f"defines no {name}(self, queries, responses); add it")
-        try:
-            inspect.signature(cls.__init__).bind(None, *args, **kwargs)
-        except TypeError as error:
-            raise UserError("task", cls.__name__, "needs __init__(self, cfg, data, model)") from error
-        return super().__new__(cls)
-
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
+        own = type(self)
+        if own.reward is not Task.reward:
+            raise UserError("task", own.__name__, "defines reward, which checks rewards; name it reward_of")
+        for name in ("observer_prompts", "reward_of"):
+            if getattr(own, name) is getattr(Task, name):
+                raise UserError("task", own.__name__, f"defines no {name}(self, queries, responses); add it")
         self.cfg, self.train = cfg, data.train
         self.tokenizer, self.device = model.tokenizer, model.device
         rng = random.Random("held-out queries")     # the same for every seed: all seeds share one yardstick
@@ -148,26 +141,37 @@ class Task:
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError`."""
-        require_one_each(queries, responses)
-        values = all_gather_parts(len(responses), lambda rows: self.checked(queries[rows], responses[rows]))
+        n = max(len(queries), len(responses))       # `checked` sees one too many of either
+        values = all_gather_parts(n, lambda rows: self.checked(queries[rows], responses[rows]))
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def checked(self, queries: list[str], responses: list[str]) -> list[float]:
         """What `reward_of` returns, in float32, if it is a number for each response. Raises `UserError`."""
-        require_one_each(queries, responses)
+        if len(queries) != len(responses):
+            way_out = f"for {len(queries)} queries; the task's prompts must be as many as the queries"
+            raise UserError("prompts", f"{len(responses)} responses", way_out)
         values = self.reward_of(queries, responses)
-        if hasattr(values, "tolist"):               # a tensor or an array: one copy, wherever it lies
-            values = values.tolist()
-        if not isinstance(values, Iterable):
-            raise UserError("reward", values, "is no list; return one number per response")
-        values, count = list(values), len(responses)
-        if len(values) != count:
-            raise UserError("reward", f"{len(values)} values", f"for {count} responses; return one for each")
-        for i, value in enumerate(values):
-            if not is_finite_number(value):
+        try:
+            reward_B = torch.as_tensor(values, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise UserError("reward", str(values)[:60], f"is no list of numbers ({error})") from error
+        if reward_B.shape != (len(responses),):
+            way_out = f"for {len(responses)} responses; return one number for each"
+            raise UserError("reward", f"of shape {tuple(reward_B.shape)}", way_out)
+        for i, value in enumerate(reward_B.tolist()):
+            if not math.isfinite(value):
                 text = (queries[i] + responses[i])[:80]
                 raise UserError("reward", value, f"sample {i} ({text!r}) needs a finite number")
-        return torch.tensor([float(value) for value in values], dtype=torch.float32).tolist()
+        return reward_B.tolist()
+
+    def require_context(self, prompt_tokens: int, model: LanguageModel, way_out: str) -> None:
+        """Refuses responses too long for the context: an observer's prompt has up to so many tokens beside
+        the pioneer's response, and is followed by its own.
+        """
+        limit, room = self.cfg.max_response_length, model.context_length
+        self.cfg.require("max_response_length", prompt_tokens + 2 * limit <= room, "an observer's prompt has "
+                         f"up to {prompt_tokens} tokens, two responses come on top, the context has {room}; "
+                         f"{way_out}")
 
     def cut(self, response: str) -> str:
         """A response for another agent's prompt: its first max_response_length tokens. It was sampled with no
@@ -178,20 +182,6 @@ class Task:
         if len(ids) <= limit:
             return response
         return self.tokenizer.decode(ids[:max(0, limit - 2)], clean_up_tokenization_spaces=False)
-
-
-def require_one_each(queries: list[str], responses: list[str]) -> None:
-    if len(queries) != len(responses):
-        way_out = f"for {len(queries)} queries; the task's prompts must be as many as the queries"
-        raise UserError("prompts", f"{len(responses)} responses", way_out)
-
-
-def is_finite_number(value) -> bool:
-    """Whether float32 can hold it."""
-    try:
-        return not isinstance(value, str) and abs(float(value)) < torch.finfo(torch.float32).max
-    except (TypeError, ValueError, OverflowError):
-        return False
 
 
 @lru_cache(maxsize=4)
