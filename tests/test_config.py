@@ -76,66 +76,48 @@ def test_help_shows_the_effective_default_of_the_preset(capsys):
     assert f"(default: {tiny})" in shown and f"(default: {paper})" not in shown
 
 
-BAD = [(["--learning_rat", "1"], ["--learning_rat", "did you mean --learning_rate"]),
-       (["--zzz"], ["--zzz", "--help"]), (["--learning_rate", "fast"], ["--learning_rate", "'fast'"]),
-       (["--batch_size", "1.5"], ["--batch_size", "1.5"]),
-       (["--knowledge_transfer", "maybe"], ["--knowledge_transfer", "maybe"]),
-       (["--method", "grpo"],
-        ["method is 'grpo'", "choose from ppo, cory, or name one of your own as module:Name"]),
-       (["--preset", "huge"], ["preset is 'huge'", "gpt2-large"]),
-       (["--batch_size", "100", "--mini_batch_size", "32"], ["batch_size is 100", "32 x 1 = 32"]),
-       (["--batch_size", "64", "--mini_batch_size", "16", "--gradient_accumulation_steps", "3"],
-        ["16 x 3 = 48"]),
-       (["--learning_rate", "0"], ["learning_rate is 0.0", "above 0"]),
-       (["--learning_rate", "nan"], ["learning_rate is nan", "finite"]),
-       (["--cliprange", "0"], ["cliprange is 0.0", "above 0"]),
-       (["--cliprange_value", "-0.1"], ["cliprange_value is -0.1", "above 0"]),
-       (["--gamma", "1.1"], ["gamma is 1.1", "1 or less"]),
-       (["--lam", "-0.5"], ["lam is -0.5", "0 or more"]),
-       (["--init_kl_coef", "-1"], ["init_kl_coef is -1.0", "0 or more"]),
-       (["--kl_target", "0"], ["kl_target is 0.0", "above 0"]),
-       (["--adap_kl_ctrl", "true", "--kl_horizon", "6"], ["kl_horizon is 6.0", "0.2 x batch_size = 25.6"]),
-       (["--temperature", "0"], ["temperature is 0.0", "0.01 or more"]),
-       (["--min_response_length", "9", "--max_response_length", "8"],
-        ["min_response_length is 9", "max_response_length = 8"]),
-       (["--min_query_length", "9"], ["min_query_length is 9", "max_query_length = 8"]),
-       (["--role_exchange_every", "-1"], ["role_exchange_every is -1", "0 or more"]),
-       (["--seed", "-1"], ["seed is -1"]), (["--seed", "2147483648"], ["seed is 2147483648"]),
-       (["--iterations", "0"], ["iterations is 0", "1 or more"]),
-       (["--num_ppo_epochs", "0"], ["num_ppo_epochs is 0"]),
-       (["--max_grad_norm", "-1"], ["max_grad_norm is -1.0"]),
-       (["--partner_reward", "inf"], ["partner_reward is inf"]),
-       (["--resume"], ["run_dir is ''", "no run to resume"]),
-       (["--resume", "--run_dir", "/nowhere"], ["run_dir is '/nowhere'", "holds no run (no config.json)"]),
-       (["--lora", "true", "--lora_rank", "0"], ["lora_rank is 0", "1 or more"]),
-       (["--lora_alpha", "0"], ["lora_alpha is 0.0", "above 0"]),
-       (["--advantage", "rlo"], ["advantage is 'rlo'", "did you mean rloo?", "gae, rloo, grpo, reinforce"]),
-       (["--advantage", "rloo"], ["advantage is 'rloo'", "--responses_per_query"]),
-       (["--advantage", "grpo", "--responses_per_query", "3"],
-        ["responses_per_query is 3", "batch_size = 128"]),
-       (["--advantage", "rloo", "--responses_per_query", "4", "--gamma", "0.9"], ["gamma is 0.9", "rloo"]),
-       (["--advantage", "grpo", "--responses_per_query", "4", "--whiten_advantages", "true"],
-        ["whiten_advantages is 'true'", "grpo"]),
-       (["--responses_per_query", "0"], ["responses_per_query is 0", "1 or more"]),
-       (["--ent_coef", "-0.1"], ["ent_coef is -0.1", "0 or more"]),
-       (["--kl_in", "rewards"], ["--kl_in", "rewards"]),
-       (["--lr_schedule", "cosin"], ["lr_schedule is 'cosin'", "did you mean cosine?"]),
-       (["--warmup_iterations", "44"], ["warmup_iterations is 44", "iterations = 44"]),
-       (["--critic_learning_rate", "-1"], ["critic_learning_rate is -1.0", "0 or more"]),
-       (["--eval_samples", "0"], ["eval_samples is 0", "1 or more"]),
-       (["--method", "ppo", "--share_weights", "true"], ["share_weights is True", "--method cory"]),
-       (["--share_weights", "true", "--reset_on_exchange", "true"],
-        ["reset_on_exchange is True", "nothing to exchange"]),
-       (["--role_exchange_every", "0", "--reset_on_exchange", "true"],
-        ["reset_on_exchange is True", "nothing to exchange; leave one out"]),
-       (["--task", "imbd"], ["task is 'imbd'", "did you mean imdb?"]),
-       (["--load_in_4bit", "true", "--lora", "false"], ["load_in_4bit is True", "add --lora true"])]
+BAD = [                                 # one case of each kind
+    ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),
+    ("--zzz", ["--zzz", "--help"]),
+    ("--learning_rate fast", ["--learning_rate", "'fast'"]),
+    ("--knowledge_transfer maybe", ["--knowledge_transfer", "maybe"]),
+    ("--kl_in rewards", ["--kl_in", "rewards"]),
+    ("--method grpo", ["method is 'grpo'", "choose from ppo, cory, or name one of your own as module:Name"]),
+    ("--advantage rlo", ["advantage is 'rlo'", "did you mean rloo?", "gae, rloo, grpo, reinforce"]),
+    ("--preset huge", ["preset is 'huge'", "gpt2-large"]),
+    ("--resume", ["run_dir is ''", "no run to resume"]),
+    ("--resume --run_dir /nowhere", ["run_dir is '/nowhere'", "holds no run (no config.json)"]),
+    # numbers
+    ("--learning_rate nan", ["learning_rate is nan", "finite"]),
+    ("--partner_reward inf", ["partner_reward is inf"]),
+    ("--cliprange 0", ["cliprange is 0.0", "above 0"]),
+    ("--cliprange_value -0.1", ["cliprange_value is -0.1", "above 0"]),
+    ("--gamma 1.1", ["gamma is 1.1", "1 or less"]),
+    ("--init_kl_coef -1", ["init_kl_coef is -1.0", "0 or more"]),
+    ("--temperature 0", ["temperature is 0.0", "0.01 or more"]),
+    ("--iterations 0", ["iterations is 0", "1 or more"]),
+    ("--seed 2147483648", ["seed is 2147483648"]),
+    # sizes
+    ("--batch_size 100 --mini_batch_size 32", ["batch_size is 100", "32 x 1 = 32"]),
+    ("--responses_per_query 3", ["responses_per_query is 3", "batch_size = 128"]),
+    ("--adap_kl_ctrl true --kl_horizon 6", ["kl_horizon is 6.0", "0.2 x batch_size = 25.6"]),
+    ("--min_response_length 9 --max_response_length 8",
+     ["min_response_length is 9", "max_response_length = 8"]),
+    ("--min_query_length 9", ["min_query_length is 9", "max_query_length = 8"]),
+    ("--warmup_iterations 44", ["warmup_iterations is 44", "iterations = 44"]),
+    # combinations
+    ("--advantage rloo", ["advantage is 'rloo'", "--responses_per_query"]),
+    ("--advantage rloo --responses_per_query 4 --gamma 0.9", ["gamma is 0.9", "rloo"]),
+    ("--advantage grpo --responses_per_query 4 --whiten_advantages true",
+     ["whiten_advantages is 'true'", "grpo"]),
+    ("--load_in_4bit true --lora false", ["load_in_4bit is True", "add --lora true"]),
+]
 
 
-@pytest.mark.parametrize("argv, says", BAD, ids=lambda x: " ".join(x) if isinstance(x, list) else None)
+@pytest.mark.parametrize("argv, says", BAD, ids=[argv for argv, _ in BAD])
 def test_bad_command_lines_exit_2_with_one_line(argv, says, capsys):
     with pytest.raises(SystemExit) as stop:
-        train_imdb.main(argv)
+        train_imdb.main(argv.split())
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and err.startswith("error: "), err
     assert all(word in err for word in says), err
@@ -147,6 +129,9 @@ def test_a_bad_command_line_as_a_person_types_it():
     assert done.returncode == 2 and done.stderr == "error: cliprange is 0.0: must be above 0\n"
 
 
-def test_settings_can_be_built_in_code_and_are_checked_there_too():
-    with pytest.raises(UserError, match="batch_size is 7"):
-        ImdbConfig(batch_size=7, mini_batch_size=2)
+@pytest.mark.parametrize("changes, says", [
+    (dict(batch_size=7, mini_batch_size=2), "batch_size is 7"), (dict(seed="3"), "must be of type int"),
+    (dict(lora=1), "must be of type bool"), (dict(kl_in="rewards"), "choose from reward, loss")])
+def test_settings_can_be_built_in_code_and_are_checked_there_too(changes, says):
+    with pytest.raises(UserError, match=says):
+        ImdbConfig(**changes)

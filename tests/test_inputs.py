@@ -17,21 +17,14 @@ from conftest import byte_tokenizer, save_gpt2
 from huggingface_hub import close_session, constants, get_session
 from safetensors.torch import load_file, save_file
 from toys import settings
-from transformers import (
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
-from cory.config import Gsm8kConfig
 from cory.errors import UserError
 from cory.ppo.agent import Agent
 from cory.ppo.loading import load_language_model
 from cory.ppo.lora import load_adapter
 from cory.system import hub
 from cory.tasks.data import load_columns
-from cory.tasks.gsm8k import Gsm8k
 from cory.tasks.imdb import SentimentReward
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
@@ -85,11 +78,6 @@ def link(folder: Path, name: str, target: str):
     (folder / name).symlink_to(target)
 
 
-def terabyte(folder: Path, name: str):
-    (folder / name).touch()
-    os.truncate(folder / name, 10**12)
-
-
 def remove(folder: Path, pattern: str):
     for file in folder.glob(pattern):
         file.unlink()
@@ -114,25 +102,19 @@ def reports(capfd):
 
 # --- data ---
 DATA = {
-    "a pipe": (fifo, "train.jsonl", "train.jsonl': is no regular file"),
-    "a pipe of csv": (fifo, "train.csv", "train.csv': is no regular file"),
-    "a folder": (lambda folder: (folder / "train.jsonl").mkdir(), "is no regular file"),
-    "a link to itself": (link, "train.jsonl", "train.jsonl", "cannot be opened (Too many levels"),
-    "a link to nothing": (link, "test.csv", "gone", "test.csv': cannot be op"),
-    "a terabyte": (terabyte, "train.jsonl", "has 1000.0 GB, and all rows are held in memory"),
-    "a terabyte of csv": (terabyte, "train.csv", "has 1000.0 GB"),
-    "deep JSON": (write, "train.jsonl", GOOD + b'{"text": ' + DEEP, "train.jsonl:2': is no JSON of a row"),
-    "6000 digits": (write, "train.jsonl", GOOD + b'{"a": ' + b"9" * 6000 + b"}", ":2': is no JSON of a row"),
+    "a folder": (lambda folder: (folder / "train.jsonl").mkdir(), "cannot be read (Is a directory)"),
+    "a link to itself": (link, "train.jsonl", "train.jsonl", "cannot be read (Too many levels"),
+    "a link to nothing": (link, "test.csv", "gone", "could not be read ("),
+    "deep JSON": (write, "train.jsonl", GOOD + b'{"text": ' + DEEP, "train.jsonl:2': is no row of JSON (Rec"),
+    "6000 digits": (write, "train.jsonl", GOOD + b'{"a": ' + b"9" * 6000 + b"}", ":2': is no row of JSON"),
     "half a character": (write, "train.jsonl", GOOD + b'{"text": "a \\ud800"}',
-                         "row 2': its 'text' holds '\\ud800', half a character"),
+                         "row 2': its 'text' is 'a \\ud800', which is no text or holds half a character"),
     "a list as text": (write, "train.jsonl", b'{"text": [' + b"1," * 99 + b"1]}", "row 1': its 'text' is"),
     "strange columns": (write, "train.jsonl", b'{"\\u001b[31m": 1}', "columns found: \\x1b[31m"),
-    "csv of 2 and 4": (write, "train.csv", b"text,n\na,1\nb,2,3,4\n", "train.csv': could not be read: Pars"),
-    "csv, no UTF-8": (write, "train.csv", b"text\n\xff\n", "train.csv': could not be read: UnicodeDecode"),
-    "csv, no end": (write, "train.csv", b'text\n"a,1\nb,2\n', "EOF inside string starting at row 1"),
-    "broken json": (write, "train.json", b'[{"text": "a"', "train.json': could not be read: ValueError"),
-    "deep json": (write, "train.json", DEEP, "train.json': could not be read: ValueError"),
-    "empty parquet": (write, "train.parquet", b"", "train.parquet': could not be read: ArrowInvalid"),
+    "csv of 2 and 4": (write, "train.csv", b"text,n\na,1\nb,2,3,4\n", "could not be read (ParserError"),
+    "csv, no UTF-8": (write, "train.csv", b"text\n\xff\n", "could not be read (UnicodeDecodeError"),
+    "broken json": (write, "train.json", b'[{"text": "a"', "could not be read ("),
+    "empty parquet": (write, "train.parquet", b"", "could not be read (ArrowInvalid"),
     "nothing": (lambda folder: None, "doesn't contain any data files"),
 }
 
@@ -142,19 +124,6 @@ def test_broken_data_names_file_and_row(case, tmp_path):
     break_it, *arguments, says = DATA[case]
     break_it(tmp_path, *arguments)
     assert says in refusal(lambda: load_columns(str(tmp_path), ["text"]), "dataset")
-
-
-def denied(*args):
-    raise PermissionError(13, "Permission denied")
-
-
-def test_what_cannot_be_read_is_said(small, tmp_path, monkeypatch):
-    write(tmp_path, "train.jsonl", GOOD)
-    monkeypatch.setattr(Path, "open", denied)
-    assert "(Permission denied)" in refusal(lambda: load_columns(str(tmp_path), ["text"]), "dataset")
-    monkeypatch.setattr(Path, "iterdir", denied)
-    text = refusal(lambda: load_language_model(str(small / "lm")), "model")
-    assert "could not be loaded (PermissionError: [Errno 13] Permission denied)" in text
 
 
 def test_links_and_zero_bytes_in_text_are_fine(small, tmp_path):
@@ -344,19 +313,6 @@ def test_a_context_as_small_as_a_toys_is_no_error_of_loading(tmp_path):
     assert load_language_model(str(save_gpt2(tmp_path, n_positions=4))).context_length == 4
 
 
-@pytest.mark.parametrize("template, says", [
-    ("{{ raise_exception('no system\nrole') }}", "TemplateError: no system role"),
-    ("{% for %}", "TemplateSyntaxError"), ("{{ nothing.at.all }}", "UndefinedError"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError")])
-def test_chat_templates_that_fail_are_said(template, says, problems):
-    model = load_language_model(str(problems / "lm"))
-    model.tokenizer.chat_template = template
-    cfg = Gsm8kConfig(model="m", dataset=str(problems), chat_template=True, batch_size=8, mini_batch_size=8,
-                      gradient_accumulation_steps=1, eval_queries=8, max_response_length=12)
-    text = refusal(lambda: Gsm8k(cfg, Gsm8k.load_data(cfg), model), "chat_template")
-    assert says in text and "use --chat_template false" in text
-
-
 # --- adapters ---
 @pytest.mark.parametrize("rank", [33, 2**31 - 1])
 def test_a_rank_above_the_models_width_is_refused(small, rank):
@@ -431,9 +387,9 @@ CLASSIFIERS = {
     "short texts": (changing(TOKENIZER_CONFIG, model_max_length=22), "takes 22 tokens, and a query"),
     "length: text": (changing(TOKENIZER_CONFIG, model_max_length="x"), "could not be loaded (TypeError"),
     "no number": (edit_weights, fill(float("nan")), "not all finite numbers"),
-    "overflow": (edit_weights, fill(3e38), "its logits are not finite numbers"),
-    "strange labels": (labels("\x1b[31mbad\n", "x"), "labels found: \\x1b[31mbad , x"),
-    "labels: from 1": (labels("NEG", "POS", first=1), "are numbered [1, 2]"),
+    "overflow": (edit_weights, fill(3e38), "or load other weights"),
+    "strange labels": (labels("\x1b[31mbad\n", "x"), "and has {0: '\\x1b[31mbad"),
+    "labels: from 1": (labels("NEG", "POS", first=1), "and has {1: 'NEG', 2: 'POS'}"),
     "labels: a list": (changing(CONFIG, id2label=["POS"]), "could not be loaded (AttributeError"),
     "labels: three": (labels("POS", "NEG", "NEUTRAL"), "its weights have other shapes"),
     "layers: 10^9": (changing(CONFIG, n_layers=10**9), "config.json says 1000000000 layers"),
@@ -454,33 +410,16 @@ def test_broken_classifiers_are_refused_in_silence(case, small, tmp_path, report
     assert reports() == []
 
 
-def save_classifier(folder: Path, model_class, config) -> None:
-    torch.manual_seed(0)
-    model_class(config).save_pretrained(folder)
-    byte_tokenizer(pad_token="<|endoftext|>").save_pretrained(folder)
-    change(folder, CONFIG, id2label={0: "NEGATIVE", 1: "POSITIVE"}, label2id={"NEGATIVE": 0, "POSITIVE": 1})
-
-
-def test_texts_are_cut_where_a_robertas_positions_end(tmp_path):
-    """40 rows of positions, of which RoBERTa leaves out its padding's, 1, and those before."""
-    save_classifier(tmp_path, RobertaForSequenceClassification, RobertaConfig(
-        vocab_size=257, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=40, type_vocab_size=1, pad_token_id=1, initializer_range=0.5))
-    reward = classifier(tmp_path, longest=38)
-    assert reward.limit == 38
-    long, cut_off = reward(["b" * 100, "b" * 38])
-    assert long == cut_off
-    says = refusal(lambda: classifier(tmp_path, longest=39), "reward_model")
-    assert "takes 38 tokens, and a query with its response can have 39" in says
-
-
 @pytest.mark.parametrize("pad, says", [
     (None, "could not be loaded (ValueError: Cannot handle batch sizes > 1"),
-    (5, "scores a text otherwise beside a longer one"), (256, "")])
+    (5, "pad_token_id in its config.json to the tokenizer's"), (256, "")])
 def test_a_decoder_that_does_not_know_its_padding_is_refused(pad, says, tmp_path):
     """It would score the padding behind all texts but the longest."""
-    save_classifier(tmp_path, GPT2ForSequenceClassification, GPT2Config(
-        vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2, pad_token_id=pad))
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2, pad_token_id=pad,
+                        id2label={0: "NEGATIVE", 1: "POSITIVE"}, label2id={"NEGATIVE": 0, "POSITIVE": 1})
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
+    byte_tokenizer(pad_token="<|endoftext|>").save_pretrained(tmp_path)
     if says:
         assert says in refusal(lambda: classifier(tmp_path), "reward_model")
     else:

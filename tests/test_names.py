@@ -103,24 +103,17 @@ def test_a_name_is_a_short_one_or_ones_own():
 @pytest.mark.parametrize("name, says", [
     ("rlo", "advantage is 'rlo': unknown; did you mean rloo? choose from gae, rloo, grpo, reinforce, or"),
     ("median", "unknown; choose from gae, rloo, grpo, reinforce, or name one of your own as module:Name"),
-    ("json:", "unknown; choose from"),
+    ("json:", "unknown; choose from"), (":median", "unknown"), ("./own:median", "unknown"),
     ("numpy:meedian", "the module numpy has no meedian; did you mean median?"),
-    ("numpy:qqqqqq", "the module numpy has no qqqqqq; name one that it defines"),
-    ("nowhere:median", "there is no module nowhere here; run this in the folder of nowhere.py"),
-    ("nowhere.at_all:median", "there is no module nowhere.at_all here"),
+    ("nowhere:median", "there is no module nowhere here; name it without .py, and run this in its folder"),
     ("numpy.nowhere:median", "there is no module numpy.nowhere here"),
-    ("os:system", "is Python's own, and none of these"),
-    ("own.py:median", "name the module without .py")])
+    ("own.py:median", "there is no module own.py here; name it without .py"),
+    ("os:system", "is Python's own, and none of these")])
 def test_unknown_names_are_refused_with_the_way_out(name, says, here):
     here("own", "")
     with pytest.raises(UserError) as error:
         find("advantage", name, ADVANTAGES)
     assert says in str(error.value)
-
-
-def test_a_name_without_short_ones_asks_for_ones_own():
-    with pytest.raises(UserError, match="checker is 'best': unknown; name one of your own as module:Name"):
-        find("checker", "best", {})
 
 
 def test_the_present_folder_is_looked_in(here, monkeypatch):
@@ -129,10 +122,9 @@ def test_the_present_folder_is_looked_in(here, monkeypatch):
     assert find("advantage", "own:x", {}) == 7
 
 
-@pytest.mark.parametrize("lacks", ["not_there_at_all", "lack", "json.not_there"])
-def test_a_module_that_lacks_an_import_keeps_its_traceback(lacks, here):
-    here("lacking", f"import {lacks}")
-    with pytest.raises(ModuleNotFoundError, match=f"No module named '{lacks}'"):
+def test_a_module_that_lacks_an_import_keeps_its_traceback(here):
+    here("lacking", "import lack")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'lack'"):
         find("task", "lacking:Mine", {})
     assert names.being_imported == []
 
@@ -146,20 +138,12 @@ def test_names_of_things_are_where_they_stand(monkeypatch):
 
 @pytest.mark.parametrize("name, short", [
     ("cory", "cory"), ("chain:train_chain", "chain"), ("my.short:Short", "Short"),
-    ("cory.train:train_ppo", "ppo"), ("mine:retrain_it", "retrain_it")])
+    ("cory.train:train_ppo", "ppo"), ("mine:train_ppo", "mine-ppo")])
 def test_short_names(name, short):
     assert short_name(name) == short
 
 
 # --- a module that starts a run -----------------------------------------------------------------------------
-def test_training_refuses_a_module_that_starts_a_run(here, small_flags, capsys):
-    here("starts", MINE + STARTS)
-    line = one_line(capsys, train_imdb.main, [*small_flags, "--task", "starts:Mine", "--run_dir", "run"])
-    assert "task is 'starts:Mine': importing starts starts something" in line
-    assert 'keep its last lines under `if __name__ == "__main__":`' in line
-    assert not Path("run").exists() and not Path("started").exists()
-
-
 @pytest.mark.parametrize("code", [STARTS, STARTS_AND_EXITS], ids=["bare", "main"])
 def test_evaluation_refuses_a_module_that_starts_a_run(code, here, finished, capsys):
     shutil.copytree(finished / "run", "run")
@@ -167,7 +151,8 @@ def test_evaluation_refuses_a_module_that_starts_a_run(code, here, finished, cap
     with pytest.raises(SystemExit) as stop:
         evaluate.main(EVALUATE)
     last = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and "importing mine starts something" in last and "__main__" in last
+    assert stop.value.code == 2 and "task is 'mine:Mine': importing mine starts something" in last
+    assert 'keep its last lines under `if __name__ == "__main__":`' in last
     assert not Path("started").exists() and not Path("run/evaluation").exists()
 
 
@@ -177,7 +162,7 @@ def test_a_run_whose_task_is_gone_is_refused(main, argv, here, finished, capsys)
     shutil.copytree(finished / "run", "run")
     before = tree(Path("run"))
     line = one_line(capsys, main, argv)
-    assert "task is 'mine:Mine': there is no module mine here; run this in the folder of mine.py" in line
+    assert "task is 'mine:Mine': there is no module mine here" in line
     assert tree(Path("run")) == before
 
 
@@ -198,15 +183,9 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 # --- what is no task and no loop ----------------------------------------------------------------------------
-NO_TASK, NO_MODULE = "is no subclass of cory.tasks.task.Task; make it one", "is no module:Name"
-
-
-@pytest.mark.parametrize("name, says", [
-    ("numpy:ndarray", NO_TASK), ("numpy:median", NO_TASK), ("cory.train:train_ppo", NO_TASK),
-    (":Mine", NO_MODULE), ("./own:Mine", NO_MODULE), ("a b:Mine", NO_MODULE),
-    ("own.py:Mine", "name the module without .py")])
-def test_a_task_that_is_no_task_is_refused(name, says):
-    with pytest.raises(UserError, match=says):
+@pytest.mark.parametrize("name", ["numpy:ndarray", "numpy:median"])
+def test_a_task_that_is_no_task_is_refused(name):
+    with pytest.raises(UserError, match="is no subclass of cory.tasks.task.Task; make it one"):
         find_task(ImdbConfig(task=name))
 
 
@@ -225,13 +204,6 @@ def test_loops_whose_agents_cannot_be_are_refused(agents, says):
         loop.agents = agents
     with pytest.raises(UserError, match=says):
         agents_of(ImdbConfig(method="own:loop"), loop)
-
-
-def test_such_a_loop_is_one_line_of_the_command(here, small_flags, capsys):
-    here("loops", "def train_it(run): pass")
-    flags = [*small_flags, "--method", "loops:train_it", "--run_dir", "run"]
-    assert "method is 'loops:train_it': does not say" in one_line(capsys, train_imdb.main, flags)
-    assert not Path("run").exists()
 
 
 # --- what a loop hands over ---------------------------------------------------------------------------------
@@ -290,20 +262,14 @@ def test_roles_of_the_next_iteration_are_all_the_runs_agents(roles, played):
     ({"kl": 77.0}, {}, "metrics is 'kl': is taken"),
     ({}, {"both/copied": 0.5}, "metrics is 'both/copied': is taken or holds a slash"),
     ({}, {"seconds": 0.5}, "metrics is 'seconds': is taken"),
-    ({}, {"roles": 1.0}, "metrics is 'roles': is taken"),
-    ({}, {"copied": [0.5, 1.0]}, "metrics is 'copied': is '.0.5, 1.0.', not one number; log its mean"),
-    ({}, {"copied": "half"}, "metrics is 'copied': is 'half', not one number"),
-    ({}, {"copied": None}, "metrics is 'copied': is 'None', not one number")])
+    ({}, {"copied": [0.5, 1.0]}, "metrics is 'copied': is '.0.5, 1.0.', not one number; log its mean")])
 def test_metrics_that_would_be_lost_are_refused(update, metrics, says, played):
     run, a, r = played
     refused(run, says, [Turn("pioneer", run.agents[0], a, r, update)], run.agents, metrics)
 
 
 @pytest.mark.parametrize("body, says", [
-    ("def metrics(self, queries, responses):\n        return {'kl': 0.0}",
-     "metrics is 'kl': is taken"),
     ("def metrics(self, queries, responses):\n        return {'distinct_1': 0.0}", "metrics is 'distinct_1'"),
-    ("def metrics(self, queries, responses):\n        return {'a/b': 0.0}", "metrics is 'a/b'"),
     ("def metrics(self, queries, responses):\n        pass", "metrics is None: are no dict"),
     ("def reward(self, queries, responses):\n        return [0.0] * len(queries)", "name it reward_of")])
 def test_what_a_task_may_not_define_or_return(body, says, here, small_flags, capsys):

@@ -128,35 +128,22 @@ def test_reward_is_the_raw_positive_logit_of_query_and_response(small):
 
 
 @pytest.mark.parametrize("values", [
-    [0.5, -2], (0.5, -2), iter([0.5, -2]), [torch.tensor(0.5), np.float32(-2)], torch.tensor([0.5, -2.0]),
-    torch.tensor([0.5, -2.0], dtype=torch.float64), torch.tensor([0.5, -2.0], dtype=torch.bfloat16),
-    torch.tensor([0.5, -2.0], requires_grad=True), np.array([0.5, -2.0]), np.array([0.5, -2.0], np.float16)],
-    ids=range(10))
+    [0.5, -2], (0.5, -2), [torch.tensor(0.5), np.float32(-2)], torch.tensor([0.5, -2.0], requires_grad=True),
+    torch.tensor([0.5, -2.0], dtype=torch.bfloat16), np.array([0.5, -2.0])], ids=range(6))
 def test_lists_tensors_and_arrays_are_rewards(values, small):
     texts = []
     task = imdb(small, reward=lambda asked: texts.extend(asked) or values)
     reward = task.reward(["a", "c"], ["b", "d"])
     assert texts == ["ab", "cd"] and reward.tolist() == [0.5, -2]
-    assert reward.dtype == torch.float32 and not reward.requires_grad
-
-
-def test_rewards_lie_on_the_models_device(small):
-    """So that a length penalty, made of a rollout's lengths, can be added to them."""
-    task = imdb(small, reward=lambda texts: torch.ones(len(texts)))
-    assert task.reward(["a"], ["b"]).device == task.device == torch.device("cpu")
-    task.device = torch.device("meta")                          # stands for a GPU, which a test may not have
-    assert task.reward(["a"], ["b"]).device.type == "meta"
+    assert reward.dtype == torch.float32 and not reward.requires_grad and reward.device == task.device
 
 
 @pytest.mark.parametrize("values, says", [
-    ([1.0], "1 values.*for 2 responses"), (torch.ones(3), "3 values.*for 2 responses"),
-    ([1.0, float("nan")], "reward is nan: sample 1 \\('cd'\\)"),
-    ([float("inf"), 0.0], "reward is inf: sample 0"),
-    (torch.tensor([0.0, torch.nan]), "reward is nan: sample 1 \\('cd'\\)"),
-    (torch.ones(2, 1), "reward is \\[1.0\\]: sample 0"), (torch.tensor(1.0), "reward is 1.0: is no list"),
-    ([None, 0.0], "reward is None: sample 0"), (["good", 0.0], "reward is 'good'"),
-    (["1.5", 0.0], "sample 0"), ([1e300, 0.0], "sample 0"), ([10**400, 0.0], "sample 0"),
-    (np.array([1e300, 0.0]), "sample 0"), (None, "reward is None: is no list")])
+    ([1.0], "shape \\(1,\\).*for 2 responses"), (torch.ones(2, 1), "shape \\(2, 1\\).*for 2 responses"),
+    (torch.tensor(1.0), "shape \\(\\).*for 2"), ([1.0, float("nan")], "reward is nan: sample 1 \\('cd'\\)"),
+    (torch.tensor([torch.inf, 0.0]), "reward is inf: sample 0"), ([1e300, 0.0], "reward is inf: sample 0"),
+    ([None, 0.0], "is no list of numbers"), (["1.5", 0.0], "is no list of numbers"),
+    ([10**400, 0.0], "is no list of numbers"), (None, "is no list of numbers")])
 def test_rewards_that_are_no_numbers_are_refused(values, says, small):
     task = imdb(small, reward=lambda texts: values)
     with pytest.raises(UserError, match=says):
@@ -166,8 +153,9 @@ def test_rewards_that_are_no_numbers_are_refused(values, says, small):
 def test_responses_that_are_not_one_to_a_query_are_refused_before_they_are_scored(small):
     task = imdb(small, reward=lambda texts: [0.0] * len(texts))
     for score in (task.reward, task.checked):           # of all processes, of one
-        with pytest.raises(UserError, match="2 responses.*for 3 queries"):
-            score(["a", "b", "c"], ["d", "e"])
+        for queries, responses in (("abc", "de"), ("ab", "cde")):
+            with pytest.raises(UserError, match=f"{len(responses)} responses.*for {len(queries)} queries"):
+                score([*queries], [*responses])
 
 
 def test_a_nan_reward_in_a_run_changes_no_parameter(small_flags, tmp_path, monkeypatch):
@@ -248,17 +236,11 @@ class WithoutQuery(Letters):
     columns = ["word", "answer"]
 
 
-class WithoutModel(Letters):
-    def __init__(self, cfg, data):
-        super().__init__(cfg, data)
-
-
 @pytest.mark.parametrize("task_class, says", [
     (without("reward_of"), r"task is 'Unfinished': defines no reward_of\(self, queries, responses\)"),
     (without("observer_prompts"), r"defines no observer_prompts\(self, queries, responses\)"),
     (WithoutQuery, "task is 'WithoutQuery': has rows that are no plain text; define query"),
-    (WithoutModel, r"task is 'WithoutModel': needs __init__\(self, cfg, data, model\)"),
-    (without("columns"), "has no column 'text'; columns found: word, answer")], ids=range(5))
+    (without("columns"), "has no column 'text'; columns found: word, answer")], ids=range(4))
 def test_what_a_task_lacks_is_said_in_one_line(task_class, says, words):
     with pytest.raises(UserError, match=says) as error:
         task_class(words, task_class.load_data(words), bigram())
@@ -275,13 +257,13 @@ def test_real_reviews_load_by_the_same_flag(imdb_data):
 GOOD = b'{"text": "a good film of one man"}\n'
 BAD_DATA = {
     "empty file": ({"train.jsonl": b""}, "has no rows"),
-    "broken JSON": ({"train.jsonl": GOOD + b'{"text": "a\n'}, "train.jsonl:2': is not JSON"),
+    "broken JSON": ({"train.jsonl": GOOD + b'{"text": "a\n'}, "train.jsonl:2': is no row of JSON (JSONDec"),
     "no object": ({"train.jsonl": b"[1]\n"}, "train.jsonl:1'"),
     "missing column": ({"train.jsonl": b'{"review": "a", "label": 1}\n'},
                        "no column 'text'; columns found: review, label"),
-    "empty prompt": ({"train.jsonl": GOOD * 2 + b'{"text": "  "}\n'}, "row 3': its 'text' is empty"),
-    "undecodable": ({"train.jsonl": GOOD + b'{"text": "\xff"}\n'}, "train.jsonl:2': is not UTF-8"),
-    "no text": ({"train.jsonl": b'{"text": 5}\n'}, "row 1': its 'text' is 5, not text"),
+    "empty prompt": ({"train.jsonl": GOOD * 2 + b'{"text": "  "}\n'}, "row 3': its 'text' is '  ', which"),
+    "undecodable": ({"train.jsonl": GOOD + b'{"text": "\xff"}\n'}, "train.jsonl:2': is no row of JSON (Uni"),
+    "no text": ({"train.jsonl": b'{"text": 5}\n'}, "row 1': its 'text' is 5, which is no text"),
     "too few rows": ({"train.jsonl": GOOD * 5, "test.jsonl": GOOD * 16}, "batch_size is 8: "),
     "nothing left to train on": ({"train.jsonl": GOOD * 32}, "leaves only 0 rows for it"),
     "all seen in training": ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 16}, "that training never asks"),
@@ -316,10 +298,3 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(case, small_flags, t
 def test_a_gpu_that_is_not_there_is_refused(small_flags, tmp_path, capsys):
     flags = [*small_flags, "--device", "cuda", "--run_dir", str(tmp_path / "run")]
     assert "device is 'cuda'" in error_line(train_imdb.main, flags, capsys)
-
-
-def test_too_little_disk_is_said_before_training(small_flags, tmp_path, capsys, monkeypatch):
-    full = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("cory.experiment.checkpoint.shutil.disk_usage", lambda path: full)
-    flags = [*small_flags, "--run_dir", str(tmp_path / "run")]
-    assert "0.00 GB free" in error_line(train_imdb.main, flags, capsys)
