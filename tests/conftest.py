@@ -115,19 +115,10 @@ def problems(tmp_path_factory) -> Path:
     folder = save_llama(tmp_path_factory.mktemp("problems") / "lm").parent
     rng = random.Random(0)
     for split, count in (("train", 40), ("test", 20)):
-        rows = [(a, rng.randint(1, 99)) for a in range(count)]
-        (folder / f"{split}.jsonl").write_text(
-            "".join(
-                json.dumps(
-                    {
-                        "question": f"Ann has {a} {split} eggs and gets {b} more. How many?",
-                        "answer": f"{a} + {b} = {a + b}.\n#### {a + b}",
-                    }
-                )
-                + "\n"
-                for a, b in rows
-            )
-        )
+        pairs = [(a, rng.randint(1, 99)) for a in range(count)]
+        rows = [{"question": f"Ann has {a} {split} eggs and gets {b} more. How many?",
+                 "answer": f"{a} + {b} = {a + b}.\n#### {a + b}"} for a, b in pairs]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -147,16 +138,17 @@ def small_flags(small) -> list[str]:
         str(small / "openings"), *SIZES, "--iterations", "7"]
 
 
+def real_data(name: str) -> Path:
+    if not (SHARED / name).exists():
+        pytest.skip(f"the real data is not at ../shared/data/{name}: reading it was not checked")
+    return SHARED / name
+
+
 @pytest.fixture
 def imdb_data() -> Path:
-    if not (SHARED / "imdb" / "train.parquet").exists():
-        pytest.skip("real IMDB is not at ../shared/data/imdb: loading real reviews was not checked")
-    return SHARED / "imdb"
+    return real_data("imdb")
 
 
 @pytest.fixture
 def gsm8k_data() -> Path:
-    if not (SHARED / "gsm8k" / "train.jsonl").exists():
-        pytest.skip(
-            "real GSM8K is not at ../shared/data/gsm8k: its questions and gold answers were not checked")
-    return SHARED / "gsm8k"
+    return real_data("gsm8k")

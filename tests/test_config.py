@@ -42,14 +42,6 @@ def test_presets_are_the_papers_settings(method):
     assert IMDB_PRESETS["gpt2"] == {"model": "gpt2"} and IMDB_PRESETS["gpt2-xl"] == {"model": "gpt2-xl"}
 
 
-def test_default_preset_needs_no_flag_and_no_download():
-    imdb, gsm8k = of(), parse(Gsm8kConfig, GSM8K_PRESETS, [])
-    for cfg in (imdb, gsm8k):
-        assert cfg.method == "cory" and cfg.preset == "tiny"
-    for place in (imdb.model, imdb.reward_model, imdb.dataset, gsm8k.model, gsm8k.dataset):
-        assert Path(place).is_dir(), place
-
-
 def test_a_flag_overrides_the_preset_and_leaves_the_rest():
     changed = of("--preset", "gpt2", "--learning_rate", "3e-5", "--knowledge_transfer", "false")
     plain = of("--preset", "gpt2")

@@ -91,12 +91,6 @@ def test_files_and_commands_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_pages_that_the_code_names_exist():
-    for file in (ROOT / "cory").rglob("*.py"):
-        for path in re.findall(r"docs/\w+\.\w+", file.read_text()):
-            assert (ROOT / path).exists(), (file, path)
-
-
 @pytest.mark.parametrize("title", ["Reading order", "To change X, edit this function"])
 def test_functions_are_defined_in_the_files_named_beside_them(title):
     section = README.partition(f"## {title}\n")[2].partition("\n## ")[0]

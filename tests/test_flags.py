@@ -12,10 +12,7 @@ from toys import bigram, settings
 
 import cory.experiment.run
 import train_imdb
-from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.experiment.checkpoint import checkpoints_of
-from cory.experiment.flags import parse
-from cory.experiment.run import Run
 from cory.ppo.agent import Agent, agent_seed
 
 COMBINATIONS = {
@@ -86,17 +83,6 @@ def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "r" / "final").iterdir()] == ["llm1"]
     saved = load_file(checkpoints_of(tmp_path / "r")[0])
     assert {key.partition("/")[0] for key in saved} == {"llm1", "random"}
-
-
-def test_one_model_in_both_roles_has_the_memory_of_ppo(small_flags, tmp_path):
-    def parameters(*flags):
-        flags = [*small_flags, *flags, "--run_dir", str(tmp_path / flags[1])]
-        run = Run(parse(ImdbConfig, IMDB_PRESETS, flags))
-        run.close()
-        return sum({id(p): p.numel() for agent in run.roles for p in agent.policy.parameters()}.values())
-
-    ppo = parameters("--method", "ppo")
-    assert parameters("--share_weights", "true") == ppo == parameters("--method", "cory") / 2
 
 
 def test_each_of_the_pioneers_answers_gets_its_observers_answer(small_flags, tmp_path, monkeypatch):

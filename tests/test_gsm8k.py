@@ -90,12 +90,6 @@ def test_a_response_that_grew_as_text_is_cut_for_the_observer(problems):
     assert f"Reference: {task.cut(grown)} Answer:" in task.observer_prompts(["How?"], [grown])[0]
 
 
-def test_every_iteration_has_the_longest_limit_unless_a_shortest_is_set(problems):
-    for changes, limits in (({}, {12}), ({"min_response_length": 10}, {10, 11, 12})):
-        task = gsm8k(problems, **changes)
-        assert {task.batch(i).max_new_tokens for i in range(1, 60)} == limits
-
-
 # --- rewards ------------------------------------------------------------------------------------------------
 def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest(problems):
     task = gsm8k(problems)
@@ -135,24 +129,11 @@ def test_real_questions_load_from_every_layout(gsm8k_data, tmp_path):
     assert hub == flat
 
 
-def test_real_questions_train_a_local_model(gsm8k_data, problem_flags, tmp_path):
-    for split in ("train", "test"):                                 # a few: each is tokenized to be measured
-        lines = (gsm8k_data / f"{split}.jsonl").read_text().splitlines(keepends=True)
-        (tmp_path / f"{split}.jsonl").write_text("".join(lines[:100]))
-    model = save_llama(tmp_path / "lm", max_position_embeddings=4096)
-    places = ["--model", str(model), "--dataset", str(tmp_path), "--run_dir", str(tmp_path / "r")]
-    train_gsm8k.main([*problem_flags, *places, "--iterations", "1", "--max_response_length", "4"])
-    held_out = json.loads((tmp_path / "r" / "eval.json").read_text())
-    shares = {"accuracy", "strict_accuracy", "unparsed"}
-    assert held_out["llm2"].keys() >= shares | {f"greedy_{name}" for name in shares} | {"kl"}
-
-
 # --- bad input ----------------------------------------------------------------------------------------------
 ROW = '{"question": "a?", "answer": "#### 1"}\n'
 BAD = {
     "no gold": (ROW + '{"question": "b?", "answer": "2"}\n', [],
                 "(train), row 2': its answer does not end in '####'"),
-    "gold is no number": ('{"question": "b?", "answer": "#### two"}\n', [], "row 1': its answer"),
     "two answers": (ROW + '{"question": "a?", "answer": "#### 2"}\n', [], "row 2': asks the question of"),
     "checker": (None, ["--checker", "regex"], "checker is 'regex': unknown; choose from last_number, strict"),
     "context": (None, ["--max_response_length", "600"],
@@ -160,8 +141,6 @@ BAD = {
     "4 bits without CUDA": (None, ["--lora", "true", "--load_in_4bit", "true"],
                             "load_in_4bit is True: needs a CUDA GPU"),
     "chat": (None, ["--chat_template", "true"], "chat_template is True: the tokenizer"),
-    "lengths": (None, ["--min_response_length", "13"],
-                "min_response_length is 13: must not exceed max_response_length = 12"),
 }
 
 
@@ -180,7 +159,7 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(case, problem_flags,
 def test_a_run_of_the_other_task_is_not_resumed(problem_flags, tmp_path, capsys):
     train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
     line = error_line(train_imdb.main, ["--resume", "--run_dir", str(tmp_path / "r")], capsys)
-    assert "holds a run of gsm8k; continue it with train_gsm8k.py" in line
+    assert "holds a run of gsm8k; continue it with the script that started it" in line
 
 
 def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_gpt2
+from conftest import byte_tokenizer
 from huggingface_hub import close_session, constants, get_session
 from safetensors.torch import load_file, save_file
 from toys import settings
@@ -109,6 +109,10 @@ DATA = {
     "6000 digits": (write, "train.jsonl", GOOD + b'{"a": ' + b"9" * 6000 + b"}", ":2': is no row of JSON"),
     "half a character": (write, "train.jsonl", GOOD + b'{"text": "a \\ud800"}',
                          "row 2': its 'text' is 'a \\ud800', which is no text or holds half a character"),
+    "no rows": (write, "train.jsonl", b"", "has no rows"),
+    "no object": (write, "train.jsonl", b"[1]", "train.jsonl:1': is not a JSON object"),
+    "no UTF-8": (write, "train.jsonl", GOOD + b'{"text": "\xff"}', ":2': is no row of JSON (Unicode"),
+    "white space": (write, "train.jsonl", GOOD + b'{"text": "  "}', "row 2': its 'text' is '  ', which"),
     "a list as text": (write, "train.jsonl", b'{"text": [' + b"1," * 99 + b"1]}", "row 1': its 'text' is"),
     "strange columns": (write, "train.jsonl", b'{"\\u001b[31m": 1}', "columns found: \\x1b[31m"),
     "csv of 2 and 4": (write, "train.csv", b"text,n\na,1\nb,2,3,4\n", "could not be read (ParserError"),
@@ -308,11 +312,6 @@ def test_what_the_loaders_say_is_heard_again_afterwards(small):
     assert logging.get_verbosity() == before < 50
 
 
-def test_a_context_as_small_as_a_toys_is_no_error_of_loading(tmp_path):
-    """What does not fit is the task's to say, with its numbers."""
-    assert load_language_model(str(save_gpt2(tmp_path, n_positions=4))).context_length == 4
-
-
 # --- adapters ---
 @pytest.mark.parametrize("rank", [33, 2**31 - 1])
 def test_a_rank_above_the_models_width_is_refused(small, rank):
@@ -361,10 +360,6 @@ def test_broken_adapters_are_refused_in_silence(case, small, adapter, reports):
     reports()
     assert says in refusal(lambda: load_adapter(base, "llm1", adapter), "adapter")
     assert reports() == []
-
-
-def test_a_whole_adapter_loads(small, adapter):
-    assert load_adapter(load_language_model(str(small / "lm")).lm, "llm1", adapter) == "llm1"
 
 
 # --- classifiers ---

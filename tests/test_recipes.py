@@ -141,7 +141,9 @@ def test_every_recipe_is_a_short_file_with_a_name():
     assert max(map(len, PAGE.splitlines())) <= 100
 
 
-def test_the_pages_flags_are_flags(folder):
+def test_the_pages_scripts_and_flags_are_there(folder):
+    scripts = [line[1] for line in COMMANDS if line[0] == "python" and line[1].endswith(".py")]
+    assert [name for name in scripts if name not in BLOCKS and not (ROOT / name).exists()] == []
     configs = {"train_imdb.py": ImdbConfig, "train_gsm8k.py": Gsm8kConfig,
                "penalty.py": importlib.import_module("penalty").PenaltyConfig}
     asked = [line for line in COMMANDS if line[0] == "python" and line[1] in configs]
@@ -149,11 +151,6 @@ def test_the_pages_flags_are_flags(folder):
         words = [{"$lr": "1e-4", "$seed": "1"}.get(word, word) for word in words]
         Parser(configs[script], {}).parse(words)
     assert len(asked) >= len(BLOCKS) + 1                    # one for each file, and the sweep's
-
-
-def test_the_pages_scripts_are_there():
-    scripts = [line[1] for line in COMMANDS if line[0] == "python" and line[1].endswith(".py")]
-    assert [name for name in scripts if name not in BLOCKS and not (ROOT / name).exists()] == []
 
 
 # --- a reward -----------------------------------------------------------------------------------------------

@@ -187,22 +187,6 @@ class Letters(Task):
         return [response.count("a") for response in responses]
 
 
-class Pairs(Letters):
-    """Rows of two columns, and an attribute of its own, as a task with gold answers has."""
-    columns = ["word", "answer"]
-
-    def __init__(self, cfg, data, model):
-        super().__init__(cfg, data, model)
-        self.gold = dict([*data.train, *data.validation, *data.test])
-
-    def query(self, row, rng):
-        return row[0]
-
-    def metrics(self, queries, responses):
-        right = [self.gold[query] == r for query, r in zip(queries, responses, strict=True)]
-        return {"right": sum(right) / len(right)}
-
-
 @pytest.fixture
 def words(tmp_path):
     """12 words over the toy model's letters, each with an answer; the last 3 are for testing."""
@@ -219,13 +203,6 @@ def test_a_task_needs_a_column_an_observer_prompt_and_a_reward(words):
     assert len(set(queries)) == 8 and set(queries) < set(task.train) and 4 <= max_new_tokens <= 15
     assert task.pioneer_prompts(queries) == queries and task.observer_prompts(["a"], ["bc"]) == ["bca"]
     assert task.reward(["a", "b"], ["aba", "c"]).tolist() == [2, 0] and task.metrics(["a"], ["b"]) == {}
-
-
-def test_a_task_over_several_columns_makes_queries_of_tuples(words):
-    task = Pairs(words, Pairs.load_data(words), bigram())
-    assert task.train[:2] == [("a", "a"), ("b", "b")]
-    assert set(task.batch(1).queries) < {word for word, _ in task.train}
-    assert task.metrics(["a", "f"], ["a", "b"]) == {"right": 0.5}       # f's answer is a
 
 
 def without(name):
@@ -256,20 +233,14 @@ def test_real_reviews_load_by_the_same_flag(imdb_data):
 
 GOOD = b'{"text": "a good film of one man"}\n'
 BAD_DATA = {
-    "empty file": ({"train.jsonl": b""}, "has no rows"),
     "broken JSON": ({"train.jsonl": GOOD + b'{"text": "a\n'}, "train.jsonl:2': is no row of JSON (JSONDec"),
-    "no object": ({"train.jsonl": b"[1]\n"}, "train.jsonl:1'"),
     "missing column": ({"train.jsonl": b'{"review": "a", "label": 1}\n'},
                        "no column 'text'; columns found: review, label"),
-    "empty prompt": ({"train.jsonl": GOOD * 2 + b'{"text": "  "}\n'}, "row 3': its 'text' is '  ', which"),
-    "undecodable": ({"train.jsonl": GOOD + b'{"text": "\xff"}\n'}, "train.jsonl:2': is no row of JSON (Uni"),
-    "no text": ({"train.jsonl": b'{"text": 5}\n'}, "row 1': its 'text' is 5, which is no text"),
     "too few rows": ({"train.jsonl": GOOD * 5, "test.jsonl": GOOD * 16}, "batch_size is 8: "),
     "nothing left to train on": ({"train.jsonl": GOOD * 32}, "leaves only 0 rows for it"),
     "all seen in training": ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 16}, "that training never asks"),
     "no split to train on": ({"test.jsonl": GOOD * 20}, "has no split named train; splits found: test"),
     "too few held out": ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 5}, "eval_queries is 8: "),
-    "csv without the column": ({"train.csv": b"review\nx\n"}, "columns found: review"),
 }
 BAD_FLAGS = {
     "data before models": (["--dataset", "/no/data", "--model", "nobody/nothing"], "dataset is '/no/data'"),
