@@ -26,8 +26,7 @@ def find(field: str, name: str, known: dict[str, str]):
         raise UserError(field, name, "is Python's own, and none of these; name one of yours")
     module = import_module(field, name, module_name)
     if not hasattr(module, attribute):
-        way_out = f"{guess(attribute, vars(module))}name one that it defines"
-        raise UserError(field, name, f"the module {module_name} has no {attribute}; {way_out}")
+        raise UserError(field, name, f"the module {module_name} has no {attribute}; name one that it defines")
     return getattr(module, attribute)
 
 

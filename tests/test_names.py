@@ -104,7 +104,7 @@ def test_a_name_is_a_short_one_or_ones_own():
     ("rlo", "advantage is 'rlo': unknown; did you mean rloo? choose from gae, rloo, grpo, reinforce, or"),
     ("median", "unknown; choose from gae, rloo, grpo, reinforce, or name one of your own as module:Name"),
     ("json:", "unknown; choose from"), (":median", "unknown"), ("./own:median", "unknown"),
-    ("numpy:meedian", "the module numpy has no meedian; did you mean median?"),
+    ("numpy:meedian", "the module numpy has no meedian; name one that it defines"),
     ("nowhere:median", "there is no module nowhere here; name it without .py, and run this in its folder"),
     ("numpy.nowhere:median", "there is no module numpy.nowhere here"),
     ("own.py:median", "there is no module own.py here; name it without .py"),

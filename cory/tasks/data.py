@@ -80,6 +80,6 @@ def texts_of(source: str, rows: list[dict], columns: list[str]) -> list[tuple[st
         for number, row in enumerate(rows, start=1):
             text = row.get(column)
             if not isinstance(text, str) or not text.strip() or HALF_CHARACTER.search(text):
-                way_out = f"its {column!r} is {repr(text)[:60]}, which is no text or holds half a character"
-                raise DataError(f"{source}, row {number}", f"{way_out}; mend or remove the row")
+                way_out = "which is empty, no text or holds half a character; mend or remove the row"
+                raise DataError(f"{source}, row {number}", f"its {column!r} is {repr(text)[:60]}, {way_out}")
     return [tuple(row[column] for column in columns) for row in rows]
