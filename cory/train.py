@@ -1,21 +1,28 @@
 """The training loops, side by side: what PPO does, and what CORY adds to it."""
 from dataclasses import asdict
+from statistics import fmean
 from typing import Callable
 
 from torch import Tensor
 
 from cory.config import Config
 from cory.errors import UserError
+from cory.experiment.evaluation import answers
 from cory.experiment.run import Run, Turn
+from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, collect_rollout
 from cory.ppo.update import ppo_update
 from cory.system.distributed import launched
 
 
-def trains(*agents: str) -> Callable:
-    """Decorator that names the agents a loop trains. The run makes one for each name, in this order."""
+def trains(*agents: str, evaluate: Callable | None = None) -> Callable:
+    """Decorator that names the agents a loop trains. The run makes one for each name, in this order.
+
+    `evaluate(run, roles)`, if given, measures the agents as a team at each held-out evaluation: `roles` are
+    those of the iteration before it. It returns numbers by name, which are logged as `eval/team/NAME`.
+    """
     def decorator(loop):
-        loop.agents = agents
+        loop.agents, loop.evaluate = agents, evaluate
         return loop
     return decorator
 
@@ -74,7 +81,35 @@ def train_ppo(run: Run, score: Callable = score) -> None:
         run.finish_iteration(iteration, queries, max_new_tokens, turns, roles=[agent])
 
 
-@trains("llm1", "llm2")
+def observer_prompts(run: Run, queries: list[str], texts: list[str]) -> list[str]:
+    """What the observer reads: each query, and with knowledge transfer the pioneer's answer to it."""
+    if run.cfg.knowledge_transfer:
+        return run.task.observer_prompts(queries, texts)
+    return run.task.pioneer_prompts(queries)
+
+
+def evaluate_transfer(run: Run, roles: list[Agent]) -> dict[str, float]:
+    """What the observer makes of the pioneer's answers to the held-out queries.
+
+    observer_copies: share of its answers that are the pioneer's. observer_after_better, observer_after_worse:
+    its mean reward where the pioneer's was above its own mean, and where it was not. With rewards of 0 and 1
+    these are P(second right | first right) and P(second right | first wrong).
+    """
+    pioneer, observer = roles
+    queries = run.task.held_out_queries
+    first = answers(pioneer.policy, run.task.pioneer_prompts(queries), run.cfg, seed=0)
+    second = answers(observer.policy, observer_prompts(run, queries, first), run.cfg, seed=1)
+    r1, r2 = run.task.reward(queries, first), run.task.reward(queries, second)
+    better = r1 > r1.mean()
+    copies = [a1.strip() == a2.strip() for a1, a2 in zip(first, second, strict=True)]
+    metrics = {"observer_copies": fmean(copies)}
+    for name, rows in (("better", better), ("worse", ~better)):
+        if rows.any():
+            metrics[f"observer_after_{name}"] = r2[rows].mean().item()
+    return metrics
+
+
+@trains("llm1", "llm2", evaluate=evaluate_transfer)
 def train_cory(run: Run, score: Callable = score) -> None:
     """Algorithm 1 of the paper: pioneer and observer, who sees its answer; one reward; roles exchanged.
 
@@ -91,10 +126,7 @@ def train_cory(run: Run, score: Callable = score) -> None:
         a1 = collect_rollout(pioneer, reference, task.pioneer_prompts(queries), max_new_tokens, cfg)
 
         # knowledge transfer: a2 ~ pi_obs(. | s0, a1)
-        if cfg.knowledge_transfer:
-            prompts = task.observer_prompts(queries, a1.text)
-        else:
-            prompts = task.pioneer_prompts(queries)
+        prompts = observer_prompts(run, queries, a1.text)
         a2 = collect_rollout(observer, reference, prompts, max_new_tokens, cfg)
 
         r1 = task.reward(queries, a1.text)

@@ -99,6 +99,15 @@ def answer(model: LanguageModel, prompts: list[str], length: int, seed: int | No
     return decode(model, drawn.response_BT, drawn.mask_BT)
 
 
+def answers(model: LanguageModel, prompts: list[str], cfg: Config, seed: int) -> list[str]:
+    """Sampled responses to any number of prompts; with the same seed the same ones."""
+    starts = range(0, len(prompts), rows_at_once(64, cfg.max_response_length))
+    with unsharded(model):
+        return [text for texts in all_gather_parts(len(starts), lambda rows: [
+            answer(model, prompts[at:at + starts.step], cfg.max_response_length, EVALUATION_SEED + seed + at)
+            for at in starts[rows]]) for text in texts]
+
+
 def distinct(ids: list[list[int]], n: int) -> float:
     """Different n-grams over all n-grams, pooled over responses; 0 if no response has n tokens."""
     grams = [tuple(row[i:i + n]) for row in ids for i in range(len(row) - n + 1)]

@@ -67,7 +67,7 @@ class Limit:
         base, tilt = (self.metrics[name]["combined_reward"] for name in ("base", "tilt"))
         room = tilt - base if tilt - base > 1e-9 else math.inf
         shares = {name: {"share_of_limit": (metrics["combined_reward"] - base) / room + 0.0}
-                  for name, metrics in held_out.items() if isinstance(metrics, dict)}
+                  for name, metrics in held_out.items() if isinstance(metrics, dict) and name != "team"}
         return held_out | {name: held_out[name] | share for name, share in shares.items()}
 
 

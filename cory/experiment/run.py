@@ -34,7 +34,7 @@ from cory.system.signals import Signals
 from cory.tasks.task import Task
 
 # Columns of what a run writes: no agent, role or metric of a loop may have such a name.
-RESERVED = ["base", "eval", "iteration", "query", "queries", "samples", "roles", "seconds", "metric"]
+RESERVED = ["base", "team", "eval", "iteration", "query", "queries", "samples", "roles", "seconds", "metric"]
 # Nats per token of `sampling_gap` that rounding does not make, in float32 and in less: bfloat16 makes some
 # 0.02. A repetition penalty of 1.1 makes 0.03 to 0.2, dropout of 0.1 makes 1.8.
 OFF_POLICY, OFF_POLICY_ROUNDED = 0.01, 0.1
@@ -149,8 +149,9 @@ class Run(ExitStack):
         """Yields start + 1 .. iterations. A new run first evaluates the base, which all agents equal."""
         if self.start == 0:
             base = evaluate(self.reference, self.reference, self.task, self.cfg)
+            metrics = {f"eval/base/{name}": value for name, value in base.items()} | self.evaluate_team()
             if is_main():
-                self.log.iteration(0, {f"eval/base/{name}": value for name, value in base.items()}, [], {})
+                self.log.iteration(0, metrics, [], {})
         self.clock, self.signals.waiting = time.perf_counter(), True
         yield from range(self.start + 1, self.cfg.iterations + 1)
         self.signals.waiting = False
@@ -171,7 +172,8 @@ class Run(ExitStack):
         samples = self.samples(iteration, queries, max_new_tokens, turns)
         row["seconds"] = time.perf_counter() - self.clock
         if last or cfg.eval_every and iteration % cfg.eval_every == 0:
-            row |= self.evaluate_agents()
+            row |= self.evaluate_agents() | self.evaluate_team()
+        self.roles = roles
         if is_main():
             self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = all_reduce_max(self.signals.received or 0)
@@ -224,6 +226,12 @@ class Run(ExitStack):
         return {f"eval/{agent.name}/{name}": value for agent in self.agents
                 for name, value in evaluate(agent.policy, self.reference, self.task, self.cfg).items()}
 
+    def evaluate_team(self) -> dict[str, float]:
+        """What the loop measures of its agents together, in the roles of the iteration that has ended."""
+        measure = getattr(self.loop, "evaluate", None)
+        metrics = checked(measure(self, self.roles)) if measure else {}
+        return {f"eval/team/{name}": value for name, value in metrics.items()}
+
     def samples(self, iteration: int, queries: list[str], limit: int, turns: list[Turn]) -> list[dict]:
         """A few different queries with the responses of each role and of the base, and their rewards."""
         kept = range(0, len(queries), self.cfg.responses_per_query)[:self.cfg.sample_rows]
@@ -264,9 +272,10 @@ class Run(ExitStack):
         """eval.json of the held-out `metrics`, the picture, and the table on the terminal."""
         held_out = {"iteration": iteration, "split": self.cfg.eval_split,
                     "queries": self.cfg.eval_queries, "samples": self.cfg.eval_samples}
-        for name in ["base", *self.agent_names]:
+        for name in ["base", *self.agent_names, "team"]:
             prefix = f"eval/{name}/"
-            held_out[name] = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+            measured = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+            held_out |= {name: measured} if measured else {}
         if rewards := embedded_rewards(self.cfg, self.task, self.fingerprints["model"]):
             replace_text(self.run_dir / "limit.json", json.dumps(rewards))
         if limit := limit_of(self.run_dir):

@@ -44,8 +44,11 @@ def shown(value) -> str:
 
 
 def results_table(held_out: dict) -> str:
-    """The table of eval.json: every metric of the base and of each agent in it."""
-    return groups_table("held-out", {name: [x] for name, x in held_out.items() if isinstance(x, dict)})
+    """The tables of eval.json: every metric of the base and of each agent, then those of the team."""
+    columns = {name: [x] for name, x in held_out.items() if isinstance(x, dict)}
+    team = {"team": columns.pop("team", [{}])}
+    tables = [groups_table("held-out", columns)]
+    return "\n\n".join(tables + [groups_table("held-out", team)] * any(team["team"]))
 
 
 def groups_table(corner: str, groups: dict[str, list[dict]]) -> str:

@@ -55,16 +55,19 @@ def of_run(run: StudyRun) -> list[dict]:
 
 
 def evaluations(run: StudyRun, agent: str, log: list[dict]) -> dict[int, dict]:
-    """{iteration: held-out metrics} of an agent; the first and the last with their share of the limit."""
+    """{iteration: held-out metrics} of an agent and its team; the first and last with the share of the limit.
+    """
     evaluated = {}
     for row in log:
-        prefix = f"eval/{agent}/" if row["iteration"] else "eval/base/"
-        metrics = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+        name = agent if row["iteration"] else "base"
+        metrics = {key.split("/", 2)[2]: value for key, value in row.items()
+                   if key.startswith((f"eval/{name}/", "eval/team/"))}
         if metrics:
             evaluated[row["iteration"]] = metrics
     if run.finished:
         held_out = read_json(run.folder / "eval.json")
-        evaluated |= {0: held_out["base"], held_out["iteration"]: held_out[agent]}
+        for iteration, name in ((0, "base"), (held_out["iteration"], agent)):
+            evaluated[iteration] = evaluated.get(iteration, {}) | held_out[name]
     return evaluated
 
 
