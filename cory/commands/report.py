@@ -12,12 +12,11 @@ from typing import Sequence
 
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment.flags import OneLineParser
-from cory.experiment.limit import limit_of
 from cory.experiment.plots import draw_runs
 from cory.experiment.saved_config import BESIDE_SETTINGS, read_config
 from cory.experiment.tables import grouped, groups_table
 from cory.names import guess
-from cory.system.files import read_json, read_log, readable
+from cory.system.files import read_json, readable
 
 # Runs may differ in these, and in what concerns W&B, and still be compared.
 FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "save_every", "sample_rows", "device",
@@ -31,12 +30,12 @@ def require_finished(run_dirs: list[Path]) -> None:
             raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
 
 
-def require_picture(path: Path | None, field: str = "out") -> None:
+def require_picture(path: Path | None) -> None:
     """Raises `UserError` unless a picture can be written there, before any work for it."""
     if path and path.suffix not in (".png", ".pdf", ".svg"):
-        raise UserError(field, str(path), "must end in .png, .pdf or .svg")
+        raise UserError("out", str(path), "must end in .png, .pdf or .svg")
     if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise UserError(field, str(path), "cannot be written to; name a file elsewhere")
+        raise UserError("out", str(path), "cannot be written to; name a file elsewhere")
 
 
 def require_same_settings(run_dirs: list[Path], configs: list[dict], by: Sequence[str] = ()) -> None:
@@ -46,19 +45,17 @@ def require_same_settings(run_dirs: list[Path], configs: list[dict], by: Sequenc
         if name not in settings:
             raise UserError("by", name, f"is no setting; {guess(name, settings)}config.json lists them")
     compared = sorted(name for name in settings - {*by, *FREE_BETWEEN_RUNS} if not name.startswith("wandb"))
-    agents_of_group, run_of_seed = {}, {}
+    run_of = {}
     for run_dir, config in zip(run_dirs, configs, strict=True):
         differ = [name for name in compared if config.get(name) != configs[0].get(name)]
         if differ:
             raise UserError("run_dirs", str(run_dir), f"differs from {run_dirs[0]} in {', '.join(differ)}; "
                             f"make a group of each value with --by {' '.join([*by, *differ])}")
-        group = str([config.get(name) for name in ("method", *by)])
-        if agents_of_group.setdefault(group, config["agents"]) != config["agents"]:
-            raise UserError("run_dirs", str(run_dir), "has other agents than a run before it; leave one out")
-        other = run_of_seed.setdefault(f"{group} {config['seed']}", run_dir)
-        if other is not run_dir:
-            why = f"has seed {config['seed']} as {other} has; leave one out"
+        member = str([config.get(name) for name in ("method", *by, "seed")])
+        if member in run_of:
+            why = f"has seed {config['seed']} as {run_of[member]} has; leave one out"
             raise UserError("run_dirs", str(run_dir), why)
+        run_of[member] = run_dir
 
 
 def read_eval(run_dir: Path, agents: list[str]) -> dict:
@@ -88,9 +85,5 @@ def main(argv: list[str] | None = None) -> None:
     held_out = [read_eval(run_dir, config["agents"])
                 for run_dir, config in zip(args.run_dirs, configs, strict=True)]
     print(groups_table("held-out", grouped(list(zip(configs, held_out, strict=True)), args.by)))
-    rows = [read_log(run_dir / "metrics.jsonl") for run_dir in args.run_dirs]
-    if not all(rows):
-        raise UserError("run_dirs", str(args.run_dirs[rows.index([])]), "its metrics.jsonl holds no rows")
-    limits = [limit_of(run_dir) for run_dir in args.run_dirs]
-    draw_runs(list(zip(configs, rows, strict=True)), args.out, args.by, limits)
+    draw_runs(args.run_dirs, args.out, args.by)
     print(f"written: {args.out}")

@@ -1,4 +1,5 @@
 """Tables of held-out metrics, as Markdown: whatever agents and metrics there are."""
+from collections import defaultdict
 from typing import Sequence
 
 import numpy as np
@@ -13,34 +14,27 @@ def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, 
     """{label: [what belongs to the agent, for each seed]} of runs (config.json, {agent: what belongs to it}).
 
     A group is an agent of one method, and of one value of each setting in `by`. Labels read `PPO LLM1`, or
-    with by=["learning_rate"] `CORY LLM2, learning_rate 1e-4`. What belongs to "base" comes first: as `base`
+    with by=["learning_rate"] `CORY LLM2, learning_rate 0.001`. What belongs to "base" comes first: as `base`
     where all runs agree on it, else for each combination of values.
     """
     by = [name for name in dict.fromkeys(by) if name != "method"]
     order = ("method", *by, "seed")
-    runs = sorted(runs, key=lambda run: [(isinstance(run[0][name], str), run[0][name]) for name in order])
     methods = {config["method"] for config, _ in runs}
-    short = {short_name(method) for method in methods}
-    bases, groups = {}, {}
+    short = {method: short_name(method).upper() for method in methods}
+    if len({*short.values()}) < len(methods):       # a:train_chain and b:train_chain
+        short = {method: method for method in methods}
+    bases, groups = {}, defaultdict(list)
+    runs = sorted(runs, key=lambda run: [(isinstance(run[0][name], str), run[0][name]) for name in order])
     for config, of_name in runs:
-        # in full where two are alike: a:train_chain and b:train_chain
-        method = short_name(config["method"]).upper() if len(short) == len(methods) else config["method"]
-        values = "".join(f", {name} {shown(config[name])}" for name in by)
+        values = "".join(f", {name} {config[name]}" for name in by)
         if "base" in of_name:
             bases.setdefault(f"base{values}", [of_name["base"]])
         for agent in config["agents"]:
-            groups.setdefault(f"{method} {agent.upper()}{values}", []).append(of_name[agent])
+            groups[f"{short[config['method']]} {agent.upper()}{values}"].append(of_name[agent])
     first, *others = bases.values() or [None]
     if first and all(base == first for base in others):
         bases = {"base": first}
     return bases | groups
-
-
-def shown(value) -> str:
-    """A setting as a user writes it: 1e-4, 0.3, true. Different values read differently."""
-    if isinstance(value, float) and 0 < abs(value) < 0.01:
-        return np.format_float_scientific(value, trim="-", exp_digits=1)
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def results_table(held_out: dict) -> str:

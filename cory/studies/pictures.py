@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from cory.experiment.plots import COLORS, band, grid, legend, look, save
+from cory.experiment.plots import COLORS, band, grid, look, save
 from cory.studies.definitions import Study
 from cory.studies.statistics import compared, differences
 
@@ -20,23 +20,22 @@ def draw(study: Study, task: str, rows: pd.DataFrame, out: Path) -> list[Path]:
     for name, figure in figures.items():
         paths[name].unlink(missing_ok=True)                         # of other variants than these
         if figure:
-            save(figure, paths[name], 130)
+            save(figure, paths[name])
     return [path for path in paths.values() if path.exists()]
 
 
 def curves(task: str, rows: pd.DataFrame):
     """Held-out figures against iterations, mean of agents: mean and sample standard deviation over seeds."""
     variants = rows.variant.unique()
-    figure, axes = grid(4, 4, 3.2, 3.0, below=0.2 + 0.06 * len(variants))
-    looks = {variant: look(i) for i, variant in enumerate(variants)}
+    figure, axes = grid(4, 3.2, 3.0, columns=4, below=0.2 + 0.06 * len(variants))
     per_run = rows.groupby(["variant", "seed", "iteration"]).mean(numeric_only=True)
-    for axis, name in zip(axes, ("reward", "kl", "combined_reward", "distinct_2"), strict=True):
-        for variant in variants:
-            of_seeds = per_run.loc[variant, name].groupby("seed")
-            band(axis, [points.droplevel("seed").to_dict() for _, points in of_seeds], **looks[variant])
-        axis.set(title=TITLES[name], xlabel="iteration")
     seeds = rows.groupby("variant").seed.nunique()
-    legend(figure, {f"{variant} (n = {seeds[variant]})": looks[variant] for variant in variants})
+    for axis, name in zip(axes, ("reward", "kl", "combined_reward", "distinct_2"), strict=True):
+        for i, variant in enumerate(variants):
+            of_seeds = per_run.loc[variant, name].groupby("seed")
+            curves = [points.droplevel("seed").to_dict() for _, points in of_seeds]
+            band(axis, curves, **look(i), label=f"{variant} (n = {seeds[variant]})")
+        axis.set(title=TITLES[name], xlabel="iteration")
     figure.suptitle(f"{task}, held out, mean of a run's agents: mean and sample std over n seeds")
     return figure
 
@@ -44,7 +43,7 @@ def curves(task: str, rows: pd.DataFrame):
 def forest(study: Study, task: str, rows: pd.DataFrame):
     """Each variant less its baseline, with 95% intervals. Filled where the interval leaves 0 out."""
     pairs = compared(study, rows)
-    figure, axes = grid(4, 4, 3.0, 1.3 + 0.35 * len(pairs))
+    figure, axes = grid(4, 3.0, 1.3 + 0.35 * len(pairs), columns=4)
     names = ("reward", "reward at equal KL", "kl", "distinct_2")
     for y, (variant, baseline) in enumerate(pairs.items()):
         by_title = differences(rows, variant, baseline)
