@@ -29,10 +29,11 @@ WITHOUT_PANEL = {"task_reward_std", "length", "sampling_gap", "policy_loss", "va
 def curves_of(rows: list[dict], agent: str, first: bool) -> dict[str, dict[int, float]]:
     """{metric: {iteration: value}} of an agent, where the value is a finite number.
 
-    `kl` is of training, `eval/kl` held out; there iteration 0 is the base. What a loop measures counts as
-    the `first` agent's.
+    `kl` is of training, `eval/kl` held out; there iteration 0 is the base. What a loop measures, and of its
+    team, counts as the `first` agent's.
     """
-    kinds = {agent: "", f"eval/{agent}": "eval/", "eval/base": "eval/"} | ({"": ""} if first else {})
+    kinds = {agent: "", f"eval/{agent}": "eval/", "eval/base": "eval/"}
+    kinds |= {"": "", "eval/team": "eval/"} if first else {}
     curves = defaultdict(dict)
     for row in rows:
         for key, value in row.items():
