@@ -1,4 +1,5 @@
 """The studies. To add a variant, add a line of flags; to add a study, add a `Study`."""
+import random
 from dataclasses import dataclass, field
 
 from cory.errors import UserError
@@ -33,6 +34,10 @@ NO_TRANSFER = f"{CORY} --knowledge_transfer false"
 NO_EXCHANGE = f"{CORY} --role_exchange_every 0"
 NO_PARTNER = f"{CORY} --partner_reward 0"
 
+# Those with settings of their own in the studies `search` and `tuned`.
+TUNED = {"cory": CORY, "no partner's reward": NO_PARTNER,
+         "partner by the critic": f"{CORY} --partner_term critic"}
+
 # PPO with as many responses as a run of CORY has.
 TWICE_THE_BATCH = f"{PPO} --batch_size batch_size*2 --mini_batch_size mini_batch_size*2"
 TWICE_THE_ITERATIONS = f"{PPO} --iterations iterations*2"
@@ -40,6 +45,25 @@ TWICE_THE_ITERATIONS = f"{PPO} --iterations iterations*2"
 # The paper's algorithm on IMDB, beside a preset's model, sizes and learning rate.
 PAPER = ("--kl_penalty full --adap_kl_ctrl true --kl_target 6 --init_kl_coef 0.3 --lam 0.95 --iterations 120 "
          "--lr_schedule constant")
+
+DRAWS = 16
+
+
+def drawn(number: int, roles: int) -> str:
+    """Settings drawn at random, the same for every method; as many responses for one role as for two.
+
+    Half of a preset's iterations, with the same number of optimizer steps for each batch.
+    """
+    rng = random.Random(number)
+    rate, critic = 10 ** rng.uniform(-3.5, -2.3), 10 ** rng.uniform(-3.3, -1.7)
+    epochs, batch = rng.choice([1, 2]), rng.choice([0.5, 1, 2])
+    exchange = rng.choice([1, 5, 20])
+    rows = batch * (3 - roles)
+    flags = (f"--learning_rate {rate:.1e} --critic_learning_rate {critic:.1e} --num_ppo_epochs {epochs} "
+             f"--iterations iterations*{0.5 / batch:g} --batch_size batch_size*{rows:g} "
+             f"--mini_batch_size mini_batch_size*{rows:g}")
+    return f"{flags} --role_exchange_every {exchange}" if roles == 2 else flags
+
 
 STUDIES = {
     "curves": Study(
@@ -84,15 +108,19 @@ STUDIES = {
          "ppo, shuffled": f"{LOOPS}train_shuffled_ppo",
          "cory, shuffled": f"{LOOPS}train_shuffled_cory"},
         baseline="ppo, reward 0", baselines={"cory, shuffled": "ppo, shuffled"}, seeds=range(3)),
-    # Put what a search on validation queries chose into each line. These seeds are for reporting alone.
+    # With `-- --eval_split validation`: draws for the settings of `tuned`, and of its baseline.
+    "search": Study(
+        "Which settings suit each method best?",
+        {f"{name} {i}": f"{flags} {drawn(i, 2 if name in TUNED else 1)}"
+         for i in range(DRAWS) for name, flags in {"ppo": PPO, **TUNED}.items()},
+        baseline="ppo 0", seeds=range(50, 51)),
+    # Put what the search chose into each line. These seeds are for reporting alone.
     "tuned": Study(
         "Which method is best with settings of its own, on seeds and queries that chose none of them?",
         {"ppo, twice the batch": TWICE_THE_BATCH,
-         "cory": CORY,
          "ppo": PPO,
-         "no partner's reward": NO_PARTNER,
-         "partner by the critic": f"{CORY} --partner_term critic"},
-        baseline="ppo, twice the batch", seeds=range(100, 110)),
+         **TUNED},
+        baseline="ppo, twice the batch", seeds=range(200, 210)),
     "paper": Study(
         "What does the paper's algorithm as it stands do: exact KL, steered to 6 nats?",
         {"ppo": f"{PPO} {PAPER}", "cory": f"{CORY} {PAPER}"},
