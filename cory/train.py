@@ -30,8 +30,7 @@ def trains(*agents: str, evaluate: Callable | None = None) -> Callable:
 def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | float, cfg: Config) -> Tensor:
     """Returns what an agent's responses are trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`.
 
-    Edit it to shape what both methods train on: `- 0.01 * rollout.length_B` is a length penalty. The logged
-    task_reward does not change.
+    Edit it to shape what both methods train on: `- 0.01 * rollout.length_B` is a length penalty.
     """
     return reward_B + cfg.partner_reward * partner_reward_B
 
@@ -43,14 +42,10 @@ def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Ten
         sampled_to_pioneer  pioneer: r(s0, a2)      observer: nothing
         critic              pioneer: V(s0, a1)      observer: nothing
 
-    The observer acts on (s0, a1), so that r(s0, a1) does not depend on its action: it adds variance to the
-    observer's gradient, and no signal. For the pioneer only the mean of r(s0, a2) matters,
-
-        E[r(s0, a2) | s0, a1] = Q(s0, a1)        Var[r(s0, a2)] = Var[Q] + E[Var[r(s0, a2) | s0, a1]]
-
-    One sampled a2 gives the same expected gradient, and the noise of the last term. V is the observer's
-    critic at the end of its prompt. It lacks that noise, and is biased: it estimates Q less the observer's KL
-    penalty. If the observer also got r(s0, a1), V would hold that, too.
+    r(s0, a1) does not depend on the observer's action: it adds variance to its gradient, and no signal. For
+    the pioneer only the mean of r(s0, a2) matters. One sampled a2 gives the same expected gradient, with more
+    noise. V is the observer's critic at the end of its prompt. It lacks that noise, and is biased: it holds
+    the observer's KL penalty, too.
     """
     if cfg.partner_term == "sampled":
         return r2, r1
@@ -113,9 +108,8 @@ def evaluate_transfer(run: Run, roles: list[Agent]) -> dict[str, float]:
 def train_cory(run: Run, score: Callable = score) -> None:
     """Algorithm 1 of the paper: pioneer and observer, who sees its answer; one reward; roles exchanged.
 
-    With `--share_weights true` both roles are the same agent. The pioneer's update comes first: its
-    rollout is then exactly on-policy, and the bare query is what the model is evaluated on. The
-    observer's ratio starts at what that update has changed, and PPO's clip bounds it.
+    With `--share_weights true` both roles are the same agent. The pioneer's update comes first, so that its
+    rollout is exactly on-policy. The observer's ratio starts at what that update has changed.
     """
     cfg, task, reference = run.cfg, run.task, run.reference
     pioneer, observer = run.roles

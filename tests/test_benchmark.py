@@ -49,7 +49,7 @@ def test_floor_counts_the_operations_of_a_forward_pass(small):
     turn = bench.turns[0].rollout
     with FlopCounterMode(display=False) as counter:
         hidden = bench.reference.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT)
-        bench.reference.logits(hidden[turn.mask_BT.bool()])
+        bench.reference.logprobs(hidden[turn.mask_BT.bool()])
     seen = turn.prompt_BP.shape[1] + turn.mask_BT.shape[1] - 1
     attention = 4 * 2 * 32 * seen * (seen + 1) / 2              # which PyTorch does not count on a CPU
     forward = counter.get_total_flops() + attention

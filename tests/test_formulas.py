@@ -8,12 +8,6 @@ from toys import close, generator
 from cory.ppo import formulas as f
 
 
-def test_a_masked_mean_is_over_real_tokens():
-    x_BT = torch.tensor([[1.0, 2.0, 99.0], [6.0, 99.0, 99.0]])
-    mask_BT = torch.tensor([[1.0, 1, 0], [1, 0, 0]])
-    close(f.masked_mean(x_BT, mask_BT), 3.0)                    # 9 over 3 tokens
-
-
 def test_token_rewards_puts_the_score_on_each_rows_last_real_token():
     kl = torch.tensor([[1.0, 2.0, 9.0], [1.0, 9.0, 9.0], [1.0, 2.0, 3.0]])
     mask = torch.tensor([[1.0, 1, 0], [1, 0, 0], [1, 1, 1]])

@@ -20,7 +20,7 @@ def plain_gradient(agent, batch, step_tokens, cfg, seen):
     """`add_gradient` as one would write it first: log-probabilities of all tokens at once, and autograd."""
     real = batch.mask_BT.bool()
     hidden = agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)
-    logp_NV = agent.policy.logits(hidden)[real].log_softmax(-1)
+    logp_NV = agent.policy.logprobs(hidden)[real]
     logp, value = formulas.token_logprobs(logp_NV, batch.response_BT[real]), agent.policy.values(hidden)[real]
     old_logp, returns = batch.logp_BT[real], batch.return_BT[real]
     policy_loss = formulas.policy_loss(logp, old_logp, batch.advantage_BT[real], cfg.cliprange)

@@ -1,4 +1,6 @@
 """The sampling loop: what is masked, what distribution is drawn from, what crosses as text."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import byte_tokenizer
@@ -6,9 +8,9 @@ from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import LETTERS, agent_of, bigram, generator, settings
 
-from cory.config import Precision
 from cory.errors import UserError
-from cory.ppo import sampling
+from cory.experiment.run import Run
+from cory.ppo import rollout, sampling
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.loading import load_language_model
 from cory.ppo.rollout import collect_rollout
@@ -186,16 +188,6 @@ def test_each_row_keeps_its_own_random_numbers_when_others_are_dropped(model, mo
         assert torch.equal(seen[step], expected[step, rows])
 
 
-def test_columns_that_hold_no_token_any_more_are_dropped(model, monkeypatch):
-    """The long prompt ends at once; from then on the short ones do not carry its width."""
-    widths, body = [], model.body
-    model.body = lambda ids, mask, *rest: widths.append(tuple(mask.shape)) or body(ids, mask, *rest)
-    tokens = iter([[256, 1, 2, 3]] + [[5] * 3] * 5)
-    monkeypatch.setattr(sampling, "draw", lambda logp, uniform: torch.tensor(next(tokens)))
-    sampled(model, ["z" * 100, "ab", "cde", "xy"], 6, generator())
-    assert widths == [(4, 100), (3, 4), (3, 5), (3, 6), (3, 7), (3, 8)]
-
-
 def test_the_cache_writes_a_token_into_its_place_and_copies_seldom():
     layer, copies = GrowingLayer(), 0
     keys = torch.randn(3, 2, 200, 4)
@@ -213,18 +205,16 @@ def test_the_cache_writes_a_token_into_its_place_and_copies_seldom():
 
 # --- looks at the rows, between which nothing waits for a GPU ---
 class Counted(TorchDispatchMode):
-    """Operations that make the host wait for a GPU, and casts of weights to bfloat16."""
+    """Operations that make the host wait for a GPU."""
 
     def __init__(self):
         super().__init__()
-        self.waits, self.casts = [], 0
+        self.waits = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
         if any(part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "unique")):
             self.waits.append(name)
-        cast = "_to_copy" in name and (kwargs or {}).get("dtype") == torch.bfloat16
-        self.casts += cast and args[0].requires_grad
         return function(*args, **(kwargs or {}))
 
 
@@ -270,11 +260,27 @@ def test_nothing_between_two_looks_waits_for_a_gpu(model, monkeypatch):
     assert waits[3] == waits[20] and len(waits[3]) <= 3
 
 
-def test_weights_are_cast_once_for_all_tokens(small):
-    base = load_language_model(str(small / "lm"), precision=Precision("bfloat16", "float32"))
-    policy, casts = agent_of(base).policy, []
-    for tokens in (2, 12):
-        with Counted() as counted:
-            sampled(policy, ["a", "b"], tokens, generator())
-        casts.append(counted.casts)
-    assert 0 < casts[0] == casts[1] <= 2 * 8                    # weights and biases of two layers
+# --- the gap between sampling and scoring ---
+def test_the_gap_is_of_each_token_in_either_direction(monkeypatch):
+    """Log-probabilities that are 0.5 too high and 0.5 too low, in turn, are 0.5 apart and not 0."""
+    sample = rollout.sample
+
+    def shifted(*args, **kwargs):
+        drawn = sample(*args, **kwargs)
+        sign_T = 1.0 - 2.0 * (torch.arange(drawn.logp_BT.shape[1]) % 2)
+        return drawn._replace(logp_BT=drawn.logp_BT + 0.5 * sign_T)
+
+    model = bigram()
+    monkeypatch.setattr(rollout, "sample", shifted)
+    turn = collect_rollout(agent_of(model), model, ["ab", "cd"], 4, settings())
+    assert turn.sampling_gap == pytest.approx(0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize("flags, warns", [
+    ({}, True), ({"head_precision": "bfloat16"}, False), ({"lora": True, "load_in_4bit": True}, False)])
+def test_what_rounding_may_make_is_no_warning(flags, warns, capsys):
+    """0.05 nats: of bfloat16 in the body, in the head, or in a base of 4 bits, and of no float32."""
+    cfg = settings(**{"dtype": "float32", "head_precision": "float32"} | flags)
+    turn = SimpleNamespace(role="pioneer", rollout=SimpleNamespace(sampling_gap=0.05))
+    Run.warn_if_off_policy(SimpleNamespace(cfg=cfg, warned_off_policy=False), [turn])
+    assert ("sampling_gap is 0.05 nats per token: pioneer's" in capsys.readouterr().err) == warns

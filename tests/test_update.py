@@ -156,15 +156,6 @@ def test_running_the_head_in_chunks_does_not_change_gradient_or_sums(small, monk
     assert sums[0] == pytest.approx(sums[1], abs=1e-4, rel=1e-5) and len(sums[0]) == 6
 
 
-def test_entropy_costs_nothing_where_the_loss_does_not_use_it(monkeypatch):
-    model, calls, xlogy = bigram(), [], torch.xlogy
-    monkeypatch.setattr(torch, "xlogy", lambda *a: calls.append(1) or xlogy(*a))
-    for with_entropy in (False, True):
-        logp, entropy = model.logp_and_entropy(torch.randn(5, 7, requires_grad=True), torch.arange(5))
-        (logp.sum() + entropy.sum() if with_entropy else logp.sum()).backward()
-        assert len(calls) == with_entropy
-
-
 # --- old and new policy, tokens and padding ---
 def test_first_ratio_is_exactly_1(small):
     """The loss pass repeats the scoring pass: same rows, same shapes, no dropout, so the same bits."""

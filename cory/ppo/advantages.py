@@ -24,8 +24,8 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
 
-    V and A are 0 after the last real token. A response cut by the length limit is treated like one ended
-    by EOS: the task scores the text as it stands, so the episode is over.
+    V and A are 0 after the last real token, also of a response cut by the length limit: it is scored as it
+    stands, so the episode is over.
     """
     B, T = reward_BT.shape
     advantage_BT = torch.zeros_like(reward_BT)
@@ -52,9 +52,8 @@ def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
 
         R_i = sum_t r_t (score and KL penalty of response i)        A_i = R_i - 1/(k-1) sum_{j != i} R_j
 
-    The whole response is one action: all its tokens get the same advantage. DIFFERS from that paper in
-    what is trained with it: PPO's clipped ratio of each token, over `num_ppo_epochs`, instead of one
-    plain step.
+    The whole response is one action: all its tokens get the same advantage. DIFFERS from that paper: it
+    goes into PPO's clipped ratio of each token, over `num_ppo_epochs`, instead of one plain step.
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
     others_Gk = (return_Gk.sum(1, keepdim=True) - return_Gk) / (group_size - 1)
@@ -67,14 +66,11 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
         A_i = (R_i - mean_group R) / (std_group R + 1e-6)
 
     with the population's standard deviation; equal returns give exactly 0. All tokens of a response get the
-    same advantage. Two remarks of Dr. GRPO (Liu et al., arXiv:2503.20783): dividing by the std gives queries
-    that are nearly solved or nearly never solved more weight; without it the advantage is `rloo`'s times
-    (k-1)/k. And GRPO's mean within each response favours short right answers and long wrong ones; it is
-    not done here: every loss in `cory.ppo.update` is a mean over all tokens of an optimizer step.
+    same advantage. DIFFERS from that paper: the loss is a mean over all tokens of an optimizer step, not
+    first within each response (Dr. GRPO, Liu et al., arXiv:2503.20783, on why).
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
-    # Less the largest: equal returns are then exactly 0. Their float mean can miss them by a rounding step,
-    # which the division would magnify.
+    # less the largest: equal returns are then exactly 0, which their rounded mean can miss
     return_Gk = return_Gk - return_Gk.amax(1, keepdim=True)
     centred_Gk = return_Gk - return_Gk.mean(1, keepdim=True)
     std_G1 = return_Gk.std(1, correction=0, keepdim=True)
@@ -87,7 +83,7 @@ def grouped_returns(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tens
 
 
 def estimator(advantage: str, responses_per_query: int) -> Callable[..., Tensor]:
-    """The estimator of that name. Raises `UserError` if it asks for what there is not."""
+    """The estimator of that name. Raises `UserError` if it asks for what is not offered."""
     function = find("advantage", advantage, ADVANTAGES)
     if not callable(function):
         raise UserError("advantage", advantage, "is no function; name one")
@@ -103,8 +99,3 @@ def estimator(advantage: str, responses_per_query: int) -> Callable[..., Tensor]
 
 def parameter_names(function: Callable) -> set[str]:
     return set(inspect.signature(function).parameters)
-
-
-def needs_critic(function: Callable) -> bool:
-    """Whether the estimator needs values, so that the agent has a value head to train."""
-    return "value_BT" in parameter_names(function)

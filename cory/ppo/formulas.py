@@ -11,17 +11,11 @@ from torch import Tensor
 
 
 # --- masked statistics ---
-def masked_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean over real tokens, `sum(x m) / sum(m)`. Returns a scalar; padding may hold anything finite."""
-    return (x_BT * mask_BT).sum() / mask_BT.sum()
-
-
 def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
     """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding and for constants.
 
-    It is taken over the whole rollout batch, before mini-batches are cut, so that their size does not
-    change the result. In float64, and from the largest value down, so that neither large nor nearly
-    constant values lose their digits.
+    Over the whole rollout, so that the size of mini-batches does not change it. In float64, and from the
+    largest value down, so that neither large nor nearly constant values lose their digits.
     """
     real = mask_BT.bool()
     x_N = x_BT[real].double()
@@ -34,7 +28,7 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
 def explained_variance(error_N: Tensor, return_N: Tensor) -> float:
     """`1 - Var(error) / Var(return)` of errors V - return: 1 is perfect, below 0 worse than a constant.
 
-    0 where the returns are constant and there is nothing to explain. In float64.
+    0 where the returns are constant. In float64.
     """
     return_variance = return_N.double().var(correction=0).item()
     return 1 - error_N.double().var(correction=0).item() / return_variance if return_variance > 0 else 0.0
@@ -54,10 +48,8 @@ def entropy(p_NV: Tensor, logp_NV: Tensor) -> Tensor:
 def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
     """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` per state: paper, eq. 2. (N,), never below 0.
 
-    Exact, so without sampling noise. But charged as a *reward* on the token drawn at that state it
-    carries no direct gradient for it: the same amount is subtracted whichever token was drawn, so it acts
-    as a baseline there, and the policy feels it only through the states that earlier tokens lead to
-    (`kl_k1` says what the sampled form does instead).
+    Exact, so without sampling noise. Charged as a *reward* it is the same whichever token was drawn: the
+    policy feels it only through the states that earlier tokens lead to. `kl_k1` differs there.
     """
     # softmax(log p) = p, and on a CPU faster than exp
     p_NV = logp_NV.softmax(-1)
@@ -69,8 +61,7 @@ def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
 def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     """`k1 = log pi(a) - log pi0(a)` of the sampled token (Schulman 2020). (N,), any sign; mean `kl_full`.
 
-    Charged as a reward it does depend on the token drawn: the policy gradient with rewards-to-go,
-    `E[sum_s grad log pi(a_s) sum_{t >= s} k1_t]`, is exactly the gradient of the response's KL.
+    Charged as a reward, the policy gradient with rewards-to-go is exactly the gradient of the response's KL.
     """
     return logp_N - ref_logp_N
 
@@ -78,9 +69,8 @@ def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
 def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), never below 0; mean as `kl_k1`.
 
-    As a loss (GRPO, `--kl_in loss`) its gradient at a sampled token is `(1 - r) grad log pi(a)`. Its mean
-    under pi is the gradient of KL(pi0 || pi), not of KL(pi || pi0): both vanish at pi = pi0 and agree to
-    first order around it.
+    As a loss (GRPO, `--kl_in loss`) its gradient at a sampled token is `(1 - r) grad log pi(a)`, in the mean
+    that of KL(pi0 || pi), which agrees with that of KL(pi || pi0) to first order around pi = pi0.
     """
     log_r = ref_logp_N - logp_N
     return log_r.exp() - 1 - log_r
@@ -90,9 +80,7 @@ def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
 def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float) -> Tensor:
     """`r_t = -kl_coef * kl_t`, plus the task score on each row's last real token (paper eq. 2).
 
-    score_B (B,) what the agent is trained on (`score` in cory/train.py); kl_BT (B, T) nats; rows have at
-    least one real token, real tokens come first.
-    Returns (B, T), 0 on padding.
+    score_B (B,): what the agent is trained on; kl_BT (B, T): nats. Returns (B, T), 0 on padding.
     """
     reward_BT = -kl_coef * kl_BT * mask_BT
     last_B1 = mask_BT.sum(1, keepdim=True).long() - 1
@@ -126,8 +114,7 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n:
 
         error = clip(kl / target - 1, -0.2, 0.2)        kl_coef <- kl_coef (1 + error n / horizon)
 
-    kl: the iteration's mean sentence-level KL in nats; n: responses in it. Positive for any kl if 0.2 n <
-    horizon.
+    kl: the iteration's mean KL of a response, in nats; n: responses in it. Positive if 0.2 n < horizon.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * n / horizon)
@@ -139,8 +126,7 @@ def learning_rate(base: float, iteration: int, iterations: int, warmup: int,
     """The step size of an iteration (1, 2, ..., iterations).
 
     In the first `warmup` iterations it rises by `base / (warmup + 1)` each. Then it is `base *
-    schedule(progress)`, where progress runs over the remaining iterations: 0 at the first, just below 1
-    at the last.
+    schedule(progress)`: progress is 0 at the first of the others, just below 1 at the last.
     """
     if iteration <= warmup:
         return base * iteration / (warmup + 1)
@@ -165,7 +151,7 @@ def cosine(progress: float) -> float:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """`1 - C(n - c, k) / C(n, k)`: the chance that k of n responses, of which c are right, hold a right one.
 
-    An unbiased estimate of the chance that one of k independent responses is right, for 1 <= k <= n (Chen
-    et al., arXiv:2107.03374, sec. 2.1). Exact integers until the last division.
+    An unbiased estimate of that chance for k independent responses, 1 <= k <= n (Chen et al.,
+    arXiv:2107.03374, sec. 2.1).
     """
     return 1 - math.comb(n - c, k) / math.comb(n, k)

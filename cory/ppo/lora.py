@@ -3,7 +3,6 @@
 An adapted layer computes `W x + (lora_alpha / lora_rank) B A x` with W frozen. B starts at 0, so that
 every agent starts as the base.
 """
-import json
 import re
 import warnings
 from pathlib import Path
@@ -20,18 +19,16 @@ from cory.system.hub import quiet, short_message
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     """Puts a new adapter into the model's layers, in place, in float32. `seed` draws its A. Returns the name.
 
-    Raises `UserError` for targets that name no layer, and for a rank that no update of a layer can have.
+    Raises `UserError` for targets that name no layer between embedding and head.
     """
     # here: it takes 2 s and 100 MiB, which most runs need not spend
     from peft import LoraConfig
 
-    layers, targets = linear_layers(lm), cfg.lora_targets.replace(" ", "").split(",")
-    max_rank = largest_rank(lm)
-    cfg.require("lora_rank", cfg.lora_rank <= max_rank, f"no layer of this model is wider than {max_rank}, "
-                f"and no update of one has a higher rank; use at most {max_rank}")
+    targets = cfg.lora_targets.replace(" ", "").split(",")
     if targets == ["all-linear"]:
         targets = "all-linear"
     else:
+        layers = linear_layers(lm)
         unknown = [target for target in targets
                    if not any(f".{path}".endswith(f".{target}") for path in layers)]
         names = sorted({path.rpartition(".")[2] for path in layers})
@@ -52,35 +49,20 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     return name
 
 
-def linear_layers(lm: nn.Module) -> dict[str, nn.Module]:
-    """The layers between embedding and head that an adapter can be put on, by their paths."""
+def linear_layers(lm: nn.Module) -> list[str]:
+    """Paths of the layers between embedding and head that an adapter can be put on."""
     head = lm.get_output_embeddings()
-    return {path.removesuffix(".base_layer"): module for path, module in lm.named_modules()
-            if isinstance(module, (nn.Linear, Conv1D)) and module is not head and ".lora_" not in path}
-
-
-def largest_rank(lm: nn.Module) -> int:
-    """The largest rank that an update of any layer can have: the largest min(inputs, outputs)."""
-    def rank(layer: nn.Module) -> int:
-        if isinstance(layer, Conv1D):
-            return min(layer.weight.shape)
-        return min(layer.in_features, layer.out_features)       # in 4 bits the weight has another shape
-
-    return max(map(rank, linear_layers(lm).values()))
+    return [path.removesuffix(".base_layer") for path, module in lm.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not head and ".lora_" not in path]
 
 
 def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
     """Puts an adapter that a run has saved into the model's layers, in place. Returns the name. Raises
     `UserError` for files that are not what a run with this base has saved.
     """
-    settings, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     try:
-        for file in (settings, weights):                # a pickle would be loaded in place of the weights
-            if not file.is_file():
-                raise ValueError(f"there is no file {file.name}")
-        rank, max_rank = json.loads(settings.read_bytes())["r"], largest_rank(lm)
-        if type(rank) is not int or not 1 <= rank <= max_rank:
-            raise ValueError(f"its rank is {repr(rank)[:60]}, not 1 to {max_rank}")
+        if not (folder / "adapter_model.safetensors").is_file():        # a pickle would be loaded instead
+            raise ValueError("there is no file adapter_model.safetensors")
         with quiet():
             info = lm.load_adapter(str(folder), adapter_name=name)
         parameters = adapter_parameters(lm, name)
@@ -100,8 +82,7 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
 def activate(lm: nn.Module, name: str | None) -> None:
     """Makes the model compute with one adapter, or with none. A model without adapters stays as it is.
 
-    peft also freezes all other adapters: a backward pass gives a gradient to the adapter alone that is active
-    at that moment.
+    peft also freezes all other adapters: a backward pass gives a gradient to the active one alone.
     """
     if getattr(lm, "active", None) == name:
         return

@@ -38,8 +38,8 @@ class Experience:
 
     def shuffled_mini_batches(self, rows_per_step: int, rows_at_once: int, generator: torch.Generator,
                               sharded: bool = False) -> Iterator[list["Experience"]]:
-        """Yields, for each optimizer step of one shuffled pass, this process's mini-batches, whose gradients
-        add up. A sharded model needs as many of them in every process.
+        """Yields this process's mini-batches for each optimizer step of one shuffled pass. A sharded model
+        needs as many of them in every process.
         """
         order = torch.randperm(len(self.mask_BT), generator=generator).to(self.mask_BT.device)
         for rows in order.split(rows_per_step):
@@ -83,10 +83,9 @@ def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, rows_at_once: int) -> lis
     """
     max_tokens = TOKENS_AT_ONCE[mask_BT.device.type]
     order = (prompt_mask_BP.sum(1) + mask_BT.sum(1)).argsort(stable=True)
-    prompts = prompt_mask_BP.sum(1)[order].tolist()
-    responses = mask_BT.sum(1).long()[order].tolist()
+    lengths = torch.stack([prompt_mask_BP.sum(1), mask_BT.sum(1).long()], 1)[order].tolist()
     groups, start, P, T = [], 0, 0, 0
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+    for row, (prompt, response) in enumerate(lengths):
         P, T = max(P, prompt), max(T, response)
         count = row - start                                 # rows of the open group, without this one
         if count and (count == rows_at_once or (count + 1) * (P + T) > max_tokens):

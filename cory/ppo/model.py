@@ -20,9 +20,9 @@ from cory.ppo.precision import multiply
 class LanguageModel(nn.Module):
     """Any Hugging Face causal LM, its tokenizer, and the softmax temperature its distribution is meant at.
 
-    Body and head are called separately, so that the (tokens, V) logits exist only where a response token
-    is predicted. Dropout is off for good: what sampling, scoring and the update call pi is then one
-    function of the weights. DIFFERS: the released code samples and trains with it after its first update.
+    Body and head are called separately, so that logits are made only where a response token is predicted.
+    Dropout is off: sampling, scoring and the update then see the same pi. DIFFERS: the released code samples
+    and trains with dropout after its first update.
     """
 
     def __init__(self, lm: nn.Module, tokenizer, temperature: float = 1.0,
@@ -58,8 +58,7 @@ class LanguageModel(nn.Module):
         """The (B, T, H) last hidden states from which each response token is predicted.
 
         Position ids count real tokens from 0, so that a row does not depend on its padding. The last
-        response token is never an input: nothing is predicted from it. Padding behind a response is
-        causally invisible to it.
+        response token is never an input: nothing is predicted from it.
         """
         response_in = response_BT[:, :-1]
         mask = torch.cat([prompt_mask_BP, torch.ones_like(response_in)], dim=1)
@@ -74,14 +73,11 @@ class LanguageModel(nn.Module):
                                      past_key_values=cache, use_cache=cache is not None)
         return out.last_hidden_state, out.past_key_values
 
-    def logits(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) logits of the next token over the temperature, in float32, for sampling and scoring."""
-        head = self.lm.get_output_embeddings()
-        return head_logits(hidden_NH.float(), head.weight, head.bias, self.temperature, self.precision.head)
-
     def logprobs(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) log-probabilities of the next token, `log softmax(logits)`."""
-        logits_NV = self.logits(hidden_NH)
+        """(N, V) log-probabilities of the next token, in float32, for sampling and scoring."""
+        head = self.lm.get_output_embeddings()
+        logits_NV = head_logits(hidden_NH.float(), head.weight, head.bias, self.temperature,
+                                self.precision.head)
         if logits_NV.requires_grad:
             return logits_NV.log_softmax(-1)
         return torch.log_softmax(logits_NV, -1, out=logits_NV)      # in place: no second (N, V)
@@ -108,8 +104,7 @@ class LogpAndEntropy(torch.autograd.Function):
         d log pi(a) / d logits = onehot(a) - pi        d H / d logits = -pi (log pi + H)
 
     Plain autograd keeps three tensors of (N, V) and makes two more. This keeps one, which `backward`
-    overwrites: it runs once. An output that the loss does not use costs nothing. All three matrix products
-    are in the head's precision.
+    overwrites: it runs once. All three matrix products are in the head's precision.
     """
 
     @staticmethod
@@ -133,13 +128,12 @@ class LogpAndEntropy(torch.autograd.Function):
             # p log p + p H
             through_entropy_NV = torch.xlogy(p_NV, p_NV).addcmul_(p_NV, entropy_N[:, None]).mul_(scale_N1)
         if grad_logp_N is None:
-            grad_logits_NV = through_entropy_NV
-        else:
-            scale_N1 = grad_logp_N[:, None] / ctx.temperature
-            # onehot(a) - p, in the memory of p
-            grad_logits_NV = p_NV.mul_(-scale_N1).scatter_add_(1, token_N[:, None], scale_N1)
-            if through_entropy_NV is not None:
-                grad_logits_NV.add_(through_entropy_NV)
+            grad_logp_N = torch.zeros_like(entropy_N)
+        scale_N1 = grad_logp_N[:, None] / ctx.temperature
+        # onehot(a) - p, in the memory of p
+        grad_logits_NV = p_NV.mul_(-scale_N1).scatter_add_(1, token_N[:, None], scale_N1)
+        if through_entropy_NV is not None:
+            grad_logits_NV.add_(through_entropy_NV)
         grad_hidden = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_hidden = multiply(grad_logits_NV, weight_VH, ctx.precision)
@@ -154,8 +148,8 @@ class PolicyWithValue(LanguageModel):
     """The policy and, where the advantage needs one, its critic: a linear value head.
 
     The head (paper, sec. 3) reads the last hidden state, in float32. The policy is a copy of the base, or
-    the base itself with an adapter of that name. DIFFERS: the value head starts at zero, so that V = 0
-    before the first update, whatever the model and the seed; the paper does not say.
+    the base itself with an adapter of that name. DIFFERS: the value head starts at zero; the paper does not
+    say.
     """
 
     def __init__(self, base: LanguageModel, adapter: str | None = None, critic: bool = True):

@@ -7,8 +7,6 @@
 Sums are in float32 always. So is the result: GPT-2's logits lie near -100, where neighbouring bfloat16
 numbers are 0.5 apart. What rounding the inputs does to log-probabilities is in docs/hardware.md.
 """
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -18,20 +16,13 @@ NAMES = {"float32": "ieee", "tf32": "tf32", "bfloat16": "bf16"}         # PyTorc
 def multiply(a_MK: Tensor, b_KN: Tensor, precision: str) -> Tensor:
     """`a b` of float32 matrices, in float32."""
     device = a_MK.device
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+    before = backend.fp32_precision
     with torch.autocast(device.type, enabled=False):
         if device.type == "cuda" and precision == "bfloat16":       # autograd cannot: `LogpAndEntropy` does
             return torch.mm(a_MK.bfloat16(), b_KN.bfloat16(), out_dtype=torch.float32)
-        with inputs_rounded(device, precision):
+        backend.fp32_precision = NAMES[precision]                   # for this product alone
+        try:
             return a_MK @ b_KN
-
-
-@contextmanager
-def inputs_rounded(device: torch.device, precision: str):
-    """PyTorch's setting for float32 products, for this block alone."""
-    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
-    before = backend.fp32_precision
-    backend.fp32_precision = NAMES[precision]
-    try:
-        yield
-    finally:
-        backend.fp32_precision = before
+        finally:
+            backend.fp32_precision = before

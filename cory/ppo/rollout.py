@@ -19,8 +19,8 @@ from cory.system.sharding import unsharded
 class Rollout:
     """Prompts and responses under the policy that sampled them, constant over PPO epochs. 0 on padding.
 
-    A tensor's name ends in `_BP` (padded on the left) or `_BT` (on the right), which `all_gather_rollout`
-    reads. Another field is a list with an item for each row, or the same in all processes.
+    `all_gather_rollout` reads the names: `_BP` is padded on the left, `_BT` on the right. Another field is a
+    list with an item for each row, or the same in all processes.
     """
     prompt_BP: Tensor           # token ids, padded on the left
     prompt_mask_BP: Tensor      # 1 = real prompt token
@@ -49,9 +49,8 @@ def collect_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], 
                     cfg: Config) -> Rollout:
     """`a ~ pi_agent(. | prompt)` for each prompt, scored under policy and reference.
 
-    The policy runs a second time over its responses, although sampling knew their log-probabilities. One
-    pass over whole rows rounds as the update's does, so that the first ratio is 1, in bfloat16 too. And
-    the exact KL needs the whole distribution, which is cheaper to make again than to keep as (B, T, V).
+    The policy runs a second time over its responses, although sampling knew their log-probabilities: one
+    pass over whole rows rounds as the update's does, so that the first ratio is 1, in bfloat16 too.
     """
     with unsharded(agent.policy, reference):
         prompts = prompts[local_rows(len(prompts))]
@@ -117,8 +116,7 @@ def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: 
                     ref_hidden_NH: Tensor, token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from both models' hidden states.
 
-    The two distributions of a token exist at the same time, for a few tokens at a time: nothing of size
-    (B, T, V) is made.
+    For a few tokens at a time: nothing of size (B, T, V) is made.
     """
     size, parts = logit_chunk_size(policy), []
     columns = (x.split(size) for x in (hidden_NH, ref_hidden_NH, token_N))

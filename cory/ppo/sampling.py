@@ -12,7 +12,7 @@ from cory.ppo.minibatches import longest
 from cory.ppo.model import LanguageModel, positions
 from cory.system.distributed import all_reduce_max, local_rows, world_size
 
-# To look at which rows still run, the host waits for the GPU. No other step does.
+# Tokens after which rows that have ended are looked for. The host waits for the GPU there, and nowhere else.
 STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}
 
 
@@ -28,11 +28,10 @@ class Sample(NamedTuple):
 
 
 def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> Prompts:
-    """Tokenizes and pads on the left. Lengths alone decide the mask: an EOS written inside a prompt stays.
+    """Tokenizes, with the model's BOS if any, and pads on the left. An EOS written inside a prompt stays.
 
     Raises `UserError` for a prompt without tokens, or one whose response would leave the model's context.
     """
-    # with the BOS that the model was trained with, if any
     rows = model.tokenizer(prompts)["input_ids"]
     for text, row in zip(prompts, rows, strict=True):
         if not row:
@@ -48,9 +47,7 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
 
 
 def decode(model: LanguageModel, response_BT: Tensor, mask_BT: Tensor) -> list[str]:
-    """Responses as text, without special tokens: all that rewards and the other agent see. Training uses the
-    sampled ids, and never encodes the text again.
-    """
+    """Responses as text, without special tokens: all that rewards and the other agent see."""
     lengths = mask_BT.sum(1).long().tolist()
     ids = [row[:n] for row, n in zip(response_BT.tolist(), lengths, strict=True)]
     return model.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -60,8 +57,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """One token per row by inversion: the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`.
 
     Never one of probability 0. In float64: 24 bits would never draw the tokens of p below 6e-8, and there
-    are many. One uniform number per row from a CPU generator makes the stream of a seed the same on every
-    device, and costs B random numbers where `torch.multinomial` draws B x V.
+    are many. One uniform number per row, of a CPU generator, gives the same stream on every device.
     """
     cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p
     total_B1 = cumulative_BV[:, -1:]
@@ -70,7 +66,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     threshold_B1 = (uniform_B[:, None] * total_B1).minimum(largest_B1)
     # right=True: strictly above the threshold, so never a token of probability 0
     token_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
-    return token_B.clamp(max=logp_BV.shape[1] - 1)          # where all is NaN: `sample` finds out soon
+    return token_B.clamp(max=logp_BV.shape[1] - 1)          # where all is NaN: `sample` refuses it
 
 
 @torch.no_grad()
@@ -79,9 +75,9 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     """Samples `a ~ pi(. | prompt)` until EOS or `max_new_tokens`; greedily without a generator.
 
     The distribution is that of `model.logprobs`, the very one that scoring and the update use: no top-k, no
-    top-p, no repetition penalty (DIFFERS: the released code samples with one and scores without), no
-    suppressed EOS. Each step takes B numbers from `generator`, a CPU generator, whichever rows still run. B
-    counts the prompts; if these are one process's (`is_local`), those of all processes.
+    top-p, no repetition penalty (DIFFERS: the released code samples with one and scores without). Each step
+    takes B numbers from `generator`, on the CPU, whichever rows still run: one for each prompt, those of
+    other processes included if the prompts are this process's (`is_local`).
 
     Raises `Diverged` where log-probabilities are NaN.
     """
@@ -93,19 +89,22 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
         uniform_TB = torch.rand(max_new_tokens, B, generator=generator, dtype=torch.float64)
         uniform_TB = uniform_TB[:, rows].to(model.device)
     with model.autocast():                      # once for all steps, so that each weight is cast once
-        sampled = sampling_loop(uniform_TB, model, prompts, max_new_tokens)
-    # Rewind, and draw the numbers of the steps taken alone. So the stream depends neither on max_new_tokens
-    # nor on how often the loop looks. It is equal in all processes, where it also shuffles mini-batches.
+        sampled = sampling_loop(model, prompts, max_new_tokens, uniform_TB)
     if generator is not None:
+        # Give back the numbers of steps that were not needed. All processes do so for the longest response.
         steps = sampled.mask_BT.shape[1]
         steps = all_reduce_max(steps) if is_local else steps
         generator.set_state(before)
         torch.rand(steps, B, generator=generator, dtype=torch.float64)
+    if sampled.logp_BT.isnan().any():           # one NaN or +inf logit makes all of its row NaN
+        way_out = ("go on from the last checkpoint or start anew, with a lower --learning_rate or "
+                   "--max_grad_norm 1")
+        raise Diverged("log-probability", float("nan"), "the model", way_out)
     return sampled
 
 
-def sampling_loop(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prompts,
-                  max_new_tokens: int) -> Sample:
+def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
+                  uniform_TB: Tensor | None) -> Sample:
     """`sample` as a function of one uniform number for each token, or greedy without them.
 
     R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the
@@ -115,8 +114,8 @@ def sampling_loop(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prom
     eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
     response_BT = torch.full((B, max_new_tokens), eos, device=device)
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
+    # the rows that are computed, and whether each of them still runs
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
-    any_nan = torch.zeros((), dtype=torch.bool, device=device)
     ids, mask, position_ids = prompts.ids_BP, prompts.mask_BP, positions(prompts.mask_BP)
     cache = Cache(layer_class_to_replicate=GrowingLayer)
     for t in range(max_new_tokens):
@@ -128,24 +127,16 @@ def sampling_loop(uniform_TB: Tensor | None, model: LanguageModel, prompts: Prom
         mask_BT[row_R, t] = running_R.float()
         logp_BT[row_R, t] = formulas.token_logprobs(logp_RV, token_R).where(running_R, 0.0)
         running_R = running_R & ~torch.isin(token_R, ends)
-        # one NaN or +inf logit makes all log-probabilities of its row NaN, so that one column tells
-        any_nan = any_nan | logp_RV[:, 0].isnan().any()
 
         ids, position_ids = token_R[:, None], position_ids[:, -1:] + 1
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-        if (t + 1) % STEPS_BETWEEN_LOOKS[device.type] and t + 1 < max_new_tokens:
+        if (t + 1) % STEPS_BETWEEN_LOOKS[device.type]:
             continue
-        # the first column that holds a token of each row that still runs
-        first_R = mask.argmax(1).masked_fill(~running_R, mask.shape[1])
-        running, first_column, has_nan = torch.stack([running_R.sum(), first_R.min(), any_nan]).tolist()
-        if has_nan:
-            way_out = ("go on from the last checkpoint or start anew, with a lower --learning_rate or "
-                       "--max_grad_norm 1")
-            raise Diverged("log-probability", float("nan"), "the model", way_out)
-        if running == 0:
+        keep = running_R.nonzero().squeeze(1)
+        if len(keep) == 0:
             break
-        if running <= 3 / 4 * len(row_R):
-            keep = running_R.sort(descending=True, stable=True).indices[:running]
+        if len(keep) <= 3 / 4 * len(row_R):
+            first_column = int(mask[keep].argmax(1).min())
             for layer in cache.layers:
                 layer.keep(keep, first_column)
             row_R, running_R, mask = row_R[keep], running_R[keep], mask[keep, first_column:]

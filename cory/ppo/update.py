@@ -25,24 +25,24 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
                cfg: Config) -> dict[str, float]:
     """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
 
-    Losses are token means over a whole optimizer step, so that neither the mini-batch size nor the
-    accumulation changes the gradient. Raises `Diverged` before a gradient that is not finite reaches a
-    parameter. Returns metrics (docs/settings.md): means over the tokens of all epochs.
+    Losses are token means over a whole optimizer step, whatever the mini-batches. Raises `Diverged` before a
+    gradient that is not finite reaches a parameter. Returns metrics (docs/settings.md): means over the tokens
+    of all epochs.
     """
     experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
     rate = set_learning_rate(agent, iteration, cfg)
-    rows_per_step, rows_at_once = cfg.rows_per_optimizer_step, cfg.mini_batch_size
     seen, grad_norms = defaultdict(list), []
     sharded = sharding.is_sharded(agent.policy.lm)
     for _ in range(cfg.num_ppo_epochs):
-        steps = experience.shuffled_mini_batches(rows_per_step, rows_at_once, agent.generator, sharded)
+        steps = experience.shuffled_mini_batches(cfg.rows_per_optimizer_step, cfg.mini_batch_size,
+                                                 agent.generator, sharded)
         for mini_batches in steps:
             step_tokens = distributed.all_reduce(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))
             for mini_batch in mini_batches:
                 add_gradient(agent, mini_batch, step_tokens, cfg, seen)
             grad_norms.append(optimizer_step(agent, cfg.max_grad_norm))
-    norm = sum(grad_norms) / len(grad_norms)
-    metrics = {"kl_coef": agent.kl_coef, "learning_rate": rate, "grad_norm": norm}
+    metrics = {"kl_coef": agent.kl_coef, "learning_rate": rate,
+               "grad_norm": sum(grad_norms) / len(grad_norms)}
     if cfg.adap_kl_ctrl:
         kl, n = rollout.kl_B.mean().item(), len(score_B)
         agent.kl_coef = formulas.adapted_kl_coef(agent.kl_coef, kl, cfg.kl_target, cfg.kl_horizon, n)
@@ -52,20 +52,15 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
 def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Config) -> Experience:
     """Scores (B,) and the KL penalty become token rewards, advantages and critic targets."""
     mask_BT, value_BT = rollout.mask_BT, rollout.value_BT
-    if getattr(score_B, "shape", None) != mask_BT.shape[:1]:
-        way_out = f"must be a tensor of {len(mask_BT)} numbers, one for each response"
-        raise UserError("score", f"{type(score_B).__name__} {tuple(getattr(score_B, 'shape', ()))}", way_out)
+    require_shape("score", score_B, mask_BT.shape[:1], "a number for each response")
     reward_kl_coef = kl_coef if cfg.kl_in == "reward" else 0.0
     reward_BT = formulas.token_rewards(score_B.to(mask_BT), rollout.kl_BT, mask_BT, reward_kl_coef)
 
-    # the names of `advantages.OFFERED`
     offered = {"reward_BT": reward_BT, "mask_BT": mask_BT, "value_BT": value_BT, "gamma": cfg.gamma,
                "lam": cfg.lam, "group_size": cfg.responses_per_query}
     estimate = estimator(cfg.advantage, cfg.responses_per_query)
     advantage_BT = estimate(**{name: offered[name] for name in parameter_names(estimate)})
-    if getattr(advantage_BT, "shape", None) != mask_BT.shape:
-        way_out = f"must return a tensor like reward_BT, {tuple(mask_BT.shape)} here"
-        raise UserError("advantage", cfg.advantage, way_out)
+    require_shape(f"advantage {cfg.advantage}", advantage_BT, mask_BT.shape, "like reward_BT")
 
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
     if cfg.whitens:
@@ -82,10 +77,9 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
 
         loss = policy_loss + kl_coef k3 [kl_in loss] - ent_coef entropy + vf_coef value_loss [with a critic]
 
-    hidden_NH (N, H): the policy's last hidden states of N response tokens; `old` is what the rollout
-    knows of them. A metric is logged as its mean over all tokens of the update: one more line here is one
-    more curve. The exception is `critic_error`, of which `token_means` makes `value_error` and
-    `explained_variance`.
+    hidden_NH (N, H): the policy's last hidden states of N response tokens; `old`: what the rollout knows of
+    them. A metric is logged as its mean over all tokens of the update: one more line here is one more curve.
+    Of `critic_error`, `token_means` makes `value_error` and `explained_variance`.
     """
     logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
     policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)
@@ -111,9 +105,8 @@ def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor, cfg:
                  seen: dict[str, list[Tensor]]) -> None:
     """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch; notes metrics in `seen`.
 
-    The loss is a sum over tokens, so that the head runs forward and backward for a few tokens at a time,
-    down to the gradient of their hidden states; the transformer's backward pass follows once. Memory for
-    (N, V) then does not grow with the mini-batch, and nothing is computed twice.
+    The head runs forward and backward for a few tokens at a time, down to the gradient of their hidden
+    states; the transformer's backward pass follows once. So memory for (N, V) does not grow with N.
     """
     policy, real = agent.policy, mini_batch.mask_BT.bool()
     prompt_BP, prompt_mask_BP = mini_batch.prompt_BP, mini_batch.prompt_mask_BP
@@ -122,20 +115,21 @@ def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor, cfg:
     size = logit_chunk_size(policy)
     for hidden, old in zip(leaf_NH.split(size), Tokens.of(mini_batch).split(size), strict=True):
         loss_N, metrics = losses(policy, hidden, old, agent.kl_coef, cfg)
-        require_per_token("loss", loss_N, hidden)
+        require_shape("loss", loss_N, old.logp_N.shape, "one value per token; take no mean or sum")
         (loss_N.sum() / step_tokens).backward()
         for name, x_N in metrics.items():
-            require_per_token(name, x_N, loss_N)
+            require_shape(name, x_N, loss_N.shape, "one value per token; take no mean or sum")
             seen[name].append(x_N.detach())
     activate(policy.lm, policy.adapter)     # `losses` may have called the reference, or another agent
     hidden_NH.backward(leaf_NH.grad)
 
 
-def require_per_token(name: str, x_N: Tensor, like: Tensor) -> None:
-    """Raises `UserError` unless x_N has a value per token: the mean is taken over the optimizer step."""
-    if x_N.shape != like.shape[:1]:
-        way_out = f"losses() returns one value per token, ({len(like)},) here; take no mean or sum there"
-        raise UserError(name, f"a tensor of shape {tuple(x_N.shape)}", way_out)
+def require_shape(name: str, x: Tensor, shape: torch.Size, what: str) -> None:
+    """Raises `UserError` for what a user's own function has returned, unless it is a tensor of that shape."""
+    actual = getattr(x, "shape", None)
+    if actual != shape:
+        found = f"a {type(x).__name__}" if actual is None else f"a tensor of shape {tuple(actual)}"
+        raise UserError(name, found, f"must be a tensor of shape {tuple(shape)}: {what}")
 
 
 def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
@@ -160,15 +154,12 @@ def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
 def set_learning_rate(agent: Agent, iteration: int, cfg: Config) -> float:
     """Sets this iteration's step sizes, of policy and critic, and returns the policy's."""
     schedule = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)
-    total, warmup = cfg.iterations, cfg.warmup_iterations
-
-    def rate_of(base: float) -> float:
-        try:
-            return float(formulas.learning_rate(base, iteration, total, warmup, schedule))
-        except (TypeError, ValueError):
-            return math.nan                             # the schedule takes no number, or returns none
-
-    rate, critic_rate = rate_of(cfg.learning_rate), rate_of(cfg.critic_learning_rate or cfg.learning_rate)
+    bases = cfg.learning_rate, cfg.critic_learning_rate or cfg.learning_rate
+    try:
+        rate, critic_rate = (float(formulas.learning_rate(base, iteration, cfg.iterations,
+                                                          cfg.warmup_iterations, schedule)) for base in bases)
+    except (TypeError, ValueError):                     # the schedule takes no number, or returns none
+        rate = math.nan
     if not 0 <= rate < math.inf:
         way_out = "must be a function from progress (0 to 1) to a factor of 0 or more"
         raise UserError("lr_schedule", cfg.lr_schedule, way_out)

@@ -69,7 +69,7 @@ FAULTS = [
 
     # --- formulas ---
     *of("cory/ppo/formulas.py",
-        ("wrong mean", "return (x_BT * mask_BT).sum() / mask_BT.sum()", "return (x_BT * mask_BT).mean()",
+        ("wrong mean", "x_N = x_N - x_N.mean()", "x_N = x_N - (x_BT - x_BT.max()).double().mean()",
          "formulas"),
         ("standard deviation", "torch.rsqrt((x_N**2).mean() + eps)",
          "torch.rsqrt((x_N**2).sum() / (len(x_N) - 1) + eps)", "formulas"),
@@ -150,7 +150,7 @@ FAULTS = [
         ("stale or swapped", "logp_BT=logp_BT, ref_logp_BT=ref_logp_BT,",
          "logp_BT=ref_logp_BT, ref_logp_BT=logp_BT,", "update"),
         ("metric", "(sampled.logp_BT - logp_BT).abs()", "(sampled.logp_BT - logp_BT)",
-         "off_policy sampling"),
+         "sampling"),
     ),
     *of("cory/ppo/minibatches.py",
         ("random stream", "torch.randperm(len(self.mask_BT), generator=generator)",
