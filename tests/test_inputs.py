@@ -258,8 +258,8 @@ def spoiled(value: float):
 
 
 def no_head(folder: Path):
-    GPT2Model(GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, tie_word_embeddings=False)
-              ).save_pretrained(folder)
+    GPT2Model(GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, bos_token_id=256, eos_token_id=256,
+                         tie_word_embeddings=False)).save_pretrained(folder)
 
 
 def no_eos(folder: Path):

@@ -308,15 +308,13 @@ def test_a_folder_that_holds_another_run_is_not_touched(whole, small_flags, caps
 
 
 def test_final_models_load_in_plain_transformers(whole):
-    for agent in ("llm1", "llm2"):
-        final = whole["cory"] / "final" / agent
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
-        asked = tokenizer("the film", return_tensors="pt")
-        assert model.generate(**asked, max_new_tokens=4, pad_token_id=tokenizer.eos_token_id).shape[1] > 8
-        saved = load_file(checkpoints_of(whole["cory"])[0])
-        name = "transformer.h.0.attn.c_attn.weight"
-        assert torch.equal(model.get_parameter(name), saved[f"{agent}/weights/lm.{name}"])
-        assert load_file(final / "value_head.safetensors")["weight"].shape == (1, 32)
+    final = whole["cory"] / "final" / "llm2"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
+    asked = tokenizer("the film", return_tensors="pt")
+    assert model.generate(**asked, max_new_tokens=4, pad_token_id=tokenizer.eos_token_id).shape[1] > 8
+    saved, name = load_file(checkpoints_of(whole["cory"])[0]), "transformer.h.0.attn.c_attn.weight"
+    assert torch.equal(model.get_parameter(name), saved[f"llm2/weights/lm.{name}"])
+    assert load_file(final / "value_head.safetensors")["weight"].shape == (1, 32)
 
 
 def test_what_is_saved_of_a_divided_model_is_what_transformers_saves(small, tmp_path):

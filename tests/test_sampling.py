@@ -257,7 +257,7 @@ def test_nothing_between_two_looks_waits_for_a_gpu(model, monkeypatch):
         with Counted() as counted:
             sampled(model, ["a", "some longer prompt"] * 4, tokens, generator())
         waits[tokens] = counted.waits
-    assert waits[3] == waits[20] and len(waits[3]) <= 3
+    assert waits[3] == waits[20] and len(waits[3]) <= 4
 
 
 # --- the gap between sampling and scoring ---

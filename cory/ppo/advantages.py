@@ -1,9 +1,8 @@
 """Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
 
 `--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the
-names of its parameters: reward_BT, mask_BT, value_BT (the run then trains a critic), group_size
-(responses to the same query, which stand in consecutive rows), gamma, lam. It returns the advantages,
-(B, T), 0 on padding.
+names of its parameters (`OFFERED`); with value_BT the run trains a critic. The group_size responses to a
+query stand in consecutive rows. It returns the advantages, (B, T), 0 on padding.
 """
 import inspect
 from typing import Callable
@@ -52,8 +51,8 @@ def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
 
         R_i = sum_t r_t (score and KL penalty of response i)        A_i = R_i - 1/(k-1) sum_{j != i} R_j
 
-    The whole response is one action: all its tokens get the same advantage. DIFFERS from that paper: it
-    goes into PPO's clipped ratio of each token, over `num_ppo_epochs`, instead of one plain step.
+    All tokens of a response get the same advantage. DIFFERS from that paper: PPO's clipped ratio of each
+    token, over `num_ppo_epochs`, instead of one plain step.
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
     others_Gk = (return_Gk.sum(1, keepdim=True) - return_Gk) / (group_size - 1)

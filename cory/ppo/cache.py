@@ -4,10 +4,8 @@ from transformers.cache_utils import DynamicLayer
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values (R, heads, L, D) in buffers with room to grow, for the R running rows.
-
-    transformers' own layer copies the whole cache for every new token; here a token is written into its
-    place.
+    """One layer's keys and values (R, heads, L, D), in buffers with room to grow: transformers' own layer
+    copies all of them for every new token.
     """
 
     def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

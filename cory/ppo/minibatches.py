@@ -77,9 +77,8 @@ def tensors(record: Experience | Tokens) -> dict[str, Tensor]:
 
 
 def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, rows_at_once: int) -> list[Tensor]:
-    """Indices of the rows in groups for one forward pass each, in order of length, so that little is padding.
-
-    A group has at most `rows_at_once` rows and `TOKENS_AT_ONCE` tokens, or is a single row.
+    """Indices of the rows in groups for one forward pass each, in order of length, so that little is padding:
+    at most `rows_at_once` rows and `TOKENS_AT_ONCE` tokens, or a single row.
     """
     max_tokens = TOKENS_AT_ONCE[mask_BT.device.type]
     order = (prompt_mask_BP.sum(1) + mask_BT.sum(1)).argsort(stable=True)

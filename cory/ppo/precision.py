@@ -4,8 +4,7 @@
     tf32        to 11 bits, on a GPU
     bfloat16    to 8 bits, on a GPU and on CPUs that multiply bfloat16; other CPUs leave them as they are
 
-Sums are in float32 always. So is the result: GPT-2's logits lie near -100, where neighbouring bfloat16
-numbers are 0.5 apart. What rounding the inputs does to log-probabilities is in docs/hardware.md.
+Sums and results are in float32: GPT-2's logits lie near -100, where bfloat16 numbers are 0.5 apart.
 """
 import torch
 from torch import Tensor

@@ -101,7 +101,7 @@ def all_gather_rollout(rollout: Rollout, pad_id: int) -> Rollout:
     def joined(name: str):
         values = [local[name] for local in rollouts]
         if isinstance(values[0], list):
-            return [text for texts in values for text in texts]
+            return sum(values, [])
         if not isinstance(values[0], Tensor):               # the same in every process
             return values[0]
         rows, side = [row for x in values for row in x], "left" if name.endswith("BP") else "right"
@@ -115,17 +115,17 @@ def all_gather_rollout(rollout: Rollout, pad_id: int) -> Rollout:
 def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor,
                     ref_hidden_NH: Tensor, token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from both models' hidden states.
-
-    For a few tokens at a time: nothing of size (B, T, V) is made.
     """
+    # a few tokens at a time: nothing of size (B, T, V) is made
     size, parts = logit_chunk_size(policy), []
     columns = (x.split(size) for x in (hidden_NH, ref_hidden_NH, token_N))
     for hidden, ref_hidden, token in zip(*columns, strict=True):
         logp_NV, ref_logp_NV = policy.logprobs(hidden), reference.logprobs(ref_hidden)
         logp_N = formulas.token_logprobs(logp_NV, token)
         ref_logp_N = formulas.token_logprobs(ref_logp_NV, token)
-        exact = kl_penalty == "full"
-        kl_N = formulas.kl_full(logp_NV, ref_logp_NV) if exact else formulas.kl_k1(logp_N, ref_logp_N)
-        parts.append((logp_N, ref_logp_N, kl_N))
-    logp_N, ref_logp_N, kl_N = (torch.cat(column) for column in zip(*parts, strict=True))
-    return logp_N, ref_logp_N, kl_N
+        if kl_penalty == "full":
+            kl_N = formulas.kl_full(logp_NV, ref_logp_NV)
+        else:
+            kl_N = formulas.kl_k1(logp_N, ref_logp_N)
+        parts.append(torch.stack([logp_N, ref_logp_N, kl_N]))
+    return torch.cat(parts, dim=1).unbind()
