@@ -174,5 +174,5 @@ def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):
 
 
 def test_a_tokenizer_that_ends_every_text_is_refused(tmp_path):
-    with pytest.raises(UserError, match="its tokenizer ends every text with EOS"):
+    with pytest.raises(UserError, match="has no EOS token, or adds it to every text"):
         load_language_model(str(save_llama(tmp_path / "m", template_tokenizer("$A <|endoftext|>"))))

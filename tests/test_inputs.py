@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer
+from conftest import byte_tokenizer, save_gpt2
 from huggingface_hub import close_session, constants, get_session
 from safetensors.torch import load_file, save_file
 from toys import settings
