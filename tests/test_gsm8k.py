@@ -77,7 +77,7 @@ def test_observers_see_the_pioneers_answer(problem_flags, tmp_path, monkeypatch)
     monkeypatch.setattr(Gsm8k, "observer_prompts", watched)
     train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
     samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").open()]
-    for row, prompt in zip(samples, seen[1], strict=False):         # the samples are the first few queries
+    for row, prompt in zip(samples, seen[2], strict=False):         # behind the context check, and the team
         reference = tasks[1].cut(row["pioneer"]).strip()
         assert f"Question: {row['query']} Reference: {reference} Answer:" in prompt
 

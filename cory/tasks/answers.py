@@ -9,16 +9,16 @@ from decimal import Decimal, InvalidOperation
 NUMBER = re.compile(r"""
     ( (?<![A-Za-z0-9.)\]}%])                        # a sign that follows no word, number or bracket,
       - (?:\\?[$€£¥₹])? )?                          # and touches the number or its currency
-    ( (?: \d{1,3} (?:,\d{3})+ (?!\d) | \d+ )        # 1,234 or 1234,
-      (?: \.\d+ )?                                  # with or without a fraction
+    ( \d+ (?:,\d+)* (?: \.\d+ )?                   # 1,234 or 1234, with or without a fraction
       | (?<![\w.]) \.\d+ )                          # .5
     ( e[+-]?\d{1,6} (?!\w) )?                       # an exponent
     """, re.ASCII | re.IGNORECASE | re.VERBOSE)
 STRICT = re.compile(r"#### (-?[0-9.,]+)")           # the pattern published with the data set
 
-# Full-width forms and the typographic minus; then what parts thousands: thin and no-break space, apostrophes.
-PLAIN = str.maketrans("０１２３４５６７８９，．－−\u2009\u202f\u00a0'\u2019",
-                      "0123456789,.--,,,,,")
+# Full-width forms and the typographic minus.
+PLAIN = str.maketrans("０１２３４５６７８９，．－−", "0123456789,.--")
+# Thousands parted by thin or no-break spaces or apostrophes.
+GROUPS = re.compile("(?<![0-9])[0-9]{1,3}(?:[\u2009\u202f\u00a0'\u2019][0-9]{3})+(?![0-9])")
 
 
 def gold_answer(solution: str) -> Decimal | None:
@@ -28,16 +28,18 @@ def gold_answer(solution: str) -> Decimal | None:
 
 
 def last_number(response: str) -> Decimal | None:
-    r"""The paper's rule: the last number of a response, before it starts a "Question:" of its own.
+    r"""The paper's rule: the last number of a response, before it asks a "Question:" of its own.
 
     A currency sign before does not matter, nor a unit, percent sign, full stop or markup behind: `$1,234.`
-    is 1234, `5%` is 5, `1e3` is 1000. Groups of three digits may be parted by a comma, LaTeX's `{,}` or `\,`,
-    a thin or no-break space or an apostrophe, but not by an ordinary space: `3 234` ends in 234. A minus
+    is 1234, `5%` is 5, `1e3` is 1000. Commas between digits are left out, as lm-eval does: `1,23,456` is
+    123456. So are LaTeX's `{,}`, and between groups of three `\,`, a thin or no-break space or an
+    apostrophe. An ordinary space parts numbers: `3 234` ends in 234. A minus
     belongs to the number that it touches, unless a word or a number stands right before it: `-7` is -7, while
     `5-7` and `- 7` (a dash) end in 7. `1/2` is 1 and 2, `12:30` is 12 and 30. `NaN` and `inf` are no numbers.
     """
-    plain = before_question(response).translate(PLAIN).replace("{,}", ",").replace(r"\,", ",")
-    numbers = NUMBER.findall(plain)
+    plain = response.translate(PLAIN).replace("{,}", ",").replace(r"\,", "\u2009")
+    plain = GROUPS.sub(lambda match: re.sub("[^0-9]", "", match[0]), plain)
+    numbers = NUMBER.findall(before_question(plain))
     if not numbers:
         return None
     sign, digits, exponent = numbers[-1]
@@ -46,13 +48,15 @@ def last_number(response: str) -> Decimal | None:
 
 def strict(response: str) -> Decimal | None:
     """OpenAI's rule (arXiv:2110.14168): the number right behind the first `#### `, compared as a number."""
-    match = STRICT.search(before_question(response))
+    match = STRICT.search(response)
     return decimal(match[1]) if match else None
 
 
 def before_question(response: str) -> str:
-    """A response up to where it starts to ask a question of its own."""
-    return response.partition("Question:")[0]
+    """A response up to where it asks a question of its own: the first "Question:" behind a number."""
+    answered = NUMBER.search(response)
+    end = response.find("Question:", answered.end()) if answered else -1
+    return response if end < 0 else response[:end]
 
 
 def decimal(text: str) -> Decimal | None:
