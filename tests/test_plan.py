@@ -58,7 +58,7 @@ def test_bfloat16_halves_what_it_may_and_adds_casts():
                         num_attention_heads=4, num_key_value_heads=2)
     single, half = (planned(shape, dtype, method="ppo") for dtype in ("float32", "bfloat16"))
     assert single.weights == half.weights
-    assert 0.4 < half.saved_per_token / single.saved_per_token < 0.9       # attention may stay in float32
+    assert 0.4 < half.saved_per_token / single.saved_per_token < 0.8
     cache = 4 * 4 * (2 * 3 * 2 * 16) * 40                       # 2 heads of 16 for keys and for values
     drawn, casts = 4 * 100 * 16, 2 * (half.weights - 6400)
     assert single.phases()["sample"] - single.phases()["state"] == cache + drawn

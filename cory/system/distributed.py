@@ -38,17 +38,12 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def local_rows(n: int) -> slice:
-    """Which of n rows this process takes: as many as every other, or a `UserError`."""
-    if n % world_size():
-        way_out = f"cannot be divided among {world_size()} processes; make them a multiple"
-        raise UserError("rows", n, way_out)
-    return nearly_equal_rows(n)
-
-
-def nearly_equal_rows(n: int) -> slice:
-    """Which of n rows this process takes; it may be one fewer than others, or none."""
-    return slice(rank() * n // world_size(), (rank() + 1) * n // world_size())
+def local_rows(n: int, equal: bool = True) -> slice:
+    """Which of n rows this process takes. Raises `UserError` if they should be, and are not, equally many."""
+    if equal and n % world_size():
+        raise UserError("rows", n, f"cannot be divided among {world_size()} processes; make them a multiple")
+    first, end = (-(-i * n // world_size()) for i in (rank(), rank() + 1))
+    return slice(first, end)
 
 
 def all_gather(items: list) -> list:
@@ -65,29 +60,26 @@ def all_gather_rows(x: Tensor) -> Tensor:
     return x if world_size() == 1 else torch.cat(all_gather([x.cpu()])).to(x.device)
 
 
-def all_gather_results(compute: Callable[[], list]) -> list:
-    """The items that `compute` returns in each process. A `UserError` of one is raised by all."""
+def all_gather_parts(n: int, compute: Callable[[slice], list]) -> list:
+    """What `compute` returns for n items: each process calls `compute(rows)` for its rows, if it has any. A
+    `UserError` of one is raised by all.
+    """
     if world_size() == 1:
-        return compute()
-    items, fault = [], []
+        return compute(slice(n))
+    rows, items, faults = local_rows(n, equal=False), [], []
     try:
-        items = compute()
+        if rows.start < rows.stop:
+            items = compute(rows)
     except UserError as error:
-        fault = [str(error)]
-    for line in all_gather(fault)[:1]:
+        faults = [str(error)]
+    for line in all_gather(faults)[:1]:
         raise UserError.of(line)
     return all_gather(items)
 
 
-def all_gather_parts(n: int, compute: Callable[[slice], list]) -> list:
-    """What `compute` returns for n items: each process calls `compute(rows)` for its rows, if it has any."""
-    rows = nearly_equal_rows(n)
-    return all_gather_results(lambda: compute(rows) if rows.start < rows.stop or world_size() == 1 else [])
-
-
 def broadcast(compute: Callable):
     """What `compute()` returns in the main process, which alone calls it."""
-    return all_gather_results(lambda: [compute()] if is_main() else [])[0]
+    return all_gather_parts(1, lambda _: [compute()])[0]
 
 
 @contextmanager
@@ -112,9 +104,6 @@ def all_reduce_gradients(parameters: list[nn.Parameter]) -> None:
     """Each gradient becomes the sum over the processes; one that a process lacks is 0 there."""
     if world_size() == 1:
         return
-    has_gradient = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-    counts = all_reduce(has_gradient).tolist()
-    parameters = [p for p, n in zip(parameters, counts, strict=True) if n]
     flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters])
     sums = all_reduce(flat).split([p.numel() for p in parameters])
     for p, gradient in zip(parameters, sums, strict=True):
@@ -125,17 +114,14 @@ def started_as(script: str) -> str:
     """How this program was started, for a line that says how to go on."""
     if world_size() == 1:
         return f"python {script}"
-    nodes = int(os.environ["GROUP_WORLD_SIZE"])
-    several = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:PORT " if nodes > 1 else ""
-    return f"torchrun {several}--nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {script}"
+    nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+    return f"torchrun --nnodes {nodes} --nproc_per_node {processes} {script}"
 
 
 @contextmanager
 def launched(settings: dict) -> Iterator[None]:
-    """Joins the processes that `torchrun` has started, if it has, until the block ends.
-
-    All must have the same settings, of which `device` and `shard` matter here: otherwise a `UserError`. The
-    first process that fails says why, and torchrun stops all.
+    """Joins the processes that `torchrun` has started, if it has, until the block ends. The first of them that
+    fails says why, and torchrun stops all. Raises `UserError` where their settings differ.
     """
     under_torchrun, shard = "TORCHELASTIC_RUN_ID" in os.environ, settings.get("shard", False)
     if shard and not under_torchrun:
@@ -152,7 +138,6 @@ def launched(settings: dict) -> Iterator[None]:
     except Exception as error:
         time.sleep(rank() and 0.5)                          # of the same fault, let the main process speak
         errors.speaks = store.add("failed", 1) == 1
-        print(end="\n" if errors.speaks and rank() else "", file=sys.stderr)   # ends the line of its bar
         lost = isinstance(error, dist.DistError) or type(error) is RuntimeError and "onnection" in str(error)
         if errors.speaks and not lost:
             raise

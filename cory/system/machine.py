@@ -1,6 +1,7 @@
 """The machine a run is on: what it is, what it decides of a run's settings, and its memory."""
 import ctypes
 import platform
+import re
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -17,41 +18,41 @@ from cory.system import onednn
 class Processor(NamedTuple):
     name: str
     is_amd: bool
-    has: list[str]          # of AVX-512, bfloat16 (products of it) and AMX, what it has and PyTorch can use
+    has: list[str]          # of AVX-512 and bfloat16 (products of it), what it has and PyTorch can use
 
 
 def processor() -> Processor:
     """The CPU, from Linux's own list or what Python knows of it elsewhere."""
-    name = identity = platform.processor() or platform.machine()
-    with suppress(OSError, StopIteration):
+    identity = platform.processor() or platform.machine()
+    names = [identity]
+    with suppress(OSError):
         identity = Path("/proc/cpuinfo").read_text()
-        name = next(x for x in identity.splitlines() if x.startswith("model name")).partition(": ")[2]
-    has = {"AVX-512": torch.backends.cpu.get_cpu_capability().startswith("AVX512"),
-           "bfloat16": torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported(),
-           "AMX": torch.cpu._is_amx_tile_supported()}
-    return Processor(name, "AuthenticAMD" in identity, [feature for feature in has if has[feature]])
+        names = re.findall(r"model name\s*: (.*)", identity) or names
+    has = ["AVX-512"] if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else []
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        has.append("bfloat16")
+    return Processor(names[0], "AuthenticAMD" in identity, has)
 
 
-def gpu_has() -> list[str]:
-    """Of bfloat16 and tf32, what the GPU has in hardware: PyTorch imitates bfloat16 on any card."""
-    has = {"bfloat16": torch.cuda.is_bf16_supported(including_emulation=False),
-           "tf32": torch.cuda.get_device_capability() >= (8, 0)}
-    return [precision for precision in has if has[precision]]
+def precisions(on_gpu: bool) -> list[str]:
+    """What is computed in hardware beside float32. PyTorch imitates bfloat16 on any card or CPU."""
+    if not on_gpu:
+        return [precision for precision in processor().has if precision == "bfloat16"]
+    has = ["bfloat16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []
+    return ["tf32", *has] if torch.cuda.get_device_capability() >= (8, 0) else has
 
 
 def choose_device(cfg: Config) -> torch.device:
     """Raises `UserError` if it is not there, or cannot compute as asked."""
     available = torch.cuda.is_available()
-    if cfg.device == "cuda" and not available:
-        raise UserError("device", "cuda", "PyTorch sees no CUDA GPU here; use --device auto or cpu")
+    cfg.require("device", available or cfg.device != "cuda",
+                "PyTorch sees no CUDA GPU here; use --device auto or cpu")
     on_gpu = available and cfg.device != "cpu"
-    name, has = (torch.cuda.get_device_name(), gpu_has()) if on_gpu else ("this processor", processor().has)
-    body_has = has if on_gpu else [*has, "bfloat16"]            # on any CPU: slow where imitated, and right
-    for setting, can in (("dtype", body_has), ("head_precision", has)):
-        value = getattr(cfg, setting)
-        if value not in ("auto", "float32", *can):
-            raise UserError(setting, value, f"{name} has no such arithmetic; start with --{setting} float32, "
-                            "or go on where the run was started")
+    known = ["auto", "float32", *precisions(on_gpu)]
+    imitated = [] if on_gpu else ["bfloat16"]                   # slow, and right
+    for name, can in (("dtype", known + imitated), ("head_precision", known)):
+        cfg.require(name, getattr(cfg, name) in can, f"{'the GPU' if on_gpu else 'this processor'} has no such "
+                    f"arithmetic; start with --{name} float32, or go on where the run was started")
     return torch.device("cuda" if on_gpu else "cpu")
 
 
@@ -60,21 +61,20 @@ def settled(cfg: Config) -> Config:
     what the machine is, never on a timing, and stands in config.json: a resumed run computes as it began.
 
         dtype           bfloat16 on a GPU that has it, else float32
-        head_precision  under bfloat16: tf32 on a GPU, where it is more exact and nearly as fast, bfloat16
-                        on a CPU that has it; else as dtype on a GPU, float32 on a CPU
+        head_precision  float32 if that is the dtype; else tf32 (more exact, nearly as fast) or bfloat16,
+                        where the machine has it
         cpu_matmul      onednn on an AMD processor with AVX-512, whom MKL serves badly; else pytorch
     """
     on_gpu, cpu = choose_device(cfg).type == "cuda", processor()
-    dtype, head_precision, cpu_matmul = cfg.dtype, cfg.head_precision, cfg.cpu_matmul
-    if dtype == "auto":
-        dtype = "bfloat16" if on_gpu and "bfloat16" in gpu_has() else "float32"
-    if head_precision == "auto":
-        low = "tf32" if on_gpu else "bfloat16" if "bfloat16" in cpu.has else "float32"
-        head_precision = low if dtype != "float32" else "float32"
-    if cpu_matmul == "auto":
+    has = precisions(on_gpu)
+    if cfg.dtype == "auto":
+        cfg = replace(cfg, dtype="bfloat16" if on_gpu and "bfloat16" in has else "float32")
+    if cfg.head_precision == "auto":
+        cfg = replace(cfg, head_precision=[*has, "float32"][0] if cfg.dtype != "float32" else "float32")
+    if cfg.cpu_matmul == "auto":
         mkl_is_slow = not on_gpu and cpu.is_amd and "AVX-512" in cpu.has
-        cpu_matmul = "onednn" if mkl_is_slow else "pytorch"
-    return replace(cfg, dtype=dtype, head_precision=head_precision, cpu_matmul=cpu_matmul)
+        cfg = replace(cfg, cpu_matmul="onednn" if mkl_is_slow else "pytorch")
+    return cfg
 
 
 def settled_anew(cfg: Config) -> Config:
@@ -110,9 +110,7 @@ def described(cfg: Config, device: torch.device) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks, instead of handing them back to a kernel that must then zero every page
-    of each (N, V) tensor anew. No effect on other C libraries.
-    """
+    """Makes glibc keep freed blocks: the kernel would zero each page of the next (N, V) tensor anew."""
     m_trim_threshold, m_mmap_max = -1, -4                           # names of the two settings in malloc.h
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -121,9 +119,7 @@ def keep_freed_memory() -> None:
 
 
 def peak_memory(device: torch.device) -> float | None:
-    """GiB: the largest the process has been, or on a GPU what PyTorch has allocated there at most. None where
-    the system does not tell (Windows).
-    """
+    """GiB: of the process, or of PyTorch on a GPU, at most so far. None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     with suppress(ImportError):

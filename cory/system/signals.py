@@ -10,11 +10,11 @@ NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 
 
 class Signals:
-    """From `install` to `remove`: a signal outside `waiting` ends the program at once, with one line; while
-    `waiting` it is noted in `received`, and the run ends itself after the iteration. A second one ends the
-    program there and then. Not so several processes: torchrun may pass on what has reached them already, and
-    stops those that take long. Exit status: 128 + the signal's number, as a shell has it. What was ignored
-    before stays ignored.
+    """From `install` to `remove`: a signal outside `waiting` ends the program at once. While `waiting` it is
+    noted in `received`, and the run ends itself after the iteration; a second one ends the program at once,
+    except under torchrun, which may pass on what has reached its processes already.
+
+    Exit status: 128 + the signal's number, as a shell has it. What nohup has ignored stays ignored.
     """
 
     def __init__(self):
@@ -24,29 +24,25 @@ class Signals:
 
     def install(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():       # Python allows it nowhere else
-            for number in NUMBERS:
-                # nohup has SIGHUP ignored, a script SIGINT by what it runs in the background
-                if signal.getsignal(number) != signal.SIG_IGN or world_size() > 1:
-                    self.before[number] = signal.signal(number, self.handle)
+            handled = [number for number in NUMBERS if signal.getsignal(number) != signal.SIG_IGN]
+            self.before = {number: signal.signal(number, self.handle) for number in handled}
         return self
 
     def remove(self) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        self.before = {}
 
     def handle(self, number: int, frame) -> None:
-        alone = world_size() == 1
-        if self.received and alone:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        first, self.received = not self.received, self.received or signal.Signals(number)
+        if self.received:                                               # torchrun has passed it on once more
+            return
+        self.received = signal.Signals(number)
         if not self.waiting:
             say(f"stopped by {self.received.name}")
             raise SystemExit(self.status)
-        if first:
-            after = "a second signal ends the run at once" if alone else "torchrun waits some time for that"
-            say(f"{self.received.name}: this iteration is finished and saved first; {after}")
+        if world_size() == 1:
+            for each in self.before:
+                signal.signal(each, signal.SIG_DFL)                     # a second one ends the run at once
+        say(f"{self.received.name}: this iteration is finished and saved first")
 
     @property
     def status(self) -> int:
@@ -54,5 +50,11 @@ class Signals:
 
 
 def say(line: str) -> None:
-    if is_main():
-        print(f"\n{line}", file=sys.stderr, flush=True)
+    """Prints a line. Where the terminal is gone, as at SIGHUP, this and all later lines go nowhere."""
+    try:
+        if is_main():
+            print(f"\n{line}", file=sys.stderr, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in (1, 2):
+            os.dup2(nowhere, output)
