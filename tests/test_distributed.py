@@ -187,7 +187,7 @@ def test_a_signal_to_torchrun_ends_all_after_the_iteration(small_flags, tmp_path
     process.terminate()
     out, err = process.communicate(timeout=60)
     done = rows(tmp_path / "r")[-1]["iteration"]
-    assert f"stopped by SIGTERM after iteration {done}; go on with: torchrun --nnodes 1 --nproc_per_node 2 " in out
+    assert f"stopped by SIGTERM after iteration {done}; go on with: torchrun --nnodes 1 " in out
     assert err.count("this iteration is finished and saved first") == 1
     assert checkpoints_of(tmp_path / "r")[0].name.startswith(f"iteration_{done:06d}-")
 

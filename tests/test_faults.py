@@ -403,5 +403,5 @@ def test_a_run_goes_on_where_wandb_falls_silent(tmp_path, capsys, monkeypatch):
 
 
 def test_a_folder_that_the_libraries_cannot_write_into_is_refused(tmp_path):
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="is not writable"):
         folder.make(tmp_path / os.fsdecode(b"a\xff"))

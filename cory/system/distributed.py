@@ -120,8 +120,8 @@ def started_as(script: str) -> str:
 
 @contextmanager
 def launched(settings: dict) -> Iterator[None]:
-    """Joins the processes that `torchrun` has started, if it has, until the block ends. The first of them that
-    fails says why, and torchrun stops all. Raises `UserError` where their settings differ.
+    """Joins the processes that `torchrun` has started, if it has, until the block ends. The first that fails
+    says why, and torchrun stops all. Raises `UserError` where their settings differ.
     """
     under_torchrun, shard = "TORCHELASTIC_RUN_ID" in os.environ, settings.get("shard", False)
     if shard and not under_torchrun:

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from cory import names
 from cory.config import Config
 from cory.errors import UserError
-from cory.system.files import read_text, remove, replace_text, require_plain, writable
+from cory.system.files import read_text, remove, replace_text, require_plain
 
 OF_LOCK = {".lock", ".process"}         # what `locked` puts into the folder
 
@@ -47,13 +47,14 @@ def locked(folder: Path) -> Iterator[None]:
     """Holds the folder's lock, which dies with the process. Raises `UserError` if another process has it."""
     lock, holder = folder / ".lock", folder / ".process"
     require_plain(lock)
-    with writable(lock):
-        try:
-            claim = FileLock(lock).acquire(timeout=0)
-        except Timeout as error:
-            process = read_text(holder).strip()[:80] if holder.exists() else "another process"
-            way_out = f"is in use by {process}; wait for its end, or stop it"
-            raise UserError("run_dir", str(folder), way_out) from error
+    try:
+        claim = FileLock(lock).acquire(timeout=0)
+    except Timeout as error:
+        process = read_text(holder).strip()[:80] if holder.exists() else "another process"
+        way_out = f"is in use by {process}; wait for its end, or stop it"
+        raise UserError("run_dir", str(folder), way_out) from error
+    except OSError as error:
+        raise not_writable(folder, error) from error
     with claim:
         replace_text(holder, f"process {os.getpid()}\n")
         yield
@@ -69,12 +70,18 @@ def numbered(cfg: Config) -> Path:
 
 def make(folder: Path) -> bool:
     """Makes a folder. Returns whether it was not there before. Raises `UserError`."""
-    with writable(folder):
+    try:
         str(folder).encode()                    # the libraries cannot write into another
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            if not folder.is_dir():
-                raise
+        folder.mkdir(parents=True)
+        return True
+    except FileExistsError as error:
+        if folder.is_dir():
             return False
-    return True
+        raise UserError("run_dir", str(folder), "is a file; name a folder") from error
+    except (OSError, ValueError) as error:
+        raise not_writable(folder, error) from error
+
+
+def not_writable(folder: Path, error: Exception) -> UserError:
+    why = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return UserError("run_dir", str(folder), f"is not writable ({why}); name another --run_dir")

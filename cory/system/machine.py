@@ -50,9 +50,10 @@ def choose_device(cfg: Config) -> torch.device:
     on_gpu = available and cfg.device != "cpu"
     known = ["auto", "float32", *precisions(on_gpu)]
     imitated = [] if on_gpu else ["bfloat16"]                   # slow, and right
+    who = "the GPU" if on_gpu else "this processor"
     for name, can in (("dtype", known + imitated), ("head_precision", known)):
-        cfg.require(name, getattr(cfg, name) in can, f"{'the GPU' if on_gpu else 'this processor'} has no such "
-                    f"arithmetic; start with --{name} float32, or go on where the run was started")
+        cfg.require(name, getattr(cfg, name) in can, f"{who} has no such arithmetic; start with --{name} "
+                    "float32, or go on where the run was started")
     return torch.device("cuda" if on_gpu else "cpu")
 
 
