@@ -79,7 +79,7 @@ def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
         mean = (rows[2][f"pioneer/{key}"] + rows[2][f"observer/{key}"]) / 2
         assert rows[2][f"llm1/{key}"] == pytest.approx(mean, rel=1e-12)
     held_out = json.loads((tmp_path / "r" / "eval.json").read_text())
-    assert set(held_out) == {"iteration", "split", "queries", "samples", "base", "llm1"}
+    assert set(held_out) == {"iteration", "split", "queries", "samples", "base", "llm1", "team"}
     assert [p.name for p in (tmp_path / "r" / "final").iterdir()] == ["llm1"]
     saved = load_file(checkpoints_of(tmp_path / "r")[0])
     assert {key.partition("/")[0] for key in saved} == {"llm1", "random"}

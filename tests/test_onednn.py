@@ -1,4 +1,4 @@
-"""Matrix products through oneDNN: the numbers of PyTorch's own, few shapes."""
+"""Matrix products through oneDNN, and attention under autocast: the numbers of PyTorch's own, few shapes."""
 import itertools
 
 import pytest
@@ -106,6 +106,22 @@ def test_the_grid_is_near():
     for n in range(1, 5000):
         up, down = products.grid(n), products.grid(n, down=True)
         assert down <= n <= up and 8 * (up - n) < n and 8 * (n - down) < n
+
+
+@pytest.mark.skipif(products.AMX, reason="on AMX attention stays in bfloat16")
+@onednn
+def test_attention_under_autocast_is_in_float32_but_for_single_queries(installed):
+    q, k, v = (torch.randn(2, 3, 7, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    for bias in (mask, torch.zeros(7, 7).masked_fill(~mask, -torch.inf)):
+        plain = attention(q, k, v, bias)
+        with torch.autocast("cpu", torch.bfloat16):
+            many = attention(q, k, v, bias.bfloat16() if bias.is_floating_point() else bias)
+            one = attention(q[:, :, -1:], k, v)
+        assert many.dtype == torch.float32 and one.dtype == torch.bfloat16
+        torch.testing.assert_close(many, plain)
+        torch.testing.assert_close(one.float(), plain[:, :, -1:], atol=0.02, rtol=0.02)
 
 
 @onednn

@@ -8,6 +8,7 @@ from cory.commands import plan
 from cory.config import ImdbConfig
 from cory.ppo.loading import load_language_model, model_config
 from cory.ppo.lora import adapter_parameters, add_adapter
+from cory.system import onednn
 
 
 def planned(config, dtype: str = "float32", gpus: int = 1, **changes) -> plan.Plan:
@@ -54,6 +55,7 @@ def test_phases_by_hand():
 
 
 def test_bfloat16_halves_what_it_may_and_adds_casts():
+    onednn.remove()                         # of other tests: with it attention may stay in float32
     shape = LlamaConfig(num_hidden_layers=3, hidden_size=64, intermediate_size=128, vocab_size=100,
                         num_attention_heads=4, num_key_value_heads=2)
     single, half = (planned(shape, dtype, method="ppo") for dtype in ("float32", "bfloat16"))

@@ -256,7 +256,7 @@ class Run(ExitStack):
         self.cfg.require("method", done >= self.cfg.iterations,
                          f"stopped after iteration {done}; call run.finish_iteration in each")
         save_final(self.run_dir, self.agents)
-        metrics = rows[0] | last                        # the base's stand in the first row
+        metrics = {key: value for key, value in rows[0].items() if key.startswith("eval/base/")} | last
         if f"eval/{self.agent_names[0]}/kl" not in last:
             metrics |= self.evaluate_agents()           # resumed at its end, which was not an end before
         if is_main():

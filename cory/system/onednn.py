@@ -4,19 +4,21 @@ PyTorch multiplies float32 matrices on a CPU by MKL, which keeps its AVX-512 ker
 On an AMD EPYC oneDNN, which is in the same PyTorch, is twice as fast. `install` makes oneDNN's products the
 implementation of `aten::mm` and `aten::addmm`, by which every linear layer multiplies, forward and backward.
 
-`--cpu_matmul` chooses (`machine.settled`).
+`--cpu_matmul` chooses (`machine.settled`). To be without this file, delete the call of `install` in
+`machine.prepare_device`.
 """
 import warnings
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import Library
 
 overrides: list[Library] = []           # a Library's kernels live as long as it does
 AVAILABLE = (torch.backends.cpu.get_cpu_capability().startswith("AVX")
              and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
+AMX = torch.cpu._is_amx_tile_supported()        # where PyTorch's own bfloat16 is the faster one
 DTYPES = {torch.float32}
-if AVAILABLE and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+if AVAILABLE and not AMX and torch.ops.mkldnn._is_mkldnn_bf16_supported():
     DTYPES.add(torch.bfloat16)
 
 
@@ -28,6 +30,8 @@ def install() -> None:
     with warnings.catch_warnings(action="ignore"):                  # that it replaces PyTorch's own is meant
         overrides[0].impl("mm", mm, "CPU")
         overrides[0].impl("addmm", addmm, "CPU")
+        if not AMX:
+            overrides[0].impl("scaled_dot_product_attention", attention_in_float32, "AutocastCPU")
 
 
 def remove() -> None:
@@ -86,3 +90,15 @@ def grid(n: int, down: bool = False) -> int:
 
 def onednn_linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, bias_N, "none", [], "")
+
+
+def attention_in_float32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *args,
+                         **kwargs) -> Tensor:
+    """Attention under bfloat16 autocast, without AMX: there bfloat16's backward pass takes four times as long
+    as float32's (AMD EPYC). A single query, as sampling has it, stays in bfloat16, as its cache does.
+    """
+    dtype = torch.get_autocast_dtype("cpu") if query.shape[-2] == 1 else torch.float32
+    mask = mask.to(dtype) if mask is not None and mask.is_floating_point() else mask
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    with torch.autocast("cpu", enabled=False):
+        return nn.functional.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
