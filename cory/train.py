@@ -61,16 +61,16 @@ def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Ten
 @trains("llm1")
 def train_ppo(run: Run, score: Callable = score) -> None:
     """One agent in the pioneer's role: it answers the bare query and is trained on its own reward."""
-    cfg, task, reference = run.cfg, run.task, run.reference
+    cfg, task = run.cfg, run.task
     (agent,) = run.roles
     for iteration in run.iterations():
         queries, max_new_tokens = task.batch(iteration)
 
         # a ~ pi(. | s0)
-        a = collect_rollout(agent, reference, task.pioneer_prompts(queries), max_new_tokens, cfg)
+        a = collect_rollout(agent, task.pioneer_prompts(queries), max_new_tokens)
         r = task.reward(queries, a.text)
 
-        update = ppo_update(agent, a, score(a, r, 0.0, cfg), iteration, cfg)
+        update = ppo_update(agent, a, score(a, r, 0.0, cfg), iteration)
 
         turns = [Turn("pioneer", agent, a, r, update)]
         run.finish_iteration(iteration, queries, max_new_tokens, turns, roles=[agent])
@@ -111,17 +111,17 @@ def train_cory(run: Run, score: Callable = score) -> None:
     With `--share_weights true` both roles are the same agent. The pioneer's update comes first, so that its
     rollout is exactly on-policy. The observer's ratio starts at what that update has changed.
     """
-    cfg, task, reference = run.cfg, run.task, run.reference
+    cfg, task = run.cfg, run.task
     pioneer, observer = run.roles
     for iteration in run.iterations():
         queries, max_new_tokens = task.batch(iteration)
 
         # a1 ~ pi_pio(. | s0)
-        a1 = collect_rollout(pioneer, reference, task.pioneer_prompts(queries), max_new_tokens, cfg)
+        a1 = collect_rollout(pioneer, task.pioneer_prompts(queries), max_new_tokens)
 
         # knowledge transfer: a2 ~ pi_obs(. | s0, a1)
         prompts = observer_prompts(run, queries, a1.text)
-        a2 = collect_rollout(observer, reference, prompts, max_new_tokens, cfg)
+        a2 = collect_rollout(observer, prompts, max_new_tokens)
 
         r1 = task.reward(queries, a1.text)
         r2 = task.reward(queries, a2.text)
@@ -129,8 +129,8 @@ def train_cory(run: Run, score: Callable = score) -> None:
         score1 = score(a1, r1, for_pioneer, cfg)
         score2 = score(a2, r2, for_observer, cfg)
 
-        update1 = ppo_update(pioneer, a1, score1, iteration, cfg)
-        update2 = ppo_update(observer, a2, score2, iteration, cfg)
+        update1 = ppo_update(pioneer, a1, score1, iteration)
+        update2 = ppo_update(observer, a2, score2, iteration)
         turns = [Turn("pioneer", pioneer, a1, r1, update1), Turn("observer", observer, a2, r2, update2)]
 
         # role exchange: roles move, all state stays with its agent

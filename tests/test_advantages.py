@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import agent_of, bigram, close, generator, settings
+from toys import agent_of, bigram, close, generator, settings, train_on
 
 import train_imdb
 from cory.config import ADVANTAGES
@@ -14,7 +14,7 @@ from cory.errors import UserError
 from cory.ppo.advantages import estimator, gae, grpo, reinforce, rloo
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import collect_rollout
-from cory.ppo.update import make_experience, ppo_update
+from cory.ppo.update import make_experience
 
 REWARD = torch.tensor([[1.0, 2.0, 99.0], [0.0, 5.0, 1.0], [4.0, 99.0, 99.0], [-1.0, 1.0, 0.0]])
 MASK = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]])      # returns 3, 6 | 4, 0
@@ -67,10 +67,10 @@ def test_reward_rises_on_a_one_step_bandit(changes):
     cfg = settings(batch_size=64, mini_batch_size=64, init_kl_coef=0.0, iterations=15, **changes)
     agent = Agent("llm1", model, cfg, 0)
     for iteration in range(1, 16):
-        rollout = collect_rollout(agent, model, ["a"] * 64, 1, cfg)
+        rollout = collect_rollout(agent, ["a"] * 64, 1)
         score = (rollout.response_BT[:, 0] == 2).float()
         rewards.append(score.mean().item())
-        ppo_update(agent, rollout, score, iteration, cfg)
+        train_on(agent, rollout, score, iteration, cfg)
     assert rewards[0] < 0.35 and rewards[-1] > (0.6 if "lr_schedule" in changes else 0.85), rewards
 
 
@@ -82,10 +82,10 @@ def test_without_reward_and_with_a_large_eta_the_policy_returns_to_the_reference
     agent = Agent("llm1", model, cfg, 0)
     agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=generator(3))
     for iteration in range(1, 26):
-        rollout = collect_rollout(agent, model, ["a"] * 64, 1, cfg)
+        rollout = collect_rollout(agent, ["a"] * 64, 1)
         p = agent.policy.lm.head.weight[:, 0].log_softmax(0)
         kl.append((p.exp() * (p + torch.tensor(7.0).log())).sum().item())
-        metrics = ppo_update(agent, rollout, torch.zeros(64), iteration, cfg)
+        metrics = train_on(agent, rollout, torch.zeros(64), iteration, cfg)
     assert kl[0] > 0.2 and kl[-1] < 0.1 * kl[0], kl
     assert ("kl_loss" in metrics) == (kl_in == "loss")
 
@@ -129,7 +129,7 @@ def test_an_estimator_of_ones_own_goes_by_name_and_asks_for_what_it_needs():
     model = bigram()
     agent = Agent("llm1", model, cfg, 0)
     assert agent.policy.value_head is None
-    rollout = collect_rollout(agent, model, ["a"] * 8, 3, cfg)
+    rollout = collect_rollout(agent, ["a"] * 8, 3)
     experience = make_experience(rollout, torch.arange(8.0), 0.0, cfg)
     # returns 0..3: minus the mean of the others -2, -2/3, 2/3, 2, halved
     close(experience.advantage_BT[:4, 0], [-1, -1 / 3, 1 / 3, 1])

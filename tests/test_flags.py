@@ -93,8 +93,8 @@ def test_each_of_the_pioneers_answers_gets_its_observers_answer(small_flags, tmp
 
     seen, collect = [], loop.collect_rollout
 
-    def watched(agent, reference, prompts, *rest):
-        rollout = collect(agent, reference, prompts, *rest)
+    def watched(agent, prompts, *rest):
+        rollout = collect(agent, prompts, *rest)
         seen.append((prompts, rollout.text))
         return rollout
 
@@ -127,7 +127,7 @@ def test_the_kl_is_charged_once_in_the_reward_or_in_the_loss():
         cfg = settings(kl_in=kl_in, kl_penalty="k1", advantage="reinforce", whiten_advantages="false")
         agent = Agent("llm1", base, cfg, 0)
         agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=torch.Generator().manual_seed(3))
-        rollout = collect_rollout(agent, base, ["a"] * 8, 3, cfg)
+        rollout = collect_rollout(agent, ["a"] * 8, 3)
         advantage_BT = make_experience(rollout, torch.zeros(8), 0.5, cfg).advantage_BT
         expected = -0.5 * rollout.kl_BT.flip(1).cumsum(1).flip(1) * rollout.mask_BT * charged
         torch.testing.assert_close(advantage_BT, expected, atol=1e-6, rtol=1e-5)

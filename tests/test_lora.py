@@ -9,7 +9,7 @@ import torch
 from conftest import save_gpt2
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import error_line, generator
+from toys import error_line, generator, train_on
 from transformers import AutoModelForCausalLM
 
 import train_gsm8k
@@ -23,7 +23,6 @@ from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import collect_rollout
 from cory.ppo.sampling import encode_prompts
-from cory.ppo.update import ppo_update
 from cory.system.machine import settled
 from cory.tasks.gsm8k import Gsm8k
 
@@ -52,8 +51,8 @@ def weights_of(agent) -> dict:
 
 
 def train_one_step(agent, reference, cfg):
-    turn = collect_rollout(agent, reference, PROMPTS, 6, cfg)
-    ppo_update(agent, turn, torch.arange(8.0), 1, cfg)
+    turn = collect_rollout(agent, PROMPTS, 6)
+    train_on(agent, turn, torch.arange(8.0), 1, cfg)
 
 
 @pytest.fixture(params=["llama", "gpt2"])
@@ -139,7 +138,7 @@ def test_a_frozen_base_in_bfloat16_keeps_adapters_head_and_losses_in_float32(pro
     assert {p.dtype for p in one.policy.trained().values()} == {torch.float32}
     assert reference.lm.get_output_embeddings().weight.dtype == torch.float32
     assert sum(p.dtype == torch.bfloat16 for p in reference.lm.parameters()) >= 14
-    turn = collect_rollout(one, reference, PROMPTS, 6, cfg)
+    turn = collect_rollout(one, PROMPTS, 6)
     assert turn.kl_BT.abs().max() == 0 and turn.sampling_gap < 2e-2
     train_one_step(one, reference, cfg)
     assert (hidden_of(one.policy).float() - hidden_of(reference).float()).abs().max() > 1e-3
@@ -252,6 +251,6 @@ def test_memory_of_an_update_does_not_grow_with_vocabulary_times_length(problems
     likely[256] = -20.0  # never ends
     monkeypatch.setattr(agent.policy, "logprobs", lambda hidden: (head(hidden) + likely).log_softmax(-1))
     with Elements() as counted:
-        turn = collect_rollout(agent, reference, ["a", "b"], T, cfg)
-        ppo_update(agent, turn, torch.tensor([0.0, 1.0]), 1, cfg)
+        turn = collect_rollout(agent, ["a", "b"], T)
+        train_on(agent, turn, torch.tensor([0.0, 1.0]), 1, cfg)
     assert turn.mask_BT.sum() == 2 * T and counted.largest < T * vocab / 2

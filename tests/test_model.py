@@ -92,7 +92,7 @@ def test_bfloat16_keeps_the_ratio_of_an_untouched_policy_near_1(small, rounded, 
     base = load_language_model(str(small / "lm"), precision=Precision("bfloat16", head))
     cfg = settings(dtype="bfloat16")
     agent = Agent("llm1", base, cfg, 0)
-    turn = collect_rollout(agent, base, ["a film", "one story of a man"] * 4, 6, cfg)
+    turn = collect_rollout(agent, ["a film", "one story of a man"] * 4, 6)
     logp = agent.policy.logprobs(
         agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT).flatten(0, 1))
     assert logp.dtype == torch.float32

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from toys import bigram, settings
+from toys import bigram, settings, train_on
 
 import train_imdb
 from cory import names
@@ -21,7 +21,6 @@ from cory.experiment.run import Run, Turn, agents_of, find_task
 from cory.names import find, name_of, short_name
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import collect_rollout
-from cory.ppo.update import ppo_update
 from cory.train import train_cory
 
 MINE = """
@@ -214,7 +213,7 @@ def played(small_flags, tmp_path_factory):
     run = Run(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--run_dir", str(folder)]))
     run.clock = 0.0
     queries, limit = run.task.batch(1)
-    a = collect_rollout(run.roles[0], run.reference, run.task.pioneer_prompts(queries), limit, run.cfg)
+    a = collect_rollout(run.roles[0], run.task.pioneer_prompts(queries), limit)
     yield run, a, run.task.reward(queries, a.text)
     run.close()
 
@@ -304,15 +303,15 @@ def column(reward_BT):
 def test_schedules_and_estimators_that_return_nonsense_are_one_line(changes, says):
     model, cfg = bigram(), settings(**changes)
     agent = Agent("llm1", model, settings(), 0)
-    rollout = collect_rollout(agent, model, ["a"] * 8, 3, cfg)
+    rollout = collect_rollout(agent, ["a"] * 8, 3)
     with pytest.raises(UserError, match=says):
-        ppo_update(agent, rollout, torch.zeros(8), 1, cfg)
+        train_on(agent, rollout, torch.zeros(8), 1, cfg)
 
 
 @pytest.mark.parametrize("score", [torch.zeros(8, 1), torch.tensor(0.0), [0.0] * 8])
 def test_scores_that_are_not_one_number_for_each_response_are_one_line(score):
     model, cfg = bigram(), settings()
     agent = Agent("llm1", model, cfg, 0)
-    rollout = collect_rollout(agent, model, ["a"] * 8, 3, cfg)
+    rollout = collect_rollout(agent, ["a"] * 8, 3)
     with pytest.raises(UserError, match="8,\\): a number for each response"):
-        ppo_update(agent, rollout, score, 1, cfg)
+        train_on(agent, rollout, score, 1, cfg)

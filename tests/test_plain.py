@@ -16,8 +16,9 @@ from cory.ppo import formulas, minibatches, rollout, sampling, update
 from cory.train import train
 
 
-def plain_gradient(agent, batch, step_tokens, cfg, seen):
+def plain_gradient(agent, batch, step_tokens, seen):
     """`add_gradient` as one would write it first: log-probabilities of all tokens at once, and autograd."""
+    cfg = agent.cfg
     real = batch.mask_BT.bool()
     hidden = agent.policy.response_hidden(batch.prompt_BP, batch.prompt_mask_BP, batch.response_BT)
     logp_NV = agent.policy.logprobs(hidden)[real]

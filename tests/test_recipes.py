@@ -272,7 +272,7 @@ def test_a_chain_of_three_is_shown_everywhere_and_resumes(chain, flags, quick, c
 
     module, prompts, scores = importlib.import_module("chain"), [], []
     collect, update = module.collect_rollout, module.ppo_update
-    monkeypatch.setattr(module, "collect_rollout", lambda *a: prompts.append(a[2]) or collect(*a))
+    monkeypatch.setattr(module, "collect_rollout", lambda *a: prompts.append(a[1]) or collect(*a))
     monkeypatch.setattr(module, "ppo_update", lambda *a: scores.append(a[2].tolist()) or update(*a))
     run("chain_2", *flags, *command("chain:train_chain"), "--iterations", "2")
     sample = rows(chain, "samples.jsonl")[0]                # each sees the answer before its own

@@ -103,7 +103,7 @@ def test_only_text_crosses_and_ids_are_never_made_again_from_it(model):
     """Sampled bytes that are no UTF-8, and EOS, change the text; the ids trained on stay those sampled."""
     ids = torch.tensor([[0xC3, 256, 256]])
     assert "<|endoftext|>" not in decode(model, ids, torch.tensor([[1.0, 1.0, 0.0]]))[0]
-    turn = collect_rollout(agent_of(model), model, ["ab"] * 8, 8, settings())
+    turn = collect_rollout(agent_of(model), ["ab"] * 8, 8)
     again = sampled(agent_of(model).policy, ["ab"] * 8, 8, agent_of(model).generator)
     assert torch.equal(turn.response_BT, again.response_BT)
     assert any("\ufffd" in text for text in turn.text)      # the text alone could not give the bytes back
@@ -132,8 +132,9 @@ def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should():
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_kept_while_sampling_equal_those_recomputed(small, temperature):
     base = load_language_model(str(small / "lm"), temperature)
-    agent, prompts = agent_of(base, temperature=temperature), ["a", "some longer prompt", "xy", "z" * 30]
-    turn = collect_rollout(agent, base, prompts * 2, 12, settings(mini_batch_size=2))
+    agent = agent_of(base, temperature=temperature, mini_batch_size=2)
+    prompts = ["a", "some longer prompt", "xy", "z" * 30]
+    turn = collect_rollout(agent, prompts * 2, 12)
     drawn = sampled(agent.policy, prompts, 12, generator())
     assert turn.sampling_gap < 1e-5 and drawn.logp_BT.min() < -1    # the random model is not sure of anything
     torch.testing.assert_close(drawn.logp_BT, rescored(base, prompts, 12, drawn), atol=1e-4, rtol=1e-4)
@@ -272,7 +273,7 @@ def test_the_gap_is_of_each_token_in_either_direction(monkeypatch):
 
     model = bigram()
     monkeypatch.setattr(rollout, "sample", shifted)
-    turn = collect_rollout(agent_of(model), model, ["ab", "cd"], 4, settings())
+    turn = collect_rollout(agent_of(model), ["ab", "cd"], 4)
     assert turn.sampling_gap == pytest.approx(0.5, abs=1e-4)
 
 

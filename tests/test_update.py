@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.distributions import Categorical
 from torch.nn.functional import pad
-from toys import agent_of, bigram, generator, settings
+from toys import agent_of, bigram, generator, settings, train_on
 
 from cory.errors import UserError
 from cory.ppo import formulas, minibatches, update
 from cory.ppo.loading import load_language_model
 from cory.ppo.minibatches import Experience, Tokens, by_length
 from cory.ppo.rollout import collect_rollout
-from cory.ppo.update import add_gradient, make_experience, ppo_update
+from cory.ppo.update import add_gradient, make_experience
 
 PROMPTS = ["a film", "one long story of a man", "x", "the dog and the man", "so", "every scene of it", "good",
            "bad old"]
@@ -32,7 +32,7 @@ def gradient(agent, rollout, monkeypatch, **changes):
         return 1.0
 
     monkeypatch.setattr(update, "optimizer_step", noted)
-    ppo_update(agent, rollout, SCORE, 1, settings(num_ppo_epochs=1, **changes))
+    train_on(agent, rollout, SCORE, 1, settings(num_ppo_epochs=1, **changes))
     return seen[0]
 
 
@@ -40,7 +40,8 @@ def sums_of(agent, experience, cfg, step_tokens=None) -> dict[str, float]:
     """Adds the gradient and returns each metric summed over tokens."""
     seen = defaultdict(list)
     step_tokens = experience.mask_BT.sum() if step_tokens is None else step_tokens
-    add_gradient(agent, experience, step_tokens, cfg, seen)
+    agent.cfg = cfg
+    add_gradient(agent, experience, step_tokens, seen)
     return {name: torch.cat(parts).double().sum().item() for name, parts in seen.items()}
 
 
@@ -63,7 +64,7 @@ def ragged_rollout(small, **changes):
     torch.nn.init.normal_(agent.policy.value_head.weight, generator=generator(1))
     for p in agent.policy.lm.parameters():  # no longer the reference, so that there is a KL
         p.data += 0.02 * torch.randn(p.shape, generator=generator(2))
-    return agent, collect_rollout(agent, base, PROMPTS, 12, settings(**changes))
+    return agent, collect_rollout(agent, PROMPTS, 12)
 
 
 # --- what the gradient must not depend on ---
@@ -178,7 +179,7 @@ def test_rollout_values_stay_constant_over_epochs(small, monkeypatch):
         return value_loss(value, old_value, *rest)
 
     monkeypatch.setattr(formulas, "value_loss", watched)
-    ppo_update(agent, rollout, SCORE, 1, settings(learning_rate=0.01))
+    train_on(agent, rollout, SCORE, 1, settings(learning_rate=0.01))
     assert len(clipped_around) == 4 and all(torch.equal(x, clipped_around[0]) for x in clipped_around)
     for name in ("value_BT", "logp_BT", "kl_BT", "response_BT", "mask_BT"):
         assert torch.equal(getattr(kept, name), getattr(rollout, name)), name
@@ -206,10 +207,10 @@ def test_adaptive_controller_moves_once_per_update_with_that_iterations_kl(small
     cfg = settings(adap_kl_ctrl=True, kl_target=kl / 1.1, kl_horizon=100.0, num_ppo_epochs=3,
                    mini_batch_size=4)
     before = agent.kl_coef
-    ppo_update(agent, rollout, torch.zeros(8), 1, cfg)
+    train_on(agent, rollout, torch.zeros(8), 1, cfg)
     moved = agent.kl_coef
     assert moved == pytest.approx(before * (1 + 0.1 * 8 / 100), rel=1e-6)
-    ppo_update(agent, rollout, torch.zeros(8), 1, settings())
+    train_on(agent, rollout, torch.zeros(8), 1, settings())
     assert agent.kl_coef == moved
 
 
@@ -234,7 +235,7 @@ def test_a_gradient_that_is_not_finite_stops_before_any_parameter_changes(small)
     agent, rollout = ragged_rollout(small)
     before = [p.clone() for p in agent.policy.parameters()]
     with pytest.raises(UserError, match="llm1 has diverged: the gradient was not applied"):
-        ppo_update(agent, rollout, torch.tensor([float("inf")] + [0.0] * 7), 1, settings())
+        train_on(agent, rollout, torch.tensor([float("inf")] + [0.0] * 7), 1, settings())
     assert all(torch.equal(p, q) for p, q in zip(before, agent.policy.parameters()))
 
 
@@ -244,7 +245,7 @@ def test_the_learning_rate_is_that_of_the_schedule(small):
                    num_ppo_epochs=1)
     # warm-up: 0.1 x 1/2; then 4 iterations at progress 0, 1/4, 2/4, 3/4
     for iteration, rate in zip((1, 2, 3, 4, 5), (0.05, 0.1, 0.075, 0.05, 0.025)):
-        metrics = ppo_update(agent, rollout, SCORE, iteration, cfg)
+        metrics = train_on(agent, rollout, SCORE, iteration, cfg)
         assert metrics["learning_rate"] == pytest.approx(rate) == agent.optimizer.param_groups[0]["lr"]
 
 
@@ -267,7 +268,7 @@ def test_reported_means_are_over_tokens_of_the_whole_update(small, monkeypatch):
     edited(monkeypatch, lambda loss_N, metrics: (loss_N, metrics | {"twice": 2 * metrics["entropy"]}))
     monkeypatch.setattr(update, "logit_chunk_size", lambda model: 7)
     cfg = settings(mini_batch_size=2, gradient_accumulation_steps=2, gamma=1.0, lam=1.0, **STILL)
-    metrics = ppo_update(agent, rollout, SCORE, 1, cfg)
+    metrics = train_on(agent, rollout, SCORE, 1, cfg)
     reward_BT = formulas.token_rewards(SCORE, rollout.kl_BT, rollout.mask_BT, 0.5)
     real = rollout.mask_BT.bool()
     returns = reward_BT.flip(1).cumsum(1).flip(1)[real]
@@ -299,7 +300,7 @@ def test_a_mean_taken_too_early_is_refused(edit, says, small, monkeypatch):
     agent, rollout = ragged_rollout(small)
     edited(monkeypatch, edit)
     with pytest.raises(UserError, match=says):
-        ppo_update(agent, rollout, SCORE, 1, settings(**STILL))
+        train_on(agent, rollout, SCORE, 1, settings(**STILL))
 
 
 def test_an_in_place_edit_of_the_loss_leaves_the_logged_policy_loss(small):

@@ -9,6 +9,7 @@ from torch import nn
 from cory.config import ImdbConfig
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
+from cory.ppo.update import ppo_update
 from cory.system.files import checksum
 
 LETTERS = "abcdef."                     # ids 0..6; "." is EOS
@@ -71,6 +72,12 @@ def settings(**changes) -> ImdbConfig:
 
 def agent_of(model: LanguageModel, **changes) -> Agent:
     return Agent("llm1", model, settings(**changes), 0)
+
+
+def train_on(agent: Agent, rollout, score_B, iteration: int, cfg: ImdbConfig) -> dict[str, float]:
+    """`ppo_update` of the agent with these settings."""
+    agent.cfg = cfg
+    return ppo_update(agent, rollout, score_B, iteration)
 
 
 def close(x, expected, tolerance=1e-6) -> None:

@@ -13,13 +13,13 @@ SEED_STEP = 2 * 0x4F1BBCDD          # twice an odd number: it comes back to 0 af
 class Agent:
     """One LLM of the team (`llm1`, `llm2`, ...), whichever role it plays.
 
-    It owns its policy, its value head if the advantage needs a critic, Adam, the KL coefficient and the
-    random stream that it samples and shuffles with. Agents start as copies of the reference, or with LoRA as
-    adapters on it.
+    It owns its settings `cfg`, its base model `reference`, its policy, its value head if the advantage needs
+    a critic, Adam, the KL coefficient and the random stream that it samples and shuffles with. Its policy
+    starts as a copy of the reference, or with LoRA as an adapter on it.
     """
 
     def __init__(self, name: str, reference: LanguageModel, cfg: Config, index: int):
-        self.name, self.cfg = name, cfg
+        self.name, self.reference, self.cfg = name, reference, cfg
         self.seed = agent_seed(cfg.seed, index)
         adapter = add_adapter(reference.lm, name, cfg, self.seed) if cfg.lora else None
         critic = "value_BT" in parameter_names(estimator(cfg.advantage, cfg.responses_per_query))

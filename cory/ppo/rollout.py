@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cory.config import Config
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
 from cory.ppo.minibatches import by_length, logit_chunk_size, longest
@@ -45,23 +44,21 @@ class Rollout:
 
 
 @torch.no_grad()
-def collect_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_tokens: int,
-                    cfg: Config) -> Rollout:
+def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
     """`a ~ pi_agent(. | prompt)` for each prompt, scored under policy and reference.
 
     The policy runs a second time over its responses, although sampling knew their log-probabilities: one
     pass over whole rows rounds as the update's does, so that the first ratio is 1, in bfloat16 too.
     """
-    with unsharded(agent.policy, reference):
+    with unsharded(agent.policy, agent.reference):
         prompts = prompts[local_rows(len(prompts))]
-        rollout = local_rollout(agent, reference, prompts, max_new_tokens, cfg)
+        rollout = local_rollout(agent, prompts, max_new_tokens)
     return all_gather_rollout(rollout, agent.policy.tokenizer.eos_token_id)
 
 
-def local_rollout(agent: Agent, reference: LanguageModel, prompts: list[str], max_new_tokens: int,
-                  cfg: Config) -> Rollout:
+def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
     """`collect_rollout` of this process's prompts."""
-    policy = agent.policy
+    policy, reference, cfg = agent.policy, agent.reference, agent.cfg
     encoded = encode_prompts(policy, prompts, max_new_tokens)
     sampled = sample(policy, encoded, max_new_tokens, agent.generator, is_local=True)
     mask_BT = sampled.mask_BT

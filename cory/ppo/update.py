@@ -21,16 +21,16 @@ from cory.ppo.rollout import Rollout
 from cory.system import distributed, sharding
 
 
-def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
-               cfg: Config) -> dict[str, float]:
+def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) -> dict[str, float]:
     """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
 
     Losses are token means over a whole optimizer step, whatever the mini-batches. Raises `Diverged` before a
     gradient that is not finite reaches a parameter. Returns metrics (docs/settings.md): means over the tokens
     of all epochs.
     """
+    cfg = agent.cfg
     experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
-    rate = set_learning_rate(agent, iteration, cfg)
+    rate = set_learning_rate(agent, iteration)
     seen, grad_norms = defaultdict(list), []
     sharded = sharding.is_sharded(agent.policy.lm)
     for _ in range(cfg.num_ppo_epochs):
@@ -39,7 +39,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int,
         for mini_batches in steps:
             step_tokens = distributed.all_reduce(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))
             for mini_batch in mini_batches:
-                add_gradient(agent, mini_batch, step_tokens, cfg, seen)
+                add_gradient(agent, mini_batch, step_tokens, seen)
             grad_norms.append(optimizer_step(agent, cfg.max_grad_norm))
     metrics = {"kl_coef": agent.kl_coef, "learning_rate": rate,
                "grad_norm": sum(grad_norms) / len(grad_norms)}
@@ -101,7 +101,7 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
     return loss_N, metrics
 
 
-def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor, cfg: Config,
+def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor,
                  seen: dict[str, list[Tensor]]) -> None:
     """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch; notes metrics in `seen`.
 
@@ -114,7 +114,7 @@ def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor, cfg:
     leaf_NH = hidden_NH.detach().requires_grad_()
     size = logit_chunk_size(policy)
     for hidden, old in zip(leaf_NH.split(size), Tokens.of(mini_batch).split(size), strict=True):
-        loss_N, metrics = losses(policy, hidden, old, agent.kl_coef, cfg)
+        loss_N, metrics = losses(policy, hidden, old, agent.kl_coef, agent.cfg)
         require_shape("loss", loss_N, old.logp_N.shape, "one value per token; take no mean or sum")
         (loss_N.sum() / step_tokens).backward()
         for name, x_N in metrics.items():
@@ -151,8 +151,9 @@ def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     return norm.item()
 
 
-def set_learning_rate(agent: Agent, iteration: int, cfg: Config) -> float:
+def set_learning_rate(agent: Agent, iteration: int) -> float:
     """Sets this iteration's step sizes, of policy and critic, and returns the policy's."""
+    cfg = agent.cfg
     schedule = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)
     bases = cfg.learning_rate, cfg.critic_learning_rate or cfg.learning_rate
     try:
