@@ -2,7 +2,7 @@
 
 Nothing here imports PyTorch, so that `--help` and a bad flag are answered at once.
 """
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -20,6 +20,14 @@ CHECKERS = {name: f"cory.tasks.answers:{name}" for name in ("last_number", "stri
 LR_SCHEDULES = {name: f"cory.ppo.formulas:{name}" for name in ("constant", "linear", "cosine")}
 NAMED = {"task": TASKS, "method": METHODS, "advantage": ADVANTAGES, "checker": CHECKERS,
          "lr_schedule": LR_SCHEDULES}
+
+
+# What an agent may have for itself; all else is the same for the whole run.
+PER_AGENT = {"model", "lora_rank", "lora_alpha", "lora_targets", "advantage", "whiten_advantages",
+             "learning_rate", "critic_learning_rate", "lr_schedule", "warmup_iterations", "mini_batch_size",
+             "gradient_accumulation_steps", "num_ppo_epochs", "init_kl_coef", "kl_penalty", "kl_in",
+             "adap_kl_ctrl", "kl_target", "kl_horizon", "gamma", "lam", "cliprange", "cliprange_value",
+             "vf_coef", "ent_coef", "max_grad_norm"}
 
 
 class Precision(NamedTuple):
@@ -72,6 +80,8 @@ class Config:
     share_weights: bool = setting(False, "one model plays both roles (paper: named as a way to save memory)")
     reset_on_exchange: bool = setting(False, "forget Adam's moments, KL coefficients and random streams at "
         "each exchange, as the released code does (paper: no)")
+    agent_settings: dict = field(default_factory=dict, metadata={"help": "{agent: {setting: value}} of what "
+        "is an agent's own: --llm2 model=DIR learning_rate=3e-5 (ours)"})
     # rollout
     batch_size: int = setting(256, "responses per iteration and role (paper: 256, GSM8K 32)", least=1)
     responses_per_query: int = setting(1, "k; batch_size / k queries are answered (paper: 1)", least=1)
@@ -166,6 +176,24 @@ class Config:
                      "must have 1 to 128 characters, none of them / \\ # ? % or :")
         self.require_sizes()
         self.require_combinations()
+        for name in self.agent_settings:
+            self.of_agent(name)
+
+    def of_agent(self, name: str) -> "Config":
+        """The settings of one agent: the run's, with its own in their place. Raises `UserError`."""
+        own = self.agent_settings.get(name, {})
+        if not {*own} <= PER_AGENT:
+            raise UserError("agent_settings", name, f"may have for itself {', '.join(sorted(PER_AGENT))}")
+        return replace(self, agent_settings={}, **own) if own else self
+
+    def base_columns(self, agents: list[str]) -> dict[str, str]:
+        """{agent: what its base is called in logs}: `base` is the first agent's, `base_llm2` another one that
+        llm2 is the first to have.
+        """
+        columns = {}
+        for name in agents:
+            columns.setdefault(self.of_agent(name).model, f"base_{name}" if columns else "base")
+        return {name: columns[self.of_agent(name).model] for name in agents}
 
     def require_type(self, name: str, value, hint) -> None:
         """bool, int, float, str or one of a Literal's words; an int may stand for a float."""

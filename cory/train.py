@@ -77,10 +77,14 @@ def train_ppo(run: Run, score: Callable = score) -> None:
 
 
 def observer_prompts(run: Run, queries: list[str], texts: list[str]) -> list[str]:
-    """What the observer reads: each query, and with knowledge transfer the pioneer's answer to it."""
+    """What the observer reads: each query, and with knowledge transfer the pioneer's answer to it.
+
+    To show more, such as the pioneer's reward, add it behind `cut`: what `observer_prompts` is given stays.
+    """
+    task = run.task
     if run.cfg.knowledge_transfer:
-        return run.task.observer_prompts(queries, texts)
-    return run.task.pioneer_prompts(queries)
+        return task.observer_prompts(queries, [task.cut(text) for text in texts])
+    return task.pioneer_prompts(queries)
 
 
 def evaluate_transfer(run: Run, roles: list[Agent]) -> dict[str, float]:

@@ -43,7 +43,7 @@ def weigh(flags: list[str]) -> None:
     with launched(asdict(cfg)), run.Run(cfg) as started:
         started.loop(started)
         policies = [(agent, p) for agent in started.agents for p in agent.policy.lm.parameters()]
-        weighed = {"reference": held(started.reference.lm.parameters()),
+        weighed = {"reference": held(started.bases["base"].lm.parameters()),
                    "policies": held(p for _, p in policies),
                    "moments": held(x for agent, p in policies for x in agent.optimizer.state[p].values())}
         Path(cfg.run_dir, f"weighed_{rank()}.json").write_text(json.dumps(weighed))

@@ -1,11 +1,13 @@
 """The GSM8K task: prompts, rewards, data, and a run over real questions."""
 import json
+from types import SimpleNamespace
 
 import pytest
 from conftest import byte_tokenizer, save_llama
 from tokenizers.processors import ByteLevel, TemplateProcessing
 from toys import error_line
 
+import cory.train as loop
 import train_gsm8k
 import train_imdb
 from cory.config import Gsm8kConfig
@@ -87,7 +89,10 @@ def test_a_response_that_grew_as_text_is_cut_for_the_observer(problems):
     task, grown = gsm8k(problems), "\ufffd" * 12
     tokens = [len(task.tokenizer(text)["input_ids"]) for text in (grown, task.cut(grown))]
     assert tokens[0] == 36 and 8 <= tokens[1] <= 12 and task.cut("x" * 12) == "x" * 12
-    assert f"Reference: {task.cut(grown)} Answer:" in task.observer_prompts(["How?"], [grown])[0]
+    run = SimpleNamespace(task=task, cfg=SimpleNamespace(knowledge_transfer=True))
+    assert f"Reference: {task.cut(grown)} Answer:" in loop.observer_prompts(run, ["How?"], [grown])[0]
+    long = "x" * 100                            # what a loop adds to a response stays
+    assert f"Reference: {long} Answer:" in task.observer_prompts(["How?"], [long])[0]
 
 
 # --- rewards ------------------------------------------------------------------------------------------------

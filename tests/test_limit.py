@@ -67,11 +67,11 @@ def test_the_limit_is_where_the_effective_samples_still_allow_it():
     # an optimum that lies nearer than that is not passed
     near = Limit(rewards, 5.0).metrics["tilt"]["combined_reward"]
     assert near == pytest.approx(base["task_reward"] + 1 / (2 * 5.0), abs=0.02)     # Var / (2 eta)
-    shares = limit.with_shares({"iteration": 3, "base": base, "llm1": tilt})
+    shares = limit.with_shares({"iteration": 3, "base": base, "llm1": tilt}, ["base", "llm1"])
     assert shares["iteration"] == 3
     assert (shares["base"]["share_of_limit"], shares["llm1"]["share_of_limit"]) == (0, 1)
     alike = Limit([[2.0] * 16] * 3, 0.1)                            # nothing to gain, and no division by 0
-    assert alike.with_shares({"llm1": {"combined_reward": 2.5}})["llm1"]["share_of_limit"] == 0
+    assert alike.with_shares({"llm1": {"combined_reward": 2.5}}, ["llm1"])["llm1"]["share_of_limit"] == 0
 
 
 TINY = "--method ppo --iterations 1 --batch_size 8 --mini_batch_size 8 --eval_queries 16 "

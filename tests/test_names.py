@@ -245,7 +245,7 @@ def test_roles_that_would_hide_something_are_refused(roles, says, played):
 def test_players_and_roles_of_the_next_iteration_are_the_runs_agents(player, roles, says, played):
     """Else the run would resume with one agent in both roles, or not at all."""
     run, a, r = played
-    known = [*run.agents, Agent("llm3", run.reference, run.cfg, 2)]
+    known = [*run.agents, Agent("llm3", run.bases["base"], run.cfg, 2)]
     turns = [Turn("pioneer", known[player], a, r, {})]
     refused(run, says, turns, [known[i] for i in roles])
 

@@ -317,10 +317,11 @@ def test_a_band_is_the_mean_and_one_sample_std_by_hand():
 
 def test_values_that_are_no_finite_number_are_left_out():
     rows = [{"iteration": i, "copied": value} for i, value in enumerate([1.0, float("nan"), None, "text"])]
-    curves = plots.curves_of([*rows, {"iteration": 9, "roles": {}, "other/kl": 1.0}], "llm1", first=True)
+    rows_of_loop = [*rows, {"iteration": 9, "roles": {}, "other/kl": 1.0}]
+    curves = plots.curves_of(rows_of_loop, "llm1", "base", first=True)
     assert curves == {"iteration": {0: 0, 1: 1, 2: 2, 3: 3, 9: 9}, "copied": {0: 1.0}}
     assert plots.metric_names([curves]) == ["copied"]
-    assert not plots.curves_of(rows, "llm2", first=False)               # the loop's are the first agent's
+    assert not plots.curves_of(rows, "llm2", "base", first=False)       # the loop's are the first agent's
 
 
 # --- tables -----------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ class Words:
     def observer_prompts(self, queries, responses):
         return [f"{query} after {response}:" for query, response in zip(queries, responses, strict=True)]
 
+    def cut(self, response):
+        return response
+
     def reward(self, queries, responses):
         return torch.tensor([REWARD[text] for text in responses])
 

@@ -16,10 +16,10 @@ from cory.commands.report import require_finished, require_picture, require_same
 from cory.config import Config
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment import evaluation
-from cory.experiment.fingerprints import of_data, of_model, require_same
+from cory.experiment.fingerprints import of_run, require_same
 from cory.experiment.flags import OneLineParser
 from cory.experiment.plots import draw_pass_at_k
-from cory.experiment.run import find_task
+from cory.experiment.run import find_task, load_bases
 from cory.experiment.saved_config import load_config, read_config
 from cory.experiment.tables import grouped, groups_table
 from cory.ppo.formulas import pass_at_k
@@ -84,18 +84,19 @@ def evaluate_run(run_dir: Path, saved: dict, args: argparse.Namespace) -> dict[s
     cfg = settled_anew(replace(trained, device=args.device))    # it may have been trained on another machine
     task_class = find_task(cfg)
     data = task_class.load_data(cfg)            # divided as in the run: nothing it trained on is held out now
-    base = load_language_model(cfg.model, cfg.temperature, cfg.precision, prepare_device(cfg), cfg.storage)
-    task = task_class(cfg, data, base)
-    require_same(cfg, saved["fingerprints"], "data", of_data(data))
-    if cfg.storage == trained.storage:          # in another its weights have other bits
-        require_same(cfg, saved["fingerprints"], "model", of_model(base, task))
+    columns = cfg.base_columns(saved["agents"])
+    bases = load_bases(cfg, columns, prepare_device(cfg))
+    task = task_class(cfg, data, bases["base"])
+    for name, fingerprint in of_run(data, bases, task).items():
+        if name == "data" or cfg.storage == trained.storage:    # in another its weights have other bits
+            require_same(cfg, saved["fingerprints"], name, fingerprint)
     evaluation.require_same_reward(task, run_dir)
     if args.queries:
-        task = task_class(replace(cfg, eval_queries=args.queries), data, base)
+        task = task_class(replace(cfg, eval_queries=args.queries), data, bases["base"])
 
     folder, metrics = broadcast(lambda: own_folder(run_dir / "evaluation")), {}
-    for name in ["base", *saved["agents"]]:
-        model = base if name == "base" else final_model(run_dir, name, cfg, base)
+    for name in [*bases, *saved["agents"]]:
+        model = bases.get(name) or final_model(run_dir, name, cfg, bases[columns[name]])
         rounds = answer_all(model, task, args.samples, f"{run_dir.name} {name}")
         metrics[name] = solved_metrics(task, rounds, args.k)
         lines = "".join(json.dumps(answers) + "\n" for answers in rounds)

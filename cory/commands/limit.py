@@ -14,10 +14,10 @@ from cory.errors import exit_on_user_error
 from cory.experiment.evaluation import EVALUATION_SEED, answer, rows_at_once
 from cory.experiment.fingerprints import of_model
 from cory.experiment.flags import OneLineParser
-from cory.experiment.limit import Limit, made_with
+from cory.experiment.limit import Limit, made_with, on_limit
 from cory.experiment.plots import draw_curves
 from cory.experiment.run import find_task
-from cory.experiment.saved_config import load_config
+from cory.experiment.saved_config import load_config, read_config
 from cory.experiment.tables import results_table
 from cory.ppo.loading import load_language_model
 from cory.system.files import read_json, replace_text
@@ -49,12 +49,13 @@ def main(argv: list[str] | None = None) -> None:
     run_dirs = parser.parse_args(argv).run_dirs
     require_finished(run_dirs)
     for run_dir in run_dirs:
-        cfg = load_config(run_dir)
+        cfg, agents = load_config(run_dir), read_config(run_dir)["agents"]
         with locked(run_dir):
-            answers = base_rewards(cfg)
+            answers = base_rewards(replace(cfg, model=cfg.of_agent(agents[0]).model))
             limit = Limit(answers["rewards"], cfg.init_kl_coef)
-            held_out = limit.with_shares(read_json(run_dir / "eval.json"))
+            held_out = limit.with_shares(read_json(run_dir / "eval.json"), on_limit(cfg, agents))
             replace_text(run_dir / "limit.json", json.dumps(answers))
             replace_text(run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
             draw_curves(run_dir)
-        print(run_dir, results_table(limit.with_shares(limit.metrics) | held_out), sep="\n", flush=True)
+        best = limit.with_shares(limit.metrics, limit.metrics)
+        print(run_dir, results_table(best | held_out), sep="\n", flush=True)

@@ -47,6 +47,8 @@ class Plan:
     """
 
     def __init__(self, cfg: Config, config: PretrainedConfig, prompt: int, gpus: int = 1):
+        way_out = "plan counts agents of one base and one setting; leave it out"
+        cfg.require("agent_settings", not cfg.agent_settings, way_out)
         self.cfg, self.config, self.gpus = cfg, config, gpus
         self.length = prompt + cfg.max_response_length
         self.agents = 1 if cfg.method == "ppo" or cfg.share_weights else 2

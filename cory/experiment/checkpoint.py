@@ -6,6 +6,7 @@ A checkpoint is one safetensors file, `checkpoints/iteration_000012-CHECKSUM.saf
     llm1/weights/NAME               a weight that llm1 trains
     llm1/moments/NAME/exp_avg       what Adam keeps of it
     llm1/random, random/cpu         states of random generators
+    state/NAME                      a tensor of `run.state`, what the loop keeps
     "state" in the file's header    all else, as JSON (`json_state`)
 
 CHECKSUM begins the file's SHA-256. The file is written under another name, flushed and renamed, so that it is
@@ -38,16 +39,20 @@ from cory.system.files import checksum, own_folder, put_in_place, readable, remo
 from cory.system.sharding import full_tensor, is_sharded, shard_like
 
 KEPT = 2                                                    # checkpoints
+TENSOR = "tensor of the file"                               # stands for one in the JSON part
 
 
 # --- save ---
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent],
-                    wandb_id: str) -> None:
-    """`agents` are all of them; `roles` the same ones in the order of their roles in the next iteration.
+                    wandb_id: str, memory: dict) -> None:
+    """`agents` are all of them; `roles` the same ones in the order of their roles in the next iteration;
+    `memory` is `run.state`, what the loop keeps.
     Raises `UserError`, and leaves the older checkpoints, for weights that are not finite or a full disk.
     """
     require_finite(agents)
-    tensors, state = gathered(tensors_of(agents)), json_state(iteration, agents, roles, wandb_id)
+    tensors, state = tensors_of(agents), json_state(iteration, agents, roles, wandb_id)
+    state["memory"] = packed("state", memory, tensors)
+    tensors = gathered(tensors)
     broadcast(lambda: write(run_dir, tensors, state))           # all wait: one that ends, ends all
 
 
@@ -76,6 +81,35 @@ def tensors_of(agents: list[Agent]) -> dict[str, Tensor]:
             for moment, x in agent.optimizer.state[parameter].items():
                 tensors[f"{agent.name}/moments/{name}/{moment}"] = torch.as_tensor(x)
     return tensors
+
+
+def packed(name: str, value, tensors: dict[str, Tensor]):
+    """`value` as JSON: a tensor in it goes to `tensors`, and leaves its name. Raises `UserError` for what
+    would not come back as it is: tuples, sets, objects, keys that are no text.
+    """
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {TENSOR: name, "device": value.device.type}
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {key: packed(f"{name}/{key}", item, tensors) for key, item in value.items()}
+    if type(value) is list:
+        return [packed(f"{name}/{i}", item, tensors) for i, item in enumerate(value)]
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise UserError(f"run.{name}", value, f"is a {type(value).__name__}; keep numbers, text, lists, tensors "
+                    "and dictionaries with text as keys there")
+
+
+def unpacked(value, file: safe_open, device: torch.device):
+    """The inverse of `packed`."""
+    if isinstance(value, list):
+        return [unpacked(item, file, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TENSOR in value:
+        x = file.get_tensor(value[TENSOR])
+        return x.to(device) if value["device"] == device.type else x
+    return {key: unpacked(item, file, device) for key, item in value.items()}
 
 
 def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -173,6 +207,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
         for agent in agents:
             agent.kl_coef = state["kl_coef"][agent.name]
             put_back(file, agent)
+        state["memory"] = unpacked(state["memory"], file, agents[0].policy.device)
     return state
 
 

@@ -6,6 +6,7 @@ import hashlib
 import torch
 
 from cory.config import Config
+from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 from cory.tasks.task import Data, Task
 
@@ -32,7 +33,17 @@ def of_model(model: LanguageModel, task: Task) -> str:
     return digest.hexdigest()[:16]
 
 
+def of_run(data: Data, bases: dict[str, LanguageModel], task: Task) -> dict[str, str]:
+    """What config.json notes: of the rows as `data`, of the first base as `model`, of others as `base_llm2`.
+    """
+    names = {"base": "model"}
+    return {"data": of_data(data)} | {names.get(column, column): of_model(base, task)
+                                      for column, base in bases.items()}
+
+
 def require_same(cfg: Config, before: dict[str, str], name: str, now: str) -> None:
-    """`data` or `model` has the fingerprint that its run noted. Raises `UserError`."""
-    way_out = f"the {name} of this run was another; put it back as it was, or start a new run"
-    cfg.require({"data": "dataset", "model": "model"}[name], before.get(name) == now, way_out)
+    """`data` or a base has the fingerprint that its run noted. Raises `UserError`."""
+    if before.get(name) != now:
+        value = cfg.dataset if name == "data" else cfg.of_agent(name.removeprefix("base_")).model
+        way_out = f"the {name} of this run was another; put it back as it was, or start a new run"
+        raise UserError("dataset" if name == "data" else "model", value, way_out)

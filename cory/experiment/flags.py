@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from cory.config import Config
+from cory.config import PER_AGENT, Config
 from cory.errors import UserError
 from cory.experiment.saved_config import load_config
 from cory.names import guess, name_of
@@ -32,7 +32,12 @@ class Parser(OneLineParser):
     def __init__(self, config_class: type[Config], defaults: dict, prog: str | None = None):
         super().__init__(prog, allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
         self.config_class, hints = config_class, get_type_hints(config_class)
+        self.epilog = ("Settings of one agent: --NAME SETTING=VALUE ..., as in --llm2 model=DIR "
+                       "learning_rate=3e-5.")
+        self.agent_settings = defaults.get("agent_settings", {})
         for f in fields(config_class):
+            if f.name == "agent_settings":
+                continue
             hint, default = hints[f.name], defaults.get(f.name, f.default)
             if hint is bool:
                 options = {"type": true_or_false, "nargs": "?", "const": True}
@@ -48,10 +53,25 @@ class Parser(OneLineParser):
     def parse(self, argv: list[str]) -> Config:
         """The settings; for an unknown flag a `UserError` that names the nearest."""
         known, unknown = self.parse_known_args(argv)
-        for word in unknown:
-            near = guess(word.split("=")[0], self._option_string_actions)
-            raise UserError("flag", word, f"unknown; {near}--help lists every flag")
-        return self.config_class(**vars(known))
+        return self.config_class(**vars(known), agent_settings=self.own_settings(unknown))
+
+    def own_settings(self, words: list[str]) -> dict[str, dict]:
+        """The words `--llm2 model=DIR` as {"llm2": {"model": "DIR"}}, over the defaults. Raises `UserError`.
+        """
+        agents, own = {name: dict(settings) for name, settings in self.agent_settings.items()}, None
+        for word, following in zip(words, [*words, "--"][1:], strict=True):
+            name, equals, value = word.partition("=")
+            if word.startswith("--") and "=" in following and not following.startswith("--"):
+                own = agents.setdefault(word.removeprefix("--"), {})
+            elif own is not None and equals and name in PER_AGENT:
+                own[name] = getattr(self.parse_known_args([f"--{name}={value}"])[0], name)
+            elif own is not None and equals:
+                choice = ", ".join(sorted(PER_AGENT))
+                raise UserError("setting", word, f"is none of a single agent; choose from {choice}")
+            else:
+                near = guess(name, self._option_string_actions)
+                raise UserError("flag", word, f"unknown; {near}--help lists every flag")
+        return agents
 
 
 def true_or_false(word: str) -> bool:
@@ -76,6 +96,14 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     return Parser(config_class, {"preset": known.preset, **presets[known.preset]}, prog).parse(argv)
 
 
+def fixed(settings: dict) -> dict:
+    """What a continuation may not change of them."""
+    kept = {name: value for name, value in settings.items()
+            if name not in FREE_ON_RESUME and not name.startswith("wandb")}
+    agents = settings.get("agent_settings", {})
+    return kept | {"agent_settings": {name: fixed(own) for name, own in agents.items()}}
+
+
 def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Config:
     """The settings of the run in run_dir, with what the command line may change of them."""
     if not run_dir:
@@ -84,10 +112,10 @@ def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Conf
     if name_of(type(saved)) != name_of(config_class):
         way_out = f"holds a run of {saved.task}; continue it with the script that started it"
         raise UserError("run_dir", run_dir, way_out)
-    old = asdict(saved)
-    config = Parser(config_class, old).parse(argv)
-    changed = "; ".join(f"{name} was {old[name]!r}, now {value!r}" for name, value in asdict(config).items()
-                        if value != old[name] and name not in FREE_ON_RESUME and not name.startswith("wandb"))
+    config = Parser(config_class, asdict(saved)).parse(argv)
+    old, new = fixed(asdict(saved)), fixed(asdict(config))
+    changed = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in new
+                        if new[name] != old[name])
     if changed:
         raise UserError("resume", run_dir, f"has other settings: {changed}; leave these out, or start anew")
     if config.iterations != saved.iterations and config.lr_schedule != "constant":

@@ -6,6 +6,7 @@ Shapes: Q held-out queries, n answers of the base to each. Rewards are the task'
 import math
 import zlib
 from pathlib import Path
+from typing import Collection
 
 import numpy as np
 
@@ -59,16 +60,23 @@ class Limit:
         self.metrics = {name: {"task_reward": reward, "kl": kl, "combined_reward": reward - eta * kl}
                         for name, (kl, reward) in {"base": base, **best, "tilt": self.tilts[-1]}.items()}
 
-    def with_shares(self, held_out: dict) -> dict:
-        """What eval.json holds, with `share_of_limit` in all metrics: 0 is the base, 1 the tilt.
+    def with_shares(self, held_out: dict, names: Collection[str]) -> dict:
+        """What eval.json holds, with the `share_of_limit` of these: 0 is the base, 1 the tilt.
 
             (combined - base) / (tilt - base)        0 where all answers score alike
         """
         base, tilt = (self.metrics[name]["combined_reward"] for name in ("base", "tilt"))
         room = tilt - base if tilt - base > 1e-9 else math.inf
         shares = {name: {"share_of_limit": (metrics["combined_reward"] - base) / room + 0.0}
-                  for name, metrics in held_out.items() if isinstance(metrics, dict) and name != "team"}
+                  for name, metrics in held_out.items() if name in names}
         return held_out | {name: held_out[name] | share for name, share in shares.items()}
+
+
+def on_limit(cfg: Config, agents: list[str]) -> list[str]:
+    """The base, and the agents whose base and objective are those of the limit."""
+    columns = cfg.base_columns(agents)
+    return ["base", *(name for name in agents
+                      if columns[name] == "base" and cfg.of_agent(name).init_kl_coef == cfg.init_kl_coef)]
 
 
 def made_with(cfg: Config, task: Task, model: str) -> dict:

@@ -8,7 +8,7 @@ import numpy as np
 
 from cory.errors import UserError
 from cory.experiment.limit import limit_of
-from cory.experiment.saved_config import read_config
+from cory.experiment.saved_config import load_config, read_config
 from cory.experiment.tables import grouped
 from cory.names import short_name
 from cory.system.files import read_log, replaced
@@ -26,13 +26,13 @@ WITHOUT_PANEL = {"task_reward_std", "length", "sampling_gap", "policy_loss", "va
                  "distinct_1", "distinct_2", "repeated_tokens", "base_perplexity", "iteration", "seconds"}
 
 
-def curves_of(rows: list[dict], agent: str, first: bool) -> dict[str, dict[int, float]]:
+def curves_of(rows: list[dict], agent: str, base: str, first: bool) -> dict[str, dict[int, float]]:
     """{metric: {iteration: value}} of an agent, where the value is a finite number.
 
     `kl` is of training, `eval/kl` held out; there iteration 0 is the base. What a loop measures, and of its
     team, counts as the `first` agent's.
     """
-    kinds = {agent: "", f"eval/{agent}": "eval/", "eval/base": "eval/"}
+    kinds = {agent: "", f"eval/{agent}": "eval/", f"eval/{base}": "eval/"}
     kinds |= {"": "", "eval/team": "eval/"} if first else {}
     curves = defaultdict(dict)
     for row in rows:
@@ -143,9 +143,10 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()):
 def read_curves(run_dir: Path) -> dict[str, dict]:
     """`curves_of` each agent of a run."""
     agents, rows = read_config(run_dir)["agents"], read_log(run_dir / "metrics.jsonl")
+    columns = load_config(run_dir).base_columns(agents)
     if not rows:
         raise UserError("run_dirs", str(run_dir), "its metrics.jsonl holds no rows; leave the run out")
-    return {agent: curves_of(rows, agent, first=agent == agents[0]) for agent in agents}
+    return {agent: curves_of(rows, agent, columns[agent], first=agent == agents[0]) for agent in agents}
 
 
 def draw_training(ax, seeds: list[dict[int, float]], style: dict) -> None:

@@ -14,16 +14,24 @@ import torch
 from cory import names
 from cory.config import ASSETS, LR_SCHEDULES, METHODS, TASKS, Config
 from cory.errors import UserError
-from cory.experiment.checkpoint import load_checkpoint, require_disk, save_checkpoint, save_final, versions
+from cory.experiment.checkpoint import (
+    load_checkpoint,
+    packed,
+    require_disk,
+    save_checkpoint,
+    save_final,
+    versions,
+)
 from cory.experiment.evaluation import EVALUATION_SEED, answer, checked, evaluate, require_same_reward
-from cory.experiment.fingerprints import of_data, of_model, require_same
-from cory.experiment.limit import embedded_rewards, limit_of
+from cory.experiment.fingerprints import of_run, require_same
+from cory.experiment.limit import embedded_rewards, limit_of, on_limit
 from cory.experiment.log import RunLog
 from cory.experiment.plots import draw_curves
 from cory.experiment.saved_config import read_config, saved_config
 from cory.experiment.tables import results_table
 from cory.ppo.agent import Agent
 from cory.ppo.loading import load_language_model, storage_options
+from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout
 from cory.system.distributed import all_reduce_max, broadcast, held_by_main, is_main, started_as, world_size
 from cory.system.files import read_log, replace_text
@@ -48,10 +56,10 @@ class Turn(NamedTuple):
     reward_B: torch.Tensor          # the task reward of its own responses, whatever it was trained on
     update: dict[str, float]        # metrics of its update
 
-    def metrics(self, task: Task, queries: list[str], eta: float) -> dict[str, float]:
+    def metrics(self, task: Task, queries: list[str]) -> dict[str, float]:
         """Of the rollout, the update and the task. Raises `UserError` where one would hide another."""
         rollout, reward = self.rollout, self.reward_B.mean().item()
-        kl = rollout.kl_B.mean().item()
+        kl, eta = rollout.kl_B.mean().item(), self.agent.cfg.init_kl_coef
         metrics = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
                    "kl": kl, "combined_reward": reward - eta * kl,
                    "length": rollout.length_B.mean().item(), "sampling_gap": rollout.sampling_gap}
@@ -60,9 +68,11 @@ class Turn(NamedTuple):
 
 
 class Run(ExitStack):
-    """What a loop works with: it reads `cfg`, `task`, `reference` and `roles` (the agents by first role).
+    """What a loop works with: it reads `cfg`, `task` and `roles` (the agents by first role).
 
     It goes through `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
+    What it must remember from one iteration to the next it keeps in `state`, a dictionary of JSON values and
+    tensors that are the same in all processes: a resumed run finds it as it was.
     `with Run(cfg) as run:` holds the run's folder, its log and its answer to signals until the block ends, or
     until `close()`.
     """
@@ -75,9 +85,6 @@ class Run(ExitStack):
         if processes != str(world_size()):
             raise UserError("processes", processes, "have not been joined; start the run by cory.train.train")
         self.cfg = cfg = settled(cfg)
-        cfg.require("mini_batch_size", cfg.rows_per_optimizer_step % world_size() == 0,
-                    f"{cfg.rows_per_optimizer_step} rows of an optimizer step cannot be divided among "
-                    f"{world_size()} processes; make them a multiple")
         versions()                          # asked now and kept: the clone may be at another commit later
         self.signals = Signals().install()
         self.callback(self.signals.remove)
@@ -94,20 +101,23 @@ class Run(ExitStack):
         self.loop = names.find("method", cfg.method, METHODS)
         task_class = find_task(cfg)
         self.agent_names = agents_of(cfg, self.loop)
-        names.find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)
+        self.columns = cfg.base_columns(self.agent_names)
+        for name in {*self.agent_names, *cfg.agent_settings}:
+            require_agent(cfg, name, self.agent_names)
         print(first_lines(cfg, self.device), flush=True)
         storage_options(cfg.storage, self.device)
         data = task_class.load_data(cfg)
-        self.reference = load_language_model(cfg.model, cfg.temperature, cfg.precision, self.device,
-                                             cfg.storage)
-        self.task = task_class(cfg, data, self.reference)
-        # of the base as it was loaded: LoRA's agents put their adapters into it
-        self.fingerprints = {"data": of_data(data), "model": of_model(self.reference, self.task)}
-        self.agents = [Agent(name, self.reference, cfg, i) for i, name in enumerate(self.agent_names)]
+        self.bases = load_bases(cfg, self.columns, self.device)
+        self.task = task_class(cfg, data, self.bases["base"])
+        # of the bases as they were loaded: LoRA's agents put their adapters into them
+        self.fingerprints = of_run(data, self.bases, self.task)
+        self.agents = [Agent(name, self.bases[self.columns[name]], cfg.of_agent(name), i)
+                       for i, name in enumerate(self.agent_names)]
         self.roles = self.agents * len(self.loop.agents) if cfg.share_weights else self.agents
         broadcast(lambda: require_disk(cfg, self.run_dir, self.agents))
-        if cfg.shard:
-            shard(self.reference.lm, cfg)       # the agents have had their copies
+        for base in self.bases.values() if cfg.shard else ():
+            shard(base.lm, cfg)                 # the agents have had their copies
+        self.state = {}
         self.start, self.wandb_id = self.resume() if cfg.resume else (0, "")
         self.warned_off_policy = False
         if is_main():
@@ -143,13 +153,15 @@ class Run(ExitStack):
         if changed:
             print(f"other versions than at the checkpoint, so that results may differ: {'; '.join(changed)}")
         self.roles = [self.agents[self.agent_names.index(name)] for name in state["roles"]]
+        self.state = state["memory"]
         return done, state["wandb_id"]
 
     def iterations(self) -> Iterator[int]:
         """Yields start + 1 .. iterations. A new run first evaluates the base, which all agents equal."""
         if self.start == 0:
-            base = evaluate(self.reference, self.reference, self.task, self.cfg)
-            metrics = {f"eval/base/{name}": value for name, value in base.items()} | self.evaluate_team()
+            metrics = {f"eval/{column}/{name}": value for column, base in self.bases.items()
+                       for name, value in evaluate(base, base, self.task, self.cfg).items()}
+            metrics |= self.evaluate_team()
             if is_main():
                 self.log.iteration(0, metrics, [], {})
         self.clock, self.signals.waiting = time.perf_counter(), True
@@ -165,6 +177,7 @@ class Run(ExitStack):
         """
         cfg, last = self.cfg, iteration == self.cfg.iterations
         self.require_known(turns, roles)
+        packed("state", self.state, {})
         self.warn_if_off_policy(turns)
         row = self.metrics_of(queries, turns)
         taken = {*RESERVED, *(word for key in row for word in key.split("/"))}
@@ -178,7 +191,7 @@ class Run(ExitStack):
             self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = all_reduce_max(self.signals.received or 0)
         if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
-            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.wandb_id)
+            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.wandb_id, self.state)
         if received:
             self.stop(iteration, signal.Signals(received))
         self.clock = time.perf_counter()
@@ -217,14 +230,14 @@ class Run(ExitStack):
         """Each metric under its role, and under its agent the mean over the roles that it played."""
         by_role, by_agent = {}, defaultdict(list)
         for turn in turns:
-            for name, value in turn.metrics(self.task, queries, self.cfg.init_kl_coef).items():
+            for name, value in turn.metrics(self.task, queries).items():
                 by_role[f"{turn.role}/{name}"] = value
                 by_agent[f"{turn.agent.name}/{name}"].append(value)
         return by_role | {key: statistics.fmean(values) for key, values in by_agent.items()}
 
     def evaluate_agents(self) -> dict[str, float]:
         return {f"eval/{agent.name}/{name}": value for agent in self.agents
-                for name, value in evaluate(agent.policy, self.reference, self.task, self.cfg).items()}
+                for name, value in evaluate(agent.policy, agent.reference, self.task, agent.cfg).items()}
 
     def evaluate_team(self) -> dict[str, float]:
         """What the loop measures of its agents together, in the roles of the iteration that has ended."""
@@ -233,20 +246,23 @@ class Run(ExitStack):
         return {f"eval/team/{name}": value for name, value in metrics.items()}
 
     def samples(self, iteration: int, queries: list[str], limit: int, turns: list[Turn]) -> list[dict]:
-        """A few different queries with the responses of each role and of the base, and their rewards."""
+        """A few different queries with the responses of each role and of the bases, and their rewards."""
         kept = range(0, len(queries), self.cfg.responses_per_query)[:self.cfg.sample_rows]
         asked = [queries[i] for i in kept]
         if not asked:
             return []
-        prompts, rows = self.task.pioneer_prompts(asked), []
-        with unsharded(self.reference):
-            base = answer(self.reference, prompts, limit, seed=EVALUATION_SEED + iteration)
-        for i, text, reward in zip(kept, base, self.task.reward(asked, base).tolist(), strict=True):
-            row = {"iteration": iteration, "query": queries[i]}
-            for turn in turns:
+        rows = [{"iteration": iteration, "query": query} for query in asked]
+        for turn in turns:
+            for row, i in zip(rows, kept, strict=True):
                 row |= {turn.role: turn.rollout.text[i], f"{turn.role}_agent": turn.agent.name,
                         f"{turn.role}_reward": turn.reward_B[i].item()}
-            rows.append(row | {"base": text, "base_reward": reward})
+        for column, base in self.bases.items():
+            with unsharded(base):
+                prompts = self.task.pioneer_prompts(asked)
+                texts = answer(base, prompts, limit, seed=EVALUATION_SEED + iteration)
+            rewards = self.task.reward(asked, texts).tolist()
+            for row, text, reward in zip(rows, texts, rewards, strict=True):
+                row |= {column: text, f"{column}_reward": reward}
         return rows
 
     def finish(self) -> None:
@@ -256,7 +272,7 @@ class Run(ExitStack):
         self.cfg.require("method", done >= self.cfg.iterations,
                          f"stopped after iteration {done}; call run.finish_iteration in each")
         save_final(self.run_dir, self.agents)
-        metrics = {key: value for key, value in rows[0].items() if key.startswith("eval/base/")} | last
+        metrics = {key: value for key, value in rows[0].items() if not key.startswith("eval/team/")} | last
         if f"eval/{self.agent_names[0]}/kl" not in last:
             metrics |= self.evaluate_agents()           # resumed at its end, which was not an end before
         if is_main():
@@ -272,17 +288,35 @@ class Run(ExitStack):
         """eval.json of the held-out `metrics`, the picture, and the table on the terminal."""
         held_out = {"iteration": iteration, "split": self.cfg.eval_split,
                     "queries": self.cfg.eval_queries, "samples": self.cfg.eval_samples}
-        for name in ["base", *self.agent_names, "team"]:
+        for name in [*self.bases, *self.agent_names, "team"]:
             prefix = f"eval/{name}/"
             measured = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
             held_out |= {name: measured} if measured else {}
         if rewards := embedded_rewards(self.cfg, self.task, self.fingerprints["model"]):
             replace_text(self.run_dir / "limit.json", json.dumps(rewards))
         if limit := limit_of(self.run_dir):
-            held_out = limit.with_shares(held_out)
+            held_out = limit.with_shares(held_out, on_limit(self.cfg, self.agent_names))
         replace_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_curves(self.run_dir)
         print(results_table(held_out))
+
+
+def require_agent(cfg: Config, name: str, agents: list[str]) -> None:
+    """An agent whose settings can be used. Raises `UserError`."""
+    if name not in agents:
+        raise UserError("flag", f"--{name}", f"names no agent of this run; it has {', '.join(agents)}")
+    own = cfg.of_agent(name)
+    names.find("lr_schedule", own.lr_schedule, LR_SCHEDULES)
+    own.require("mini_batch_size", own.rows_per_optimizer_step % world_size() == 0,
+                f"{own.rows_per_optimizer_step} rows of an optimizer step cannot be divided among "
+                f"{world_size()} processes; make them a multiple")
+
+
+def load_bases(cfg: Config, columns: dict[str, str], device: torch.device) -> dict[str, LanguageModel]:
+    """The base of each column of `Config.base_columns`; agents of equal bases share one."""
+    return {column: load_language_model(cfg.of_agent(name).model, cfg.temperature, cfg.precision, device,
+                                        cfg.storage)
+            for name, column in columns.items() if column in ("base", f"base_{name}")}
 
 
 def named(agents: Iterable[Agent]) -> str:

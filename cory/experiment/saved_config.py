@@ -16,11 +16,12 @@ def saved_config(cfg: Config, agents: list[str], fingerprints: dict[str, str]) -
     return {"config": class_name, "agents": agents, "fingerprints": fingerprints, **portable(asdict(cfg))}
 
 
-def portable(settings: dict) -> dict:
+def portable(value):
     """Settings with embedded assets by short name: a moved folder finds its own (`Config` reads that)."""
-    return {name: EMBEDDED + Path(value).relative_to(ASSETS).as_posix()
-            if isinstance(value, str) and value.startswith(f"{ASSETS}/") else value
-            for name, value in settings.items()}
+    if isinstance(value, dict):
+        return {name: portable(setting) for name, setting in value.items()}
+    embedded = isinstance(value, str) and value.startswith(f"{ASSETS}/")
+    return EMBEDDED + Path(value).relative_to(ASSETS).as_posix() if embedded else value
 
 
 def load_config(run_dir: Path) -> Config:

@@ -27,8 +27,8 @@ def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, 
     runs = sorted(runs, key=lambda run: [(isinstance(run[0][name], str), run[0][name]) for name in order])
     for config, of_name in runs:
         values = "".join(f", {name} {config[name]}" for name in by)
-        if "base" in of_name:
-            bases.setdefault(f"base{values}", [of_name["base"]])
+        for base in (name for name in of_name if name.startswith("base")):
+            bases.setdefault(f"{base}{values}", [of_name[base]])
         for agent in config["agents"]:
             groups[f"{short[config['method']]} {agent.upper()}{values}"].append(of_name[agent])
     first, *others = bases.values() or [None]

@@ -8,6 +8,7 @@ import pandas as pd
 
 from cory.errors import UserError
 from cory.experiment.checkpoint import checkpoints_of, read_state
+from cory.experiment.saved_config import load_config
 from cory.studies.definitions import Study
 from cory.studies.runs import FREE, StudyRun, setting_names
 from cory.system.files import read_json, read_jsonl, read_log, readable
@@ -44,29 +45,30 @@ def of_run(run: StudyRun) -> list[dict]:
     about = {"task": run.task, "variant": run.variant, "seed": run.seed, "diverged": run.diverged,
              "core_seconds": core_seconds(run), "commit": commit(run),
              "data": fingerprints["data"], "weights": fingerprints["model"]}
+    config["agent_settings"] = str(config["agent_settings"])
     about |= {f"setting:{name}": value for name, value in config.items()
               if name not in {*FREE, *ROW, "config", "iterations"}}
-    rows = []
+    rows, columns = [], load_config(run.folder).base_columns(agents)
     for agent in agents:
-        for iteration, metrics in evaluations(run, agent, log).items():
+        for iteration, metrics in evaluations(run, agent, columns[agent], log).items():
             reward = metrics[REWARD[run.task]]
             rows.append(about | {"agent": agent, "iteration": iteration, "reward": reward} | metrics)
     return rows
 
 
-def evaluations(run: StudyRun, agent: str, log: list[dict]) -> dict[int, dict]:
+def evaluations(run: StudyRun, agent: str, base: str, log: list[dict]) -> dict[int, dict]:
     """{iteration: held-out metrics} of an agent and its team; the first and last with the share of the limit.
     """
     evaluated = {}
     for row in log:
-        name = agent if row["iteration"] else "base"
+        name = agent if row["iteration"] else base
         metrics = {key.split("/", 2)[2]: value for key, value in row.items()
                    if key.startswith((f"eval/{name}/", "eval/team/"))}
         if metrics:
             evaluated[row["iteration"]] = metrics
     if run.finished:
         held_out = read_json(run.folder / "eval.json")
-        for iteration, name in ((0, "base"), (held_out["iteration"], agent)):
+        for iteration, name in ((0, base), (held_out["iteration"], agent)):
             evaluated[iteration] = evaluated.get(iteration, {}) | held_out[name]
     return evaluated
 

@@ -71,7 +71,7 @@ class Gsm8k(Task):
         return [self.message(pioneer_prompt(query, self.example)) for query in queries]
 
     def observer_prompts(self, queries: list[str], responses: list[str]) -> list[str]:
-        return [self.message(observer_prompt(query, self.cut(response), self.example))
+        return [self.message(observer_prompt(query, response, self.example))
                 for query, response in zip(queries, responses, strict=True)]
 
     def message(self, text: str) -> str:

@@ -88,7 +88,7 @@ class Imdb(Task):
         return any(review.startswith(query) for review in self.training_reviews[behind:behind + 1])
 
     def observer_prompts(self, queries: list[str], responses: list[str]) -> list[str]:
-        return [OBSERVER_TEMPLATE.format(query=query, response=self.cut(response))
+        return [OBSERVER_TEMPLATE.format(query=query, response=response)
                 for query, response in zip(queries, responses, strict=True)]
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
