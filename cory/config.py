@@ -27,7 +27,7 @@ PER_AGENT = {"model", "lora_rank", "lora_alpha", "lora_targets", "advantage", "w
              "learning_rate", "critic_learning_rate", "lr_schedule", "warmup_iterations", "mini_batch_size",
              "gradient_accumulation_steps", "num_ppo_epochs", "init_kl_coef", "kl_penalty", "kl_in",
              "adap_kl_ctrl", "kl_target", "kl_horizon", "gamma", "lam", "cliprange", "cliprange_value",
-             "vf_coef", "ent_coef", "max_grad_norm"}
+             "vf_coef", "ent_coef", "max_grad_norm", "sampling_temperature", "top_p", "importance_cap"}
 
 
 class Precision(NamedTuple):
@@ -86,11 +86,17 @@ class Config:
     batch_size: int = setting(256, "responses per iteration and role (paper: 256, GSM8K 32)", least=1)
     responses_per_query: int = setting(1, "k; batch_size / k queries are answered (paper: 1)", least=1)
     temperature: float = setting(1.0, "of sampling and scoring alike (paper: 1)", least=0.01, most=100)
+    sampling_temperature: float = setting(1.0, "responses are drawn from the policy to the power of one over "
+        "this, the policy stays as it is (paper: 1)", least=0.01, most=100)
+    top_p: float = setting(1.0, "responses are drawn from the likeliest tokens that hold this much of the "
+        "probability (paper: 1)", least=ABOVE_0, most=1)
     min_response_length: int = setting(4, "tokens; each iteration draws one limit from here to the largest; "
         "0: always the largest (released code: 4)", least=0)
     max_response_length: int = setting(15, "tokens; largest limit of a response (released code: 15)", least=1)
     # the update
     advantage: str = setting("gae", "gae (paper), rloo, grpo, reinforce, or yours as module:function")
+    importance_cap: float = setting(0.0, "weigh tokens by policy / sampling probability, up to this; 0: off "
+        "(truncated importance sampling, Ionides 2008; ours)", least=0)
     whiten_advantages: Literal["auto", "true", "false"] = setting(
         "auto", "mean 0 and variance 1 over the batch; auto: yes, but for rloo and grpo (TRL: yes)")
     learning_rate: float = setting(1.41e-5, "Adam step size (paper: 1.41e-5, GSM8K 1e-5)", least=ABOVE_0)
@@ -239,6 +245,28 @@ class Config:
                      "4 bits cannot be divided among processes; add --load_in_4bit false")
         self.require("load_in_4bit", self.lora or not self.load_in_4bit,
                      "trains nothing by itself: 4-bit weights are frozen; add --lora true")
+
+    def unread(self) -> dict[str, str]:
+        """{setting: what it waits for} of what nothing reads beside the others; such flags are refused.
+
+        A loop or an advantage of the user's own may read them all. A new setting that some methods ignore has
+        its line here.
+        """
+        team = ["role_exchange_every", "knowledge_transfer", "partner_reward", "partner_term",
+                "share_weights", "reset_on_exchange"]
+        has_critic = self.advantage == "gae" or self.advantage not in ADVANTAGES
+        exchanges = self.role_exchange_every > 0
+        waiting = [
+            (self.method != "ppo", "a method of two agents", team),
+            (exchanges, "--role_exchange_every above 0", ["reset_on_exchange"]),
+            (not self.share_weights or self.reset_on_exchange, "--share_weights false",
+             ["role_exchange_every"]),
+            (self.partner_reward != 0, "a --partner_reward that is not 0", ["partner_term"]),
+            (self.lora, "--lora true", ["lora_rank", "lora_alpha", "lora_targets"]),
+            (self.adap_kl_ctrl, "--adap_kl_ctrl true", ["kl_target", "kl_horizon"]),
+            (has_critic, "a critic, as of --advantage gae",
+             ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"])]
+        return {name: what for holds, what, names in waiting if not holds for name in names}
 
     def require(self, name: str, holds: bool, way_out: str) -> None:
         if not holds:

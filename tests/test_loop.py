@@ -260,7 +260,7 @@ def test_checkpoints_hold_the_kl_coefficients_and_every_random_generator(small, 
     base = load_language_model(str(small / "lm"))
     agents = [Agent(name, base, settings(), i) for i, name in enumerate(("llm1", "llm2"))]
     agents[0].kl_coef, agents[1].kl_coef = 0.125, 0.375
-    checkpoint.save_checkpoint(tmp_path, 3, agents, agents[::-1], "abc", {})
+    checkpoint.save_checkpoint(tmp_path, 3, agents, agents[::-1], "abc", {}, {})
 
     def draw():
         own = torch.rand(1, generator=agents[1].generator).item()

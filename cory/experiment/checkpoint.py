@@ -15,11 +15,13 @@ whole, or is found damaged before any of it is used. Nothing is ever unpickled.
 To save more: add a tensor to `tensors_of` or a value to `json_state`, and use it in `load_checkpoint`.
 """
 import functools
+import hashlib
 import json
 import platform
 import random
 import shutil
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,14 +46,14 @@ TENSOR = "tensor of the file"                               # stands for one in 
 
 # --- save ---
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent],
-                    wandb_id: str, memory: dict) -> None:
+                    wandb_id: str, memory: dict, code: dict[str, str]) -> None:
     """`agents` are all of them; `roles` the same ones in the order of their roles in the next iteration;
-    `memory` is `run.state`, what the loop keeps.
+    `memory` is `run.state`, what the loop keeps; `code` is what `sources` returned when the run began.
     Raises `UserError`, and leaves the older checkpoints, for weights that are not finite or a full disk.
     """
     require_finite(agents)
     tensors, state = tensors_of(agents), json_state(iteration, agents, roles, wandb_id)
-    state["memory"] = packed("state", memory, tensors)
+    state |= {"memory": packed("state", memory, tensors), "code": code}
     tensors = gathered(tensors)
     broadcast(lambda: write(run_dir, tensors, state))           # all wait: one that ends, ends all
 
@@ -142,6 +144,22 @@ def versions() -> dict[str, str]:
         git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
         commit = git.stdout.strip()
     return {"commit": commit or "unknown", "python": platform.python_version()} | packages
+
+
+def sources() -> dict[str, str]:
+    """{file: SHA-256} of the code that this process has loaded: this package's, and modules of the user's
+    that lie in the present folder or below it.
+    """
+    package, here = Path(__file__).parents[1], Path.cwd()
+    files = {*package.rglob("*.py"), *(Path(module.__file__) for module in [*sys.modules.values()]
+                                       if getattr(module, "__file__", None))}
+    digests = {}
+    for file in sorted(files):
+        folder = package.parent if file.is_relative_to(package) else here
+        name = file.relative_to(folder) if file.is_relative_to(folder) else Path()
+        if name.suffix == ".py" and not {*name.parts} & {"site-packages", "tests"}:
+            digests[name.as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return digests
 
 
 def require_finite(agents: list[Agent]) -> None:

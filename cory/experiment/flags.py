@@ -53,7 +53,13 @@ class Parser(OneLineParser):
     def parse(self, argv: list[str]) -> Config:
         """The settings; for an unknown flag a `UserError` that names the nearest."""
         known, unknown = self.parse_known_args(argv)
-        return self.config_class(**vars(known), agent_settings=self.own_settings(unknown))
+        config = self.config_class(**vars(known), agent_settings=self.own_settings(unknown))
+        defaults = {f.name: f.default for f in fields(config)}
+        require_read(config, {name for name, x in vars(known).items()
+                              if x not in (defaults[name], self.get_default(name))})
+        for agent, own in config.agent_settings.items():
+            require_read(config.of_agent(agent), set(own))
+        return config
 
     def own_settings(self, words: list[str]) -> dict[str, dict]:
         """The words `--llm2 model=DIR` as {"llm2": {"model": "DIR"}}, over the defaults. Raises `UserError`.
@@ -72,6 +78,12 @@ class Parser(OneLineParser):
                 near = guess(name, self._option_string_actions)
                 raise UserError("flag", word, f"unknown; {near}--help lists every flag")
         return agents
+
+
+def require_read(config: Config, given: set[str]) -> None:
+    """Refuses a flag that changes a setting which nothing reads beside the others. Raises `UserError`."""
+    for name, what in config.unread().items():
+        config.require(name, name not in given, f"is read only with {what}; leave it out")
 
 
 def true_or_false(word: str) -> bool:

@@ -20,6 +20,7 @@ from cory.experiment.checkpoint import (
     require_disk,
     save_checkpoint,
     save_final,
+    sources,
     versions,
 )
 from cory.experiment.evaluation import EVALUATION_SEED, answer, checked, evaluate, require_same_reward
@@ -117,7 +118,7 @@ class Run(ExitStack):
         broadcast(lambda: require_disk(cfg, self.run_dir, self.agents))
         for base in self.bases.values() if cfg.shard else ():
             shard(base.lm, cfg)                 # the agents have had their copies
-        self.state = {}
+        self.state, self.code = {}, sources()
         self.start, self.wandb_id = self.resume() if cfg.resume else (0, "")
         self.warned_off_policy = False
         if is_main():
@@ -152,6 +153,9 @@ class Run(ExitStack):
                    if then.get(name) != now]
         if changed:
             print(f"other versions than at the checkpoint, so that results may differ: {'; '.join(changed)}")
+        edited = [file for file, now in self.code.items() if state["code"].get(file, now) != now]
+        if edited:
+            print(f"other code than at the checkpoint, by which the run goes on: {', '.join(edited)}")
         self.roles = [self.agents[self.agent_names.index(name)] for name in state["roles"]]
         self.state = state["memory"]
         return done, state["wandb_id"]
@@ -191,7 +195,8 @@ class Run(ExitStack):
             self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = all_reduce_max(self.signals.received or 0)
         if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
-            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.wandb_id, self.state)
+            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.wandb_id, self.state,
+                            self.code)
         if received:
             self.stop(iteration, signal.Signals(received))
         self.clock = time.perf_counter()

@@ -10,7 +10,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.minibatches import by_length, logit_chunk_size, longest
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode, encode_prompts, sample
-from cory.system.distributed import all_gather, all_reduce, local_rows, world_size
+from cory.system.distributed import all_gather, local_rows, world_size
 from cory.system.sharding import unsharded
 
 
@@ -19,18 +19,18 @@ class Rollout:
     """Prompts and responses under the policy that sampled them, constant over PPO epochs. 0 on padding.
 
     `all_gather_rollout` reads the names: `_BP` is padded on the left, `_BT` on the right. Another field is a
-    list with an item for each row, or the same in all processes.
+    list with an item for each row, or None in all processes.
     """
     prompt_BP: Tensor           # token ids, padded on the left
     prompt_mask_BP: Tensor      # 1 = real prompt token
     response_BT: Tensor         # sampled token ids, padded on the right
     mask_BT: Tensor             # 1 = real response token
+    sampling_logp_BT: Tensor    # log q(a_t | s_t) while sampling, nats: log pi_old, unless q is set apart
     logp_BT: Tensor             # log pi_old(a_t | s_t), nats
     ref_logp_BT: Tensor         # log pi0(a_t | s_t), nats
     kl_BT: Tensor               # nats: KL(pi_old || pi0) at s_t (full), or log pi_old - log pi0 of a_t (k1)
     value_BT: Tensor | None     # V_old(s_t), units of reward; None without a critic
     text: list[str]             # decoded responses: all that crosses to rewards and to the other agent
-    sampling_gap: float         # mean |log-prob while sampling - log-prob scored|, nats: 0 up to rounding
 
     @property
     def kl_B(self) -> Tensor:
@@ -41,6 +41,12 @@ class Rollout:
     def length_B(self) -> Tensor:
         """Tokens of each response, EOS included, as floats."""
         return self.mask_BT.sum(1)
+
+    @property
+    def sampling_gap(self) -> float:
+        """Mean |log q - log pi_old| of a token, nats: 0 up to rounding where q is pi_old."""
+        gaps_BT = (self.sampling_logp_BT - self.logp_BT).abs() * self.mask_BT
+        return (gaps_BT.sum() / self.mask_BT.sum()).item()
 
 
 @torch.no_grad()
@@ -60,7 +66,8 @@ def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Roll
     """`collect_rollout` of this process's prompts."""
     policy, reference, cfg = agent.policy, agent.reference, agent.cfg
     encoded = encode_prompts(policy, prompts, max_new_tokens)
-    sampled = sample(policy, encoded, max_new_tokens, agent.generator, is_local=True)
+    sampled = sample(policy, encoded, max_new_tokens, agent.generator, is_local=True,
+                     temperature=cfg.sampling_temperature, top_p=cfg.top_p)
     mask_BT = sampled.mask_BT
 
     logp_BT, ref_logp_BT, kl_BT = (torch.zeros_like(mask_BT) for _ in range(3))
@@ -80,12 +87,10 @@ def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Roll
         for x_BT, x_N in scored:
             x_BT[rows] = x_BT[rows].masked_scatter(mask_BT[rows].bool(), x_N)
 
-    gaps = all_reduce(((sampled.logp_BT - logp_BT).abs() * mask_BT).sum())
-    gap = (gaps / all_reduce(mask_BT.sum())).item()
     text = decode(policy, sampled.response_BT, mask_BT)
     return Rollout(prompt_BP=encoded.ids_BP, prompt_mask_BP=encoded.mask_BP, response_BT=sampled.response_BT,
-                   mask_BT=mask_BT, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT, value_BT=value_BT,
-                   text=text, sampling_gap=gap)
+                   mask_BT=mask_BT, sampling_logp_BT=sampled.logp_BT, logp_BT=logp_BT,
+                   ref_logp_BT=ref_logp_BT, kl_BT=kl_BT, value_BT=value_BT, text=text)
 
 
 def all_gather_rollout(rollout: Rollout, pad_id: int) -> Rollout:
@@ -99,8 +104,8 @@ def all_gather_rollout(rollout: Rollout, pad_id: int) -> Rollout:
         values = [local[name] for local in rollouts]
         if isinstance(values[0], list):
             return sum(values, [])
-        if not isinstance(values[0], Tensor):               # the same in every process
-            return values[0]
+        if values[0] is None:
+            return None
         rows, side = [row for x in values for row in x], "left" if name.endswith("BP") else "right"
         filler = pad_id if name in ("prompt_BP", "response_BT") else 0
         return pad_sequence(rows, True, filler, padding_side=side).to(rollout.mask_BT.device)

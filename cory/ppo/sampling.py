@@ -24,7 +24,7 @@ class Prompts(NamedTuple):
 class Sample(NamedTuple):
     response_BT: Tensor  # sampled ids; EOS on padding
     mask_BT: Tensor      # float, 1 = real response token; a row's first EOS is real, what follows it is not
-    logp_BT: Tensor      # log-probability of each sampled token, nats; 0 on padding
+    logp_BT: Tensor      # log q of each sampled token, the distribution it was drawn from; 0 on padding
 
 
 def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> Prompts:
@@ -53,6 +53,25 @@ def decode(model: LanguageModel, response_BT: Tensor, mask_BT: Tensor) -> list[s
     return model.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+def sampling_logprobs(logp_BV: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+    """log q, the distribution that tokens are drawn from, of the policy's log pi, both (B, V) in nats.
+
+        q ~ pi^(1 / temperature) over the fewest tokens that hold `top_p` of its probability (Holtzman et al.,
+        arXiv:1904.09751), 0 elsewhere
+
+    To sample in another way, change this function and leave `draw` alone: what stands here is recorded, so
+    that `sampling_gap` shows how far q is from pi, and `--importance_cap` corrects for it.
+    """
+    if temperature != 1.0:
+        logp_BV = (logp_BV / temperature).log_softmax(-1)
+    if top_p < 1.0:
+        sorted_BV, token_BV = logp_BV.sort(-1, descending=True)
+        p_BV = sorted_BV.exp()
+        above_BV = p_BV.cumsum(-1) - p_BV                       # what more likely tokens hold together
+        logp_BV = logp_BV.scatter(-1, token_BV, sorted_BV.where(above_BV < top_p, -torch.inf)).log_softmax(-1)
+    return logp_BV
+
+
 def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """One token per row by inversion: the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`.
 
@@ -71,13 +90,14 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator | None,
-           is_local: bool = False) -> Sample:
+           is_local: bool = False, temperature: float = 1.0, top_p: float = 1.0) -> Sample:
     """Samples `a ~ pi(. | prompt)` until EOS or `max_new_tokens`; greedily without a generator.
 
-    The distribution is that of `model.logprobs`, the very one that scoring and the update use: no top-k, no
-    top-p, no repetition penalty (DIFFERS: the released code samples with one and scores without). Each step
-    takes B numbers from `generator`, on the CPU, whichever rows still run: one for each prompt, those of
-    other processes included if the prompts are this process's (`is_local`).
+    The distribution is that of `model.logprobs`, the very one that scoring and the update use, unless
+    `temperature` or `top_p` make another of it (`sampling_logprobs`). There is no repetition penalty
+    (DIFFERS: the released code samples with one and scores without). Each step takes B numbers from
+    `generator`, on the CPU, whichever rows still run: one for each prompt, those of other processes included
+    if the prompts are this process's (`is_local`).
 
     Raises `Diverged` where log-probabilities are NaN.
     """
@@ -89,7 +109,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
         uniform_TB = torch.rand(max_new_tokens, B, generator=generator, dtype=torch.float64)
         uniform_TB = uniform_TB[:, rows].to(model.device)
     with model.autocast():                      # once for all steps, so that each weight is cast once
-        sampled = sampling_loop(model, prompts, max_new_tokens, uniform_TB)
+        sampled = sampling_loop(model, prompts, max_new_tokens, uniform_TB, temperature, top_p)
     if generator is not None:
         # Give back the numbers of steps that were not needed. All processes do so for the longest response.
         steps = sampled.mask_BT.shape[1]
@@ -104,7 +124,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
 
 
 def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
-                  uniform_TB: Tensor | None) -> Sample:
+                  uniform_TB: Tensor | None, temperature: float, top_p: float) -> Sample:
     """`sample` as a function of one uniform number for each token, or greedy without them.
 
     R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the
@@ -120,7 +140,7 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
     cache = Cache(layer_class_to_replicate=GrowingLayer)
     for t in range(max_new_tokens):
         hidden, cache = model.body(ids, mask, position_ids, cache)
-        logp_RV = model.logprobs(hidden[:, -1])
+        logp_RV = sampling_logprobs(model.logprobs(hidden[:, -1]), temperature, top_p)
         token_R = logp_RV.argmax(-1) if uniform_TB is None else draw(logp_RV, uniform_TB[t, row_R])
         token_R = torch.where(running_R, token_R, eos)
         response_BT[row_R, t] = token_R

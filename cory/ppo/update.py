@@ -65,6 +65,10 @@ def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Conf
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
     if cfg.whitens:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
+    if cfg.importance_cap > 0:
+        # truncated importance sampling: times pi / pi_old, the ratio, this is pi / q up to the cap
+        weight_BT = (rollout.logp_BT - rollout.sampling_logp_BT).exp().clamp(max=cfg.importance_cap)
+        advantage_BT = advantage_BT * weight_BT
     return Experience(prompt_BP=rollout.prompt_BP, prompt_mask_BP=rollout.prompt_mask_BP,
                       response_BT=rollout.response_BT, mask_BT=mask_BT, logp_BT=rollout.logp_BT,
                       ref_logp_BT=rollout.ref_logp_BT, advantage_BT=advantage_BT, value_BT=value_BT,
@@ -84,8 +88,9 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
     logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
     policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)
     loss_N = policy_loss_N.clone()          # a copy: `loss_N -= ...` leaves the metric as it is
+    unclipped_N = -(logp_N - old.logp_N).exp() * old.advantage_N
     metrics = {"policy_loss": policy_loss_N, "entropy": entropy_N,
-               "clip_fraction": ((logp_N - old.logp_N).exp() - 1).abs() > cfg.cliprange,
+               "clip_fraction": policy_loss_N != unclipped_N,           # whatever clips, it is counted
                "approx_kl": formulas.kl_k3(old.logp_N, logp_N)}         # estimates KL(pi_old || pi)
     if cfg.kl_in == "loss":
         kl_loss_N = formulas.kl_k3(logp_N, old.ref_logp_N)
