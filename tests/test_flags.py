@@ -16,8 +16,8 @@ from cory.experiment.checkpoint import checkpoints_of
 from cory.ppo.agent import Agent, agent_seed
 
 COMBINATIONS = {
-    "rloo": "--advantage rloo --responses_per_query 4 --kl_in loss --ent_coef 0.01",
-    "grpo": "--advantage grpo --responses_per_query 2 --lr_schedule cosine --warmup_iterations 1",
+    "rloo": "--advantage rloo --responses_per_query 4 --kl_in loss --ent_coef 0.01 --lr_schedule cosine "
+    "--warmup_iterations 1",
     "share": "--advantage reinforce --share_weights true --whiten_advantages false --lr_schedule linear"}
 
 
@@ -43,6 +43,9 @@ def test_a_stopped_run_resumes_to_the_same_bits_with_each_flag(name, small_flags
     rows = metrics(tmp_path / "whole")
     assert {"llm1/task_reward", "llm1/entropy", "llm1/learning_rate"} <= rows[1].keys()
     assert ("llm1/kl_loss" in rows[1]) == (name == "rloo")
+    assert not any("value" in key or "explained" in key for row in rows for key in row)     # no critic
+    assert not list(tmp_path.rglob("value_head*"))
+    assert not any("value_head" in key for key in load_file(checkpoints_of(tmp_path / "whole")[0]))
     assert json.loads((tmp_path / "whole" / "config.json").read_text())["agents"] == agents
 
 
