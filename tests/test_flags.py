@@ -88,30 +88,6 @@ def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
     assert {key.partition("/")[0] for key in saved} == {"llm1", "random"}
 
 
-def test_each_of_the_pioneers_answers_gets_its_observers_answer(small_flags, tmp_path, monkeypatch):
-    """k = 4: four prompts with the same query, each around another answer of the pioneer; groups are
-    consecutive.
-    """
-    import cory.train as loop
-
-    seen, collect = [], loop.collect_rollout
-
-    def watched(agent, prompts, *rest):
-        rollout = collect(agent, prompts, *rest)
-        seen.append((prompts, rollout.text))
-        return rollout
-
-    monkeypatch.setattr(loop, "collect_rollout", watched)
-    flags = ["--advantage", "rloo", "--responses_per_query", "4", "--iterations", "1"]
-    train_imdb.main([*small_flags, *flags, "--run_dir", str(tmp_path / "r")])
-    (queries, answers), (prompts, _) = seen
-    assert [queries[i : i + 4] for i in (0, 4)] == [[queries[0]] * 4, [queries[4]] * 4]
-    assert len(set(answers[:4])) > 1
-    for query, answer, prompt in zip(queries, answers, prompts):
-        assert prompt.startswith(f'I can make this sentence "{query}{answer[:2]}')
-        assert prompt.endswith(f'" more positive: {query}')
-
-
 def test_no_two_agents_of_any_two_runs_share_a_seed():
     """Draws are compared, not seeds: PyTorch's CPU generator uses the low 32 bits of its seed alone."""
     seeds = [agent_seed(seed, index) for seed in (0, 1, 2, 2**31 - 1) for index in range(5)]

@@ -196,44 +196,35 @@ def played(small_flags, tmp_path_factory):
     run.close()
 
 
-def refused(run: Run, says: str, turns: list[Turn], roles: list[Agent], metrics: dict | None = None) -> None:
-    """`finish_iteration` refuses what a loop hands over, and logs nothing."""
-    queries, limit = run.task.batch(1)
-    with pytest.raises(UserError, match=says):
-        run.finish_iteration(1, queries, limit, turns, roles=roles, metrics=metrics)
-    assert (run.run_dir / "metrics.jsonl").read_text() == ""
+ROLES, PIONEER = [0, 1], [("pioneer", 0)]
+NO_AGENTS = "must be the run's agents"
 
 
-@pytest.mark.parametrize("roles, says", [
-    (["llm1"], "role is 'llm1': is no name, or that of another role, agent or column"),
-    (["pioneer", "pioneer"], "role is 'pioneer'"), (["query"], "role is 'query'"),
-    (["a/b"], "role is 'a/b'"), (["eval"], "role is 'eval'"),
-    ([], "give finish_iteration a Turn of each agent that played")])
-def test_roles_that_would_hide_something_are_refused(roles, says, played):
-    run, a, r = played
-    turns = [Turn(role, agent, a, r, {}) for role, agent in zip(roles, run.agents, strict=False)]
-    refused(run, says, turns, run.agents)
-
-
-@pytest.mark.parametrize("player, roles, says", [
-    (2, [0, 1], "turns is 'llm3': give finish_iteration a Turn of each agent that played; run.roles holds"),
-    (0, [0, 2], "roles is 'llm1, llm3': must be the run's agents in another order: llm1, llm2"),
-    (0, [0, 0], "must be the run's agents")])
-def test_players_and_roles_of_the_next_iteration_are_the_runs_agents(player, roles, says, played):
-    """Else the run would resume with one agent in both roles, or not at all."""
+@pytest.mark.parametrize("turns, roles, update, metrics, says", [
+    # roles that would hide something
+    ([("llm1", 0)], ROLES, {}, {}, "role is 'llm1': is no name, or that of another role, agent or column"),
+    ([("pioneer", 0), ("pioneer", 1)], ROLES, {}, {}, "role is 'pioneer'"),
+    ([("query", 0)], ROLES, {}, {}, "role is 'query'"), ([("a/b", 0)], ROLES, {}, {}, "role is 'a/b'"),
+    ([("eval", 0)], ROLES, {}, {}, "role is 'eval'"),
+    # agents that are not the run's: it would resume with one agent in both roles, or not at all
+    ([], ROLES, {}, {}, "give finish_iteration a Turn of each agent that played"),
+    ([("pioneer", 2)], ROLES, {}, {}, "turns is 'llm3': give finish_iteration a Turn of each agent that"),
+    (PIONEER, [0, 2], {}, {}, f"roles is 'llm1, llm3': {NO_AGENTS} in another order: llm1, llm2"),
+    (PIONEER, [0], {}, {}, NO_AGENTS), (PIONEER, [0, 0], {}, {}, NO_AGENTS),
+    # metrics that would be lost
+    (PIONEER, ROLES, {"kl": 77.0}, {}, "metrics is 'kl': is taken"),
+    (PIONEER, ROLES, {}, {"seconds": 0.5}, "metrics is 'seconds': is taken"),
+    (PIONEER, ROLES, {}, {"both/copied": 0.5}, "metrics is 'both/copied': is taken or holds a slash"),
+    (PIONEER, ROLES, {}, {"copied": [0.5, 1.0]}, "metrics is 'copied': is '.0.5, 1.0.', not one number")])
+def test_what_a_loop_may_not_hand_over(turns, roles, update, metrics, says, played):
+    """`finish_iteration` refuses it, and logs nothing."""
     run, a, r = played
     known = [*run.agents, Agent("llm3", run.bases["base"], run.cfg, 2)]
-    turns = [Turn("pioneer", known[player], a, r, {})]
-    refused(run, says, turns, [known[i] for i in roles])
-
-
-@pytest.mark.parametrize("update, metrics, says", [
-    ({"kl": 77.0}, {}, "metrics is 'kl': is taken"), ({}, {"seconds": 0.5}, "metrics is 'seconds': is taken"),
-    ({}, {"both/copied": 0.5}, "metrics is 'both/copied': is taken or holds a slash"),
-    ({}, {"copied": [0.5, 1.0]}, "metrics is 'copied': is '.0.5, 1.0.', not one number; log its mean")])
-def test_metrics_that_would_be_lost_are_refused(update, metrics, says, played):
-    run, a, r = played
-    refused(run, says, [Turn("pioneer", run.agents[0], a, r, update)], run.agents, metrics)
+    turns = [Turn(role, known[player], a, r, update) for role, player in turns]
+    queries, limit = run.task.batch(1)
+    with pytest.raises(UserError, match=says):
+        run.finish_iteration(1, queries, limit, turns, roles=[known[i] for i in roles], metrics=metrics)
+    assert (run.run_dir / "metrics.jsonl").read_text() == ""
 
 
 @pytest.mark.parametrize("body, says", [
