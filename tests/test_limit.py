@@ -75,14 +75,14 @@ def test_the_limit_is_where_the_effective_samples_still_allow_it():
     assert alike.with_shares({"llm1": {"combined_reward": 2.5}}, ["llm1"])["llm1"]["share_of_limit"] == 0
 
 
-TINY = "--method ppo --iterations 1 --batch_size 8 --mini_batch_size 8 --eval_queries 8 "
+TINY = "--method ppo --iterations 1 --batch_size 8 --mini_batch_size 8 --eval_queries 16 "
 TINY += "--eval_samples 1 --wandb disabled --sample_rows 0 --save_every 0"
 
 
 def test_a_run_of_the_embedded_base_has_its_share_as_the_command_draws_it(tmp_path, capsys):
     train_imdb.main([*TINY.split(), "--run_dir", str(tmp_path)])
     known, held_out = (read(tmp_path / f"{name}.json") for name in ("limit", "eval"))
-    assert np.array(known["rewards"]).shape == (8, 64) and len(known["examples"]) == 8
+    assert np.array(known["rewards"]).shape == (16, 64) and len(known["examples"]) == 16
     ends = Limit(known["rewards"], 0.15).metrics
     base, tilt = (ends[name]["combined_reward"] for name in ("base", "tilt"))
     for name in ("base", "llm1"):
