@@ -54,6 +54,23 @@ def save_gpt2(folder: Path, tokenizer=None, **changes) -> Path:
     return folder
 
 
+SLOW = ["test_distributed", "test_recipes", "test_loop", "test_faults", "test_limit", "test_end_to_end"]
+
+
+def pytest_collection_modifyitems(items):
+    """Slow files first, so that two workers end together."""
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file goes to one worker: the runs that its tests share are made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def tuned():
     """What every run sets for its whole process, from the first test on: else their order would decide

@@ -1,14 +1,10 @@
 """Each estimator against arithmetic done by hand; the bandit; and what an estimator of one's own may ask
 for.
 """
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file
 from toys import agent_of, bigram, close, generator, settings, train_on
 
-import train_imdb
 from cory.config import ADVANTAGES
 from cory.errors import UserError
 from cory.ppo.advantages import estimator, gae, grpo, reinforce, rloo
@@ -96,19 +92,6 @@ def test_only_gae_has_a_critic(name):
     policy = agent_of(bigram(), advantage=name, responses_per_query=4).policy
     assert (policy.value_head is not None) == (name == "gae")
     assert any("value_head" in parameter for parameter in policy.trained()) == (name == "gae")
-
-
-def test_a_run_without_a_critic_logs_and_saves_none(small_flags, tmp_path):
-    flags = ["--advantage", "rloo", "--responses_per_query", "4", "--iterations", "1"]
-    train_imdb.main([*small_flags, *flags, "--run_dir", str(tmp_path)])
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
-    assert not any("value" in key or "explained" in key for row in rows for key in row)
-    assert not list(tmp_path.rglob("value_head*"))
-    for path in (tmp_path / "checkpoints").iterdir():
-        assert not any("value_head" in name for name in load_file(path))
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
-    queries = [row["query"] for row in samples if row["iteration"] == 1]
-    assert len(queries) == len(set(queries)) == 2                       # 8 responses, 4 to a query
 
 
 # --- one's own ---

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from conftest import save_llama
-from toys import error_line
+from toys import error_line, read, rows
 
 import cory.train as loop
 import train_imdb
@@ -23,11 +23,6 @@ def parsed(*words) -> ImdbConfig:
     return parse(ImdbConfig, IMDB_PRESETS, [*words])
 
 
-def rows(folder) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in lines]
-
-
 # --- flags ---
 def test_settings_of_one_agent_are_typed_and_fall_back_on_the_runs():
     cfg = parsed("--lora", "--llm2", "learning_rate=3e-5", "num_ppo_epochs=8", "--seed", "4",
@@ -41,12 +36,10 @@ def test_settings_of_one_agent_are_typed_and_fall_back_on_the_runs():
 
 @pytest.mark.parametrize("words, says", [
     (["--llm2", "seed=3"], "setting is 'seed=3': is none of a single agent; choose from"),
-    (["--llm2", "learning_rat=3"], "setting is 'learning_rat=3': is none of a single agent"),
     (["--llm2", "learning_rate=0"], "learning_rate is 0.0: must be above 0"),
     (["--llm2", "learning_rate=x"], "invalid float value"),
     (["--llm2", "mini_batch_size=7"], "batch_size is 128: must be a multiple"),
-    (["--llm2"], "flag is '--llm2': unknown"), (["--llm2", "--seed", "3"], "flag is '--llm2': unknown"),
-    (["--learning_rat", "3e-5"], "did you mean --learning_rate?"),
+    (["--llm2", "--seed", "3"], "flag is '--llm2': unknown"),
     (["model=x"], "flag is 'model=x': unknown")])
 def test_settings_that_no_agent_can_have_are_one_line(words, says, capsys):
     assert says in error_line(train_imdb.main, words, capsys)
@@ -84,10 +77,9 @@ def test_two_families_train_together_and_resume_bit_for_bit(mixed_flags, tmp_pat
         reward, kl = last[f"eval/{agent}/task_reward"], last[f"eval/{agent}/kl"]
         assert last[f"eval/{agent}/combined_reward"] == pytest.approx(reward - eta * kl)
     assert last["llm2/learning_rate"] == 0.02 != last["llm1/learning_rate"]
-    samples = [json.loads(line) for line in (whole / "samples.jsonl").open()]
-    assert samples[-1]["base"] != samples[-1]["base_llm2"]
-    held_out = json.loads((whole / "eval.json").read_text())
-    assert {"base", "base_llm2", "llm1", "llm2"} <= held_out.keys()
+    sample = rows(whole, "samples.jsonl")[-1]
+    assert sample["base"] != sample["base_llm2"]
+    assert {"base", "base_llm2", "llm1", "llm2"} <= read(whole / "eval.json").keys()
 
 
 def test_a_second_base_that_has_changed_is_refused(mixed_flags, tmp_path, capsys):

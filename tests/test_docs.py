@@ -115,3 +115,4 @@ def test_every_seeded_bug_still_has_its_place():
     found = runpy.run_path(str(ROOT / "tests" / "faults" / "seeded_bugs.py"))["FAULTS"]
     assert len(found) == 100
     assert [fault for fault in found if (ROOT / fault.path).read_text().count(fault.old) != 1] == []
+    assert all((ROOT / f"tests/test_{name}.py").exists() for fault in found for name in fault.tests.split())

@@ -1,10 +1,10 @@
 """Evaluation of finished runs: pass@k, several runs in one picture, what is refused."""
 import itertools
-import json
 import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
+from toys import error_line, read, rows
 
 import train_gsm8k
 import train_imdb
@@ -63,7 +63,7 @@ def copied(finished, tmp_path):
 
 
 def rounds_of(folder, run: str, name: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / run / "evaluation" / f"{name}.jsonl").open()]
+    return rows(folder / run / "evaluation", f"{name}.jsonl")
 
 
 def test_finished_runs_are_evaluated_by_agent_and_for_the_base(copied, tmp_path, capsys):
@@ -77,7 +77,7 @@ def test_finished_runs_are_evaluated_by_agent_and_for_the_base(copied, tmp_path,
     names = ["greedy_accuracy", "greedy_solved", "greedy_strict_accuracy", "greedy_unparsed", "pass@1",
              "pass@2", "pass@4"]
     for run in ("cory-0", "cory-1"):
-        results = json.loads((tmp_path / run / "evaluation" / "results.json").read_text())
+        results = read(tmp_path / run / "evaluation" / "results.json")
         assert results["samples"] == 5 and results["queries"] == 7
         for agent in ("base", "llm1", "llm2"):
             rounds = rounds_of(tmp_path, run, agent)
@@ -93,60 +93,42 @@ def test_runs_of_imdb_are_evaluated_too(small_flags, tmp_path):
     train_imdb.main([*small_flags, *flags])
     evaluate.main([str(tmp_path / "r"), "--k", "1", "2", "--samples", "2", "--queries", "6"])
     assert rounds_of(tmp_path, "r", "base") != rounds_of(tmp_path, "r", "llm1")   # the trained model answers
-    results = json.loads((tmp_path / "r" / "evaluation" / "results.json").read_text())
+    results = read(tmp_path / "r" / "evaluation" / "results.json")
     assert results["llm2"].keys() == {"greedy_task_reward", "greedy_solved", "pass@1", "pass@2"}
     assert (tmp_path / "r" / "evaluation" / "pass_at_k.png").exists()
-
-
-def one_line(capsys, argv: list) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        evaluate.main([str(word) for word in argv])
-    line = capsys.readouterr().err.split("\r")[-1]
-    assert stop.value.code == 2 and line.count("\n") == 1, line
-    return line
 
 
 @pytest.mark.parametrize("runs, flags, says", [
     (["ppo"], ["--k", "0"], "k is 0: must be 1 or more"),
     (["ppo"], ["--samples", "3"], "samples is 3: must be 32 or more"),
     (["ppo"], ["--queries", "500"], "has 10 test queries that training never asks"),
-    (["ppo"], ["--queries", "-1"], "queries is -1"),
     (["ppo"], ["--device", "cuda"], "device is 'cuda': PyTorch sees no CUDA GPU here"),
     (["ppo"], ["--out", "/nowhere/p.png"], "out is '/nowhere/p.png'"),
-    (["ppo"], ["--out", "p.txt"], "must end in .png"),
-    (["ppo"], ["--zzz"], "unrecognized arguments: --zzz"),
-    (["cory-0", "ppo"], [], "differs from"), (["ppo", "ppo"], [], "has seed 0 as"),
+    (["ppo"], ["--out", "p.txt"], "must end in .png"), (["ppo", "ppo"], [], "has seed 0 as"),
     ([""], [], "is no finished run (no eval.json)")])
 def test_bad_requests_exit_2_with_one_line(runs, flags, says, finished, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert says in one_line(capsys, [*(finished / run for run in runs), *flags])
+    assert says in error_line(evaluate.main, [*(finished / run for run in runs), *flags], capsys)
 
 
-def other_data(run, problems):
-    rows = (problems / "test.jsonl").read_text()
-    (problems / "test.jsonl").write_text(rows.replace("eggs", "hens", 1))
-
-
-def other_model(run, problems):
-    weights = load_file(problems / "lm" / "model.safetensors")
-    weights["model.norm.weight"][0] += 1e-3
-    save_file(weights, problems / "lm" / "model.safetensors", {"format": "pt"})
-
-
-def without_agent(run, problems):
-    shutil.rmtree(run / "final" / "llm1")
-
-
-@pytest.mark.parametrize("spoil, says", [
-    (other_data, "the data of this run was another"), (other_model, "the model of this run was another"),
-    (without_agent, "has no final/llm1")])
-def test_a_run_that_is_not_what_it_was_is_refused(spoil, says, problems, problem_flags, tmp_path, capsys):
+def test_a_run_that_is_not_what_it_was_is_refused(problems, problem_flags, tmp_path, capsys):
     own = shutil.copytree(problems, tmp_path / "problems")
     flags = [*problem_flags, "--model", str(own / "lm"), "--dataset", str(own), "--iterations", "1"]
     train_gsm8k.main([*flags, "--lora", "true", "--method", "ppo", "--run_dir", str(tmp_path / "r")])
-    spoil(tmp_path / "r", own)
-    assert says in one_line(capsys, [tmp_path / "r", *FLAGS])
+
+    def refusal() -> str:
+        return error_line(evaluate.main, [tmp_path / "r", *FLAGS], capsys)
+
+    text = (own / "test.jsonl").read_text()
+    (own / "test.jsonl").write_text(text.replace("eggs", "hens", 1))
+    assert "the data of this run was another" in refusal()
+    (own / "test.jsonl").write_text(text)
+    weights = load_file(own / "lm" / "model.safetensors")
+    weights["model.norm.weight"][0] += 1e-3
+    save_file(weights, own / "lm" / "model.safetensors", {"format": "pt"})
+    assert "the model of this run was another" in refusal()
+    shutil.rmtree(tmp_path / "r" / "final" / "llm1")
+    assert "has no final/llm1" in refusal()
     assert not (tmp_path / "r" / "evaluation").exists()
 
 
@@ -154,6 +136,6 @@ def test_rows_the_run_trained_on_are_never_evaluated(problem_flags, problems, tm
     """One file without a test split: the run held its last 8 rows out, and more are not to be had."""
     flags = [*problem_flags, "--dataset", str(problems / "train.jsonl"), "--iterations", "1"]
     train_gsm8k.main([*flags, "--run_dir", str(tmp_path / "r")])
-    line = one_line(capsys, [tmp_path / "r", *FLAGS, "--queries", "20"])
+    line = error_line(evaluate.main, [tmp_path / "r", *FLAGS, "--queries", "20"], capsys)
     assert "has 16 test queries that training never asks" in line
     evaluate.main([str(tmp_path / "r"), *FLAGS])

@@ -16,8 +16,8 @@ from cory.experiment.checkpoint import checkpoints_of
 from cory.ppo.agent import Agent, agent_seed
 
 COMBINATIONS = {
-    "rloo": "--advantage rloo --responses_per_query 4 --kl_in loss --ent_coef 0.01",
-    "grpo": "--advantage grpo --responses_per_query 2 --lr_schedule cosine --warmup_iterations 1",
+    "rloo": "--advantage rloo --responses_per_query 4 --kl_in loss --ent_coef 0.01 --lr_schedule cosine "
+    "--warmup_iterations 1",
     "share": "--advantage reinforce --share_weights true --whiten_advantages false --lr_schedule linear"}
 
 
@@ -43,6 +43,9 @@ def test_a_stopped_run_resumes_to_the_same_bits_with_each_flag(name, small_flags
     rows = metrics(tmp_path / "whole")
     assert {"llm1/task_reward", "llm1/entropy", "llm1/learning_rate"} <= rows[1].keys()
     assert ("llm1/kl_loss" in rows[1]) == (name == "rloo")
+    assert not any("value" in key or "explained" in key for row in rows for key in row)     # no critic
+    assert not list(tmp_path.rglob("value_head*"))
+    assert not any("value_head" in key for key in load_file(checkpoints_of(tmp_path / "whole")[0]))
     assert json.loads((tmp_path / "whole" / "config.json").read_text())["agents"] == agents
 
 
@@ -83,30 +86,6 @@ def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "r" / "final").iterdir()] == ["llm1"]
     saved = load_file(checkpoints_of(tmp_path / "r")[0])
     assert {key.partition("/")[0] for key in saved} == {"llm1", "random"}
-
-
-def test_each_of_the_pioneers_answers_gets_its_observers_answer(small_flags, tmp_path, monkeypatch):
-    """k = 4: four prompts with the same query, each around another answer of the pioneer; groups are
-    consecutive.
-    """
-    import cory.train as loop
-
-    seen, collect = [], loop.collect_rollout
-
-    def watched(agent, prompts, *rest):
-        rollout = collect(agent, prompts, *rest)
-        seen.append((prompts, rollout.text))
-        return rollout
-
-    monkeypatch.setattr(loop, "collect_rollout", watched)
-    flags = ["--advantage", "rloo", "--responses_per_query", "4", "--iterations", "1"]
-    train_imdb.main([*small_flags, *flags, "--run_dir", str(tmp_path / "r")])
-    (queries, answers), (prompts, _) = seen
-    assert [queries[i : i + 4] for i in (0, 4)] == [[queries[0]] * 4, [queries[4]] * 4]
-    assert len(set(answers[:4])) > 1
-    for query, answer, prompt in zip(queries, answers, prompts):
-        assert prompt.startswith(f'I can make this sentence "{query}{answer[:2]}')
-        assert prompt.endswith(f'" more positive: {query}')
 
 
 def test_no_two_agents_of_any_two_runs_share_a_seed():

@@ -1,15 +1,13 @@
 """The GSM8K task: prompts, rewards, data, and a run over real questions."""
-import json
 from types import SimpleNamespace
 
 import pytest
 from conftest import byte_tokenizer, save_llama
 from tokenizers.processors import ByteLevel, TemplateProcessing
-from toys import error_line
+from toys import error_line, rows
 
 import cory.train as loop
 import train_gsm8k
-import train_imdb
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
 from cory.ppo import loading
@@ -78,7 +76,7 @@ def test_observers_see_the_pioneers_answer(problem_flags, tmp_path, monkeypatch)
 
     monkeypatch.setattr(Gsm8k, "observer_prompts", watched)
     train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
-    samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").open()]
+    samples = rows(tmp_path / "r", "samples.jsonl")
     for row, prompt in zip(samples, seen[2], strict=False):         # behind the context check, and the team
         reference = tasks[1].cut(row["pioneer"]).strip()
         assert f"Question: {row['query']} Reference: {reference} Answer:" in prompt
@@ -151,20 +149,14 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_exits_2_with_one_line_and_writes_nothing(case, problem_flags, tmp_path, capsys):
-    rows, flags, says = BAD[case]
-    if rows:
+    content, flags, says = BAD[case]
+    if content:
         (tmp_path / "data").mkdir()
-        (tmp_path / "data" / "train.jsonl").write_text(rows)
+        (tmp_path / "data" / "train.jsonl").write_text(content)
         flags = ["--dataset", str(tmp_path / "data")]
     flags = [*problem_flags, "--run_dir", str(tmp_path / "run"), *flags]
     assert says in error_line(train_gsm8k.main, flags, capsys)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_of_the_other_task_is_not_resumed(problem_flags, tmp_path, capsys):
-    train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
-    line = error_line(train_imdb.main, ["--resume", "--run_dir", str(tmp_path / "r")], capsys)
-    assert "holds a run of gsm8k; continue it with the script that started it" in line
 
 
 def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):

@@ -69,11 +69,6 @@ def edit_weights(folder: Path, edit, name: str = WEIGHTS):
     save_file(tensors, folder / name, metadata={"format": "pt"})
 
 
-def fifo(folder: Path, name: str):
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-
-
 def link(folder: Path, name: str, target: str):
     (folder / name).symlink_to(target)
 
@@ -104,9 +99,7 @@ def reports(capfd):
 DATA = {
     "a folder": (lambda folder: (folder / "train.jsonl").mkdir(), "cannot be read (Is a directory)"),
     "a link to itself": (link, "train.jsonl", "train.jsonl", "cannot be read (Too many levels"),
-    "a link to nothing": (link, "test.csv", "gone", "could not be read ("),
     "deep JSON": (write, "train.jsonl", GOOD + b'{"text": ' + DEEP, "train.jsonl:2': is no row of JSON (Rec"),
-    "6000 digits": (write, "train.jsonl", GOOD + b'{"a": ' + b"9" * 6000 + b"}", ":2': is no row of JSON"),
     "half a character": (write, "train.jsonl", GOOD + b'{"text": "a \\ud800"}',
                          "row 2': its 'text' is 'a \\ud800', which is empty"),
     "no rows": (write, "train.jsonl", b"", "has no rows"),
@@ -116,9 +109,6 @@ DATA = {
     "a list as text": (write, "train.jsonl", b'{"text": [' + b"1," * 99 + b"1]}", "row 1': its 'text' is"),
     "strange columns": (write, "train.jsonl", b'{"\\u001b[31m": 1}', "columns found: \\x1b[31m"),
     "csv of 2 and 4": (write, "train.csv", b"text,n\na,1\nb,2,3,4\n", "could not be read (ParserError"),
-    "csv, no UTF-8": (write, "train.csv", b"text\n\xff\n", "could not be read (UnicodeDecodeError"),
-    "broken json": (write, "train.json", b'[{"text": "a"', "could not be read ("),
-    "empty parquet": (write, "train.parquet", b"", "could not be read (ArrowInvalid"),
     "nothing": (lambda folder: None, "doesn't contain any data files"),
 }
 
@@ -144,10 +134,8 @@ LOADERS = {
     "dataset": lambda name: load_columns(name, ["text"]), "model": load_language_model,
     "reward_model": lambda name: SentimentReward(name, torch.device("cpu"))}
 NAMES = {
-    "too long": ("x" * 5000, "no such file or folder"),
     "a path too long": ("/tmp/" + "x" * 5000, "no such file or folder"),
     "a zero byte": ("a\0b", "no such file or folder"), "nothing": ("", "no such file or folder"),
-    "no such path": ("/no/such/folder", "no such file or folder"),
     "mistyped file": ("nothing.jsonl", "no such file or folder"),
     "mistyped in a folder": ("here/nothing", "no such file or folder; mend the path, or take it"),
     "a link to itself": ("loop", "is a link to nothing, or to itself"), "a pipe": ("pipe", "is "),
@@ -219,7 +207,7 @@ def test_a_hub_that_does_not_answer_is_waited_for_once(field, listens, online, c
     online.setattr(hub, "FIRST", 0.2)
     for waits in (True, False):
         start = time.perf_counter()
-        assert "with a network run" in refusal(lambda: LOADERS[field]("nobody/nothing"), field)
+        assert "`hf download nobody/nothing" in refusal(lambda: LOADERS[field]("nobody/nothing"), field)
         assert time.perf_counter() - start < 30
         line = f"waiting for the Hub (nobody/nothing), at most {hub.FIRST + 5} s\n"
         assert capsys.readouterr().out == (line if waits else "")
@@ -253,10 +241,6 @@ def test_an_address_that_is_looked_up_for_ever_is_waited_for_no_longer(monkeypat
 
 
 # --- language models ---
-def spoiled(value: float):
-    return lambda tensors: tensors["transformer.h.1.ln_1.weight"].fill_(value)
-
-
 def no_head(folder: Path):
     GPT2Model(GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, bos_token_id=256, eos_token_id=256,
                          tie_word_embeddings=False)).save_pretrained(folder)
@@ -296,19 +280,11 @@ MODELS = {
     "soft-capped logits": (soft_capped, "not those of a linear head alone"),
     "a classifier": (changing(CONFIG, model_type="distilbert"), "could not be loaded (ValueError: Unrec"),
     "end: text": (changing(GENERATION, eos_token_id="x"), "could not be loaded ("),
-    "no number": (edit_weights, spoiled(float("nan")), "not all finite numbers (see transformer.h.1.ln_"),
-    "overflow": (edit_weights, spoiled(3e38), "its logits are not finite"),
-    "a tensor less": (edit_weights, lambda x: x.pop("transformer.h.1.ln_1.weight"), "lack 1 tensors"),
-    "more layers": (changing(CONFIG, n_layer=4), "lack 24 tensors"),
+    "no number": (edit_weights, lambda x: x["transformer.h.1.ln_1.weight"].fill_(float("nan")),
+                  "not all finite numbers (see transformer.h.1.ln_"),
     "half of the weights": (halve, WEIGHTS, "could not be loaded (SafetensorError"),
-    "half a tokenizer": (halve, TOKENIZER, "its tokenizer.json cannot be read (JSONDecodeError"),
     "deep tokenizer": (write, TOKENIZER, DEEP, "its tokenizer.json cannot be read (RecursionError"),
-    "another tokenizer": (changing(TOKENIZER, model={"type": "?"}), "could not be loaded (Exception"),
-    "half a config": (halve, CONFIG, "its config.json cannot be read (JSONDecodeError"),
-    "a list as config": (write, CONFIG, b"[]", "could not be loaded ("),
-    "half a generation config": (halve, GENERATION, "its generation_config.json cannot be read"),
-    "layers: text": (changing(CONFIG, n_layer="many"), "'n_layer' expected int, got str"),
-    "width: -32": (changing(CONFIG, n_embd=-32), "negative dimension"),
+    "half a generation config": (halve, GENERATION, "its generation_config.json cannot be read (JSONDecode"),
     "words: 10^9": (changing(CONFIG, vocab_size=10**9), "its weights have other shapes than its config.json")}
 
 
@@ -328,15 +304,6 @@ def test_what_the_loaders_say_is_heard_again_afterwards(small):
     load_language_model(str(small / "lm"))
     refusal(lambda: load_language_model("nobody/nothing"), "model")
     assert logging.get_verbosity() == before < 50
-
-
-def test_a_gated_model_says_so(monkeypatch):
-    def gated(*args, **kwargs):
-        raise OSError("You are trying to access a gated repo.")
-
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", gated)
-    with pytest.raises(UserError, match="is gated: accept its licence"):
-        load_language_model("meta-llama/Llama-2-7b-chat-hf")
 
 
 # --- adapters ---
@@ -361,9 +328,6 @@ def rename_first(tensors):
 
 ADAPTERS = {
     "another rank": (changing(ADAPTER_CONFIG, r=8), "cannot be loaded (RuntimeError"),
-    "a rank of text": (changing(ADAPTER_CONFIG, r="x"), "cannot be loaded ("),
-    "half a config": (halve, ADAPTER_CONFIG, "JSONDecodeError"),
-    "a list as config": (write, ADAPTER_CONFIG, b"[]", "cannot be loaded (TypeError"),
     "half of the weights": (halve, ADAPTER, "SafetensorError"),
     "a pickle": (pickled, "there is no file adapter_model.safetensors"),
     "a tensor less": (edit_weights, lambda x: x.pop(min(x)), ADAPTER, "is missing"),
@@ -382,32 +346,18 @@ def test_broken_adapters_are_refused_in_silence(case, small, adapter, reports):
 
 
 # --- classifiers ---
-def one_more_token(folder: Path):
-    byte_tokenizer(pad_token="[PAD]").save_pretrained(folder)
-
-
 def labels(*names: str, first: int = 0):
     return changing(CONFIG, id2label=dict(enumerate(names, start=first)), label2id={})
 
 
-def fill(value: float):
-    return lambda tensors: [tensor.fill_(value) for tensor in tensors.values()]
-
-
 CLASSIFIERS = {
     "no tokenizer": (remove, "tokenizer*", "holds no tokenizer that can encode text"),
-    "padding out of range": (one_more_token, "its tokenizer has 258 tokens and its embedding 257 rows"),
     "no padding": (changing(TOKENIZER_CONFIG, pad_token=None), "has no padding token"),
     "short texts": (changing(TOKENIZER_CONFIG, model_max_length=22), "takes 22 tokens, and a query"),
-    "length: text": (changing(TOKENIZER_CONFIG, model_max_length="x"), "could not be loaded (TypeError"),
-    "no number": (edit_weights, fill(float("nan")), "not all finite numbers"),
-    "overflow": (edit_weights, fill(3e38), "or load other weights"),
+    "overflow": (edit_weights, lambda x: [tensor.fill_(3e38) for tensor in x.values()],
+                 "or load other weights"),
     "strange labels": (labels("\x1b[31mbad\n", "x"), "and has {0: '\\x1b[31mbad"),
-    "labels: from 1": (labels("NEG", "POS", first=1), "and has {1: 'NEG', 2: 'POS'}"),
-    "labels: a list": (changing(CONFIG, id2label=["POS"]), "could not be loaded (AttributeError"),
-    "labels: three": (labels("POS", "NEG", "NEUTRAL"), "its weights have other shapes"),
-    "half a config": (halve, CONFIG, "its config.json cannot be read"),
-    "half of the weights": (halve, WEIGHTS, "could not be loaded (SafetensorError")}
+    "labels: from 1": (labels("NEG", "POS", first=1), "and has {1: 'NEG', 2: 'POS'}")}
 
 
 def classifier(folder: Path, longest: int = 23) -> SentimentReward:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import mend_checksum, settings
+from toys import error_line, mend_checksum, read, settings
+from toys import rows as metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cory.train as loop
@@ -21,7 +22,6 @@ from cory.experiment import checkpoint
 from cory.experiment.checkpoint import checkpoints_of, gathered, saved_tensors
 from cory.experiment.flags import parse
 from cory.experiment.run import Run
-from cory.experiment.saved_config import load_config
 from cory.ppo.agent import Agent
 from cory.ppo.loading import load_language_model
 
@@ -37,14 +37,12 @@ def resume(folder, *changes) -> None:
     train_imdb.main(["--resume", "--run_dir", str(folder), *changes])
 
 
+def refusal(capsys, folder, *changes) -> str:
+    return error_line(train_imdb.main, ["--resume", "--run_dir", folder, *changes], capsys)
+
+
 def prepared(flags, folder, *changes) -> Run:
     return Run(parse(ImdbConfig, IMDB_PRESETS, [*flags, "--run_dir", str(folder), *changes]))
-
-
-def metrics(folder) -> list[dict]:
-    """Rows of metrics.jsonl without the times."""
-    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").open()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
 def weights(folder, agent="llm1") -> dict[str, torch.Tensor]:
@@ -75,7 +73,7 @@ def test_roles_follow_the_exchange_and_figures_stand_under_role_and_identity(who
         assert row["llm1/kl"] != row["llm2/kl"] or row["iteration"] == 1
     for agent in ("llm1", "llm2"):
         assert [row["iteration"] for row in rows if f"eval/{agent}/kl" in row] == [3, 6, 7]
-    samples = [json.loads(line) for line in (whole["cory"] / "samples.jsonl").open()]
+    samples = metrics(whole["cory"], "samples.jsonl")
     assert len(samples) == 7 * 4 and samples[-1]["pioneer_agent"] == "llm2"
     assert {"base", "base_reward", "observer_reward"} <= samples[0].keys()
 
@@ -115,14 +113,8 @@ def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     for a, b in zip(metrics(bare), metrics(whole["ppo"])):
         assert all(a[k] == v for k, v in b.items() if k != "roles")
     assert not same_weights(weights(bare), weights(bare, "llm2"))  # the agents draw from streams of their own
-
-
-@pytest.mark.parametrize("flag, value", [
-    ("--knowledge_transfer", "false"), ("--partner_reward", "-1"), ("--role_exchange_every", "0"),
-    ("--reset_on_exchange", "true"), ("--kl_penalty", "full")])
-def test_each_ablation_changes_the_run(flag, value, whole, small_flags, tmp_path):
-    changed = run(small_flags, tmp_path / "r", flag, value, "--iterations", "3", "--eval_every", "0")
-    assert metrics(whole["cory"])[3]["llm1/kl"] != metrics(changed)[3]["llm1/kl"]
+    first, seeing = metrics(bare)[1], metrics(whole["cory"])[1]     # by untouched models, from other prompts
+    assert first["observer/task_reward"] != seeing["observer/task_reward"]
 
 
 def test_partner_reward_weighs_the_other_agents_task_reward(small_flags, tmp_path, monkeypatch):
@@ -170,11 +162,9 @@ train_imdb.main()
 """
 
 
-@pytest.mark.parametrize("method, kill_at", [("cory", 2), ("cory", 3), ("ppo", 4)])
+@pytest.mark.parametrize("method, kill_at", [("cory", 3), ("ppo", 4)])
 def test_a_killed_run_resumes_to_the_same_bits(method, kill_at, whole, small_flags, tmp_path):
-    """Killed by SIGKILL after the checkpoint of `kill_at` (2: at an exchange; 3: inside a period) and a
-    log line beyond it.
-    """
+    """Killed by SIGKILL after the checkpoint of `kill_at`, inside a period, and a log line beyond it."""
     folder, expected = tmp_path / "killed", whole[method]
     command = [sys.executable, "-c", KILLER.format(kill_at=kill_at), *small_flags, "--method", method,
                "--run_dir", str(folder)]
@@ -226,9 +216,7 @@ def test_nothing_in_a_checkpoint_is_unpickled(small_flags, tmp_path, capsys):
     newest = checkpoints_of(folder)[0]
     torch.save({"random/cpu": Trap()}, newest)
     for line in ("its checksum is another", "is damaged (SafetensorError"):
-        with pytest.raises(SystemExit):
-            resume(folder, "--iterations", "2")
-        assert line in capsys.readouterr().err
+        assert line in refusal(capsys, folder, "--iterations", "2")
         newest = mend_checksum(newest)
     assert not Trap.sprung
 
@@ -250,9 +238,7 @@ def test_a_run_killed_before_its_first_checkpoint_resumes_from_the_start(whole, 
 def test_a_finished_run_without_a_checkpoint_is_not_started_over(small_flags, tmp_path, capsys):
     folder = run(small_flags, tmp_path / "r", "--save_every", "0", "--iterations", "2")
     before = metrics(folder)
-    with pytest.raises(SystemExit):
-        resume(folder, "--iterations", "7")
-    assert "has done 2 iterations and has no checkpoint" in capsys.readouterr().err
+    assert "has done 2 iterations and has no checkpoint" in refusal(capsys, folder, "--iterations", "7")
     assert metrics(folder) == before
 
 
@@ -284,27 +270,16 @@ def test_a_finished_run_can_be_resumed_at_its_end_or_lengthened_but_not_shortene
     (folder / "metrics.jsonl").write_text("\n".join([*rows[:-1], json.dumps(unevaluated)]) + "\n")
     resume(folder)                              # an end that was none before has not been evaluated
     without_team = {name: value for name, value in json.loads(before).items() if name != "team"}
-    assert json.loads((folder / "eval.json").read_text()) == without_team
-    with pytest.raises(SystemExit) as stop:
-        resume(folder, "--iterations", "4")
-    assert stop.value.code == 2 and "iterations is 4: the run" in capsys.readouterr().err
+    assert read(folder / "eval.json") == without_team
+    assert "iterations is 4: the run" in refusal(capsys, folder, "--iterations", "4")
 
 
-@pytest.mark.parametrize("changes, says", [
-    (["--learning_rate", "0.5"], "learning_rate was 0.001, now 0.5"),
-    (["--batch_size", "8", "--seed", "5"], "seed was 0, now 5")])   # what is right for it no preset judges
-def test_resume_with_changed_settings_shows_the_difference(changes, says, whole, capsys):
-    with pytest.raises(SystemExit) as stop:
-        resume(whole["cory"], *changes)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and says in err and err.count("\n") == 1
-
-
-def test_a_folder_that_holds_another_run_is_not_touched(whole, small_flags, capsys):
+def test_other_settings_and_another_run_are_refused_and_the_folder_is_not_touched(whole, small_flags, capsys):
     before = (whole["cory"] / "metrics.jsonl").read_bytes()
-    with pytest.raises(SystemExit) as stop:
-        run(small_flags, whole["cory"])
-    assert stop.value.code == 2 and "holds another run; continue it with --resume" in capsys.readouterr().err
+    # what is right for the run no preset judges: it has none for this batch size
+    assert "seed was 0, now 5" in refusal(capsys, whole["cory"], "--batch_size", "8", "--seed", "5")
+    line = error_line(train_imdb.main, [*small_flags, "--run_dir", whole["cory"]], capsys)
+    assert "holds another run; continue it with --resume" in line
     assert (whole["cory"] / "metrics.jsonl").read_bytes() == before
 
 
@@ -329,14 +304,3 @@ def test_what_is_saved_of_a_divided_model_is_what_transformers_saves(small, tmp_
     assert all(theirs[name].equal(ours[name]) for name in ours)
 
 
-def test_local_files_are_all_there_and_agree(whole):
-    for method, folder in whole.items():
-        held_out, last = json.loads((folder / "eval.json").read_text()), metrics(folder)[-1]
-        agents = {"llm1"} if method == "ppo" else {"llm1", "llm2", "team"}
-        assert held_out.keys() == {"iteration", "split", "queries", "samples", "base"} | agents
-        of_agent = held_out["llm1"]
-        assert held_out["iteration"] == 7 and held_out["base"]["kl"] == 0
-        assert of_agent["kl"] == last["eval/llm1/kl"]
-        assert of_agent["combined_reward"] == pytest.approx(of_agent["task_reward"] - 0.15 * of_agent["kl"])
-        assert (folder / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-        assert type(load_config(folder)) is ImdbConfig and load_config(folder).method == method

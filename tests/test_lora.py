@@ -1,5 +1,4 @@
 """Two agents and the reference on one frozen base."""
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ import torch
 from conftest import save_gpt2
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import error_line, generator, train_on
+from toys import error_line, generator, read, rows, train_on
 from transformers import AutoModelForCausalLM
 
 import train_gsm8k
@@ -167,8 +166,7 @@ def run(problems, problem_flags):
     def train(folder: Path, *changes) -> list[dict]:
         lora = ["--model", "lm", "--lora", "true", "--lora_rank", "4"]
         train_gsm8k.main([*problem_flags, *lora, "--run_dir", str(folder), *changes])
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-        return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+        return rows(folder)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(problems)
@@ -186,14 +184,15 @@ def whole(run, tmp_path_factory) -> tuple[Path, list[dict]]:
 
 def test_exchange_and_resume_with_adapters_are_bit_for_bit(whole, run, tmp_path):
     """As if stopped after 3 iterations."""
-    folder, rows = whole
-    assert rows[2]["pioneer/kl"] == rows[2]["llm1/kl"] and rows[4]["pioneer/kl"] == rows[4]["llm2/kl"]
+    folder, logged = whole
+    assert logged[2]["pioneer/kl"] == logged[2]["llm1/kl"]
+    assert logged[4]["pioneer/kl"] == logged[4]["llm2/kl"]
     for agent in ("llm1", "llm2"):                  # held out against the base, which is the same module
-        assert rows[4][f"eval/{agent}/kl"] > 0.1 * rows[4][f"{agent}/kl"] > 0
+        assert logged[4][f"eval/{agent}/kl"] > 0.1 * logged[4][f"{agent}/kl"] > 0
     stopped = Path(shutil.copytree(folder, tmp_path / "stopped"))
     shutil.rmtree(stopped / "final")
     checkpoints_of(stopped)[0].unlink()
-    assert run(stopped, "--resume", "--iterations", "4", "--eval_every", "2") == rows
+    assert run(stopped, "--resume", "--iterations", "4", "--eval_every", "2") == logged
     one, two, one_again, two_again = (load_file(place / "final" / agent / "adapter_model.safetensors")
                                       for place in (folder, stopped) for agent in ("llm1", "llm2"))
     for adapter, again in ((one, one_again), (two, two_again)):
@@ -204,7 +203,7 @@ def test_exchange_and_resume_with_adapters_are_bit_for_bit(whole, run, tmp_path)
 def test_final_adapters_load_in_plain_transformers_and_answer_alike(whole, problems):
     """Their base is found again from any folder."""
     folder = whole[0] / "final" / "llm2"
-    path = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    path = read(folder / "adapter_config.json")["base_model_name_or_path"]
     assert path == str((problems / "lm").resolve())
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     saved = load_file(checkpoints_of(whole[0])[0])

@@ -1,7 +1,6 @@
 """What a machine decides of a run's settings, and that it runs where Unix's own modules are missing."""
 import ctypes
 import importlib
-import json
 import re
 import sys
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import settings
+from toys import error_line, read, settings
 
 import cory
 import train_imdb
@@ -29,11 +28,8 @@ ARM = Processor("arm", False, [])
 
 @pytest.mark.parametrize("cpu, dtype, head, matmul", [
     (EPYC, "auto", "float32", "onednn"), (EPYC, "bfloat16", "bfloat16", "onednn"),
-    (OLD_AMD, "auto", "float32", "pytorch"), (OLD_AMD, "bfloat16", "float32", "pytorch"),
-    (XEON, "auto", "float32", "pytorch"), (XEON, "bfloat16", "float32", "pytorch"),
-    (AMX, "auto", "float32", "pytorch"), (AMX, "bfloat16", "bfloat16", "pytorch"),
-    (ARM, "float32", "float32", "pytorch"),
-])
+    (OLD_AMD, "bfloat16", "float32", "pytorch"), (XEON, "auto", "float32", "pytorch"),
+    (AMX, "bfloat16", "bfloat16", "pytorch"), (ARM, "float32", "float32", "pytorch")])
 def test_a_processor_decides_by_what_it_is(monkeypatch, cpu, dtype, head, matmul):
     monkeypatch.setattr(machine, "processor", lambda: cpu)
     cfg = settled(settings(dtype=dtype, device="cpu"))
@@ -57,8 +53,7 @@ def gpu(monkeypatch):
 
 @pytest.mark.parametrize("dtype, capability, expected", [
     ("auto", (9, 0), ("bfloat16", "tf32")), ("auto", (7, 5), ("float32", "float32")),
-    ("float32", (9, 0), ("float32", "float32")), ("tf32", (8, 0), ("tf32", "tf32")),
-])
+    ("tf32", (8, 0), ("tf32", "tf32"))])
 def test_a_gpu_decides_by_what_it_has(gpu, monkeypatch, dtype, capability, expected):
     gpu(capability)
     monkeypatch.setattr(machine, "processor", lambda: EPYC)     # beside a GPU it multiplies nothing
@@ -67,8 +62,7 @@ def test_a_gpu_decides_by_what_it_has(gpu, monkeypatch, dtype, capability, expec
 
 
 @pytest.mark.parametrize("device, name, value", [
-    ("auto", "dtype", "bfloat16"), ("auto", "dtype", "tf32"), ("auto", "head_precision", "tf32"),
-    ("cpu", "dtype", "tf32"), ("cpu", "head_precision", "tf32")])
+    ("auto", "dtype", "bfloat16"), ("auto", "head_precision", "tf32"), ("cpu", "dtype", "tf32")])
 def test_what_a_machine_only_imitates_is_refused(gpu, device, name, value):
     gpu((7, 5))
     device_name = "the GPU" if device == "auto" else "this processor"
@@ -96,10 +90,8 @@ def test_settings_that_no_machine_has_seen_have_no_precision():
 
 @pytest.mark.parametrize("text, name, amd", [
     ("vendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC 9B45\n", "AMD EPYC 9B45", True),
-    ("vendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R)\n", "Intel(R) Xeon(R)", False),
     (None, "Intel64 Family 6 Model 85, GenuineIntel", False),
-    (None, "AMD64 Family 25 Model 1, AuthenticAMD", True),
-])
+    (None, "AMD64 Family 25 Model 1, AuthenticAMD", True)])
 def test_the_processor_by_linux_and_by_python(monkeypatch, tmp_path, text, name, amd):
     cpuinfo = tmp_path / "cpuinfo"
     if text:
@@ -116,11 +108,10 @@ def test_a_run_says_and_keeps_what_it_is_computed_by(small_flags, tmp_path, caps
     line = capsys.readouterr().out.splitlines()[1]
     assert machine.processor().name in line and "float32, head in float32, products by" in line
     resumed = ["--run_dir", str(tmp_path / "r"), "--resume"]
-    with pytest.raises(SystemExit):
-        train_imdb.main([*resumed, "--cpu_matmul", "pytorch"])
-    assert "cpu_matmul was 'onednn', now 'pytorch'" in capsys.readouterr().err
+    line = error_line(train_imdb.main, [*resumed, "--cpu_matmul", "pytorch"], capsys)
+    assert "cpu_matmul was 'onednn', now 'pytorch'" in line
     train_imdb.main([*resumed, "--iterations", "2"])
-    config = json.loads((tmp_path / "r" / "config.json").read_text())
+    config = read(tmp_path / "r" / "config.json")
     assert [config[k] for k in ("dtype", "head_precision", "cpu_matmul")] == ["float32", "float32", "onednn"]
     prepare_device(settled(settings(device="cpu")))                         # what the other tests run by
 

@@ -2,6 +2,7 @@
 import pytest
 import torch
 from torch import nn
+from toys import error_line
 from transformers import GPT2Config, LlamaConfig
 
 from cory.commands import plan
@@ -106,7 +107,4 @@ def test_the_table_and_its_card(capsys):
     ("gsm8k --preset llama2-7b --shard true", "shard is True: 4 bits cannot be divided"),
     ("gsm8k --gpus 0", "gpus is 0: must be 1 or more"), ("chess", "invalid choice: 'chess'")])
 def test_bad_requests_exit_2_with_one_line(argv, says, capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main(argv.split())
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and says in err and err.count("\n") == 1
+    assert says in error_line(plan.main, argv.split(), capsys)

@@ -1,6 +1,5 @@
 """The recipes of docs/recipes.md, run from the page as it stands, and what must follow by itself."""
 import importlib
-import json
 import re
 import runpy
 import shlex
@@ -10,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import toys
 from safetensors.torch import load_file
+from toys import error_line, read
 
 import train_gsm8k
 import train_imdb
@@ -75,14 +76,9 @@ def run(name: str, *flags: str, main=train_imdb.main) -> Path:
 
 
 def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
-    """Without the times, which no two runs share, and what `train_cory` measures of its team."""
-    lines = [json.loads(line) for line in (run_dir / file).open()]
-    return [{key: value for key, value in row.items() if key != "seconds" and "/team/" not in key}
-            for row in lines]
-
-
-def read(path: Path) -> dict:
-    return json.loads(path.read_text())
+    """Without what `train_cory` measures of its team."""
+    return [{key: value for key, value in row.items() if "/team/" not in key}
+            for row in toys.rows(run_dir, file)]
 
 
 def require_same_runs(a: Path, b: Path) -> None:
@@ -197,9 +193,7 @@ def test_a_setting_of_ones_own_is_a_flag_on_record(folder, flags, quick, plain, 
             (penalty.main, ["--per_character", "-1"], "per_character is -1.0: must be 0 or more"),
             (penalty.main, [*continued, "--per_character", "0.3"], "per_character was 0.2, now 0.3"),
             (train_imdb.main, continued, "continue it with the script that started it")):
-        with pytest.raises(SystemExit) as stop:
-            main(words)
-        assert stop.value.code == 2 and says in capsys.readouterr().err
+        assert says in error_line(main, words, capsys)
 
 
 # --- what an agent is trained on ----------------------------------------------------------------------------
@@ -335,6 +329,4 @@ def test_the_sweeps_commands_compare_rates(folder, flags, quick, capsys, monkeyp
     report.main([*run_dirs, *compare[5:]])
     shown = capsys.readouterr().out
     assert "learning_rate 0.0007" in shown and "learning_rate 0.002" in shown and Path("rates.png").exists()
-    with pytest.raises(SystemExit):
-        report.main(run_dirs)
-    assert "--by learning_rate" in capsys.readouterr().err
+    assert "--by learning_rate" in error_line(report.main, run_dirs, capsys)

@@ -233,17 +233,9 @@ def test_looks_at_the_rows_are_as_rare_as_one_likes_and_change_nothing(model, mo
     assert 1 < one.mask_BT.sum(1).min() + 1 < one.mask_BT.shape[1]       # rows end at different times
     assert torch.equal(one.response_BT, many.response_BT) and torch.equal(one.mask_BT, many.mask_BT)
     torch.testing.assert_close(one.logp_BT, many.logp_BT)
-    assert torch.equal(*states)                                 # as if no step too many had been made
-
-
-@pytest.mark.parametrize("steps", [1, 4, 100])
-def test_the_generator_is_left_as_if_asked_for_the_steps_made_alone(monkeypatch, steps):
-    """Numbers are drawn for all steps at once; those of steps that no row needed are given back."""
-    monkeypatch.setitem(sampling.STEPS_BETWEEN_LOOKS, "cpu", steps)
-    rng, plain = generator(), generator()
-    assert sampled(bigram(path_model(*"abcdef.")), ["d", "e"], 9, rng).mask_BT.shape[1] == 3
-    torch.rand(3, 2, generator=plain, dtype=torch.float64)
-    assert torch.equal(rng.get_state(), plain.get_state())
+    plain = generator()                                         # as if no step too many had been made
+    torch.rand(one.mask_BT.shape[1], 12, generator=plain, dtype=torch.float64)
+    assert all(torch.equal(state, plain.get_state()) for state in states)
 
 
 def test_nothing_between_two_looks_waits_for_a_gpu(model, monkeypatch):

@@ -1,9 +1,9 @@
 """Held-out evaluation of the agents as a team."""
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from toys import read, rows
 
 import cory.train as loop
 from cory.config import IMDB_PRESETS, ImdbConfig
@@ -74,12 +74,11 @@ def test_a_loop_measures_its_team_in_the_roles_of_the_iteration(small_flags, tmp
              "--run_dir", str(tmp_path / "r")]
     loop.train(parse(ImdbConfig, IMDB_PRESETS, flags))
     assert seen == [["llm1", "llm2"], ["llm1", "llm2"], ["llm2", "llm1"]]      # the base's, then of 1 and 2
-    rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").open()]
-    assert [row["eval/team/pairs"] for row in rows] == [1, 2, 3]
-    assert json.loads((tmp_path / "r/eval.json").read_text())["team"] == {"pairs": 3}
+    assert [row["eval/team/pairs"] for row in rows(tmp_path / "r")] == [1, 2, 3]
+    assert read(tmp_path / "r/eval.json")["team"] == {"pairs": 3}
 
 
-@pytest.mark.parametrize("returned", [None, {"a/b": 1.0}, {"name": "text"}])
+@pytest.mark.parametrize("returned", [None, {"a/b": 1.0}])
 def test_what_is_no_metric_of_a_team_is_refused(small_flags, tmp_path, monkeypatch, returned):
     monkeypatch.setattr(loop.train_cory, "evaluate", lambda run, roles: returned)
     flags = [*small_flags, "--iterations", "1", "--run_dir", str(tmp_path / "r")]

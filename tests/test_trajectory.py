@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from toys import read, rows
 
 import train_gsm8k
 import train_imdb
@@ -32,8 +33,7 @@ RUNS = {
 def rows_of(name: str, folder: Path) -> list[dict]:
     script = {"imdb": train_imdb, "gsm8k": train_gsm8k}[name.partition("-")[0]]
     script.main([*RUNS[name].split(), *QUICK.split(), "--run_dir", str(folder)])
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return rows(folder)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -41,9 +41,7 @@ def test_metrics_are_those_stored(name, tmp_path):
     """Up to the rounding of another processor, which no sampled token of these rows is close enough to feel.
     Held-out answers of updated weights are: a draw in some thousands falls otherwise there.
     """
-    rows, stored = rows_of(name, tmp_path / "r"), json.loads(STORED.read_text())[name]
-    assert len(rows) == len(stored)
-    for row, expected in zip(rows, stored):
+    for row, expected in zip(rows_of(name, tmp_path / "r"), read(STORED)[name], strict=True):
         assert row.keys() == expected.keys()
         for key, value in expected.items():
             if row["iteration"] and key.startswith("eval/"):

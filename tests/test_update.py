@@ -137,10 +137,12 @@ def test_log_probability_entropy_and_gradient_are_those_of_autograd(of_logp, of_
 
 
 def test_running_the_head_in_chunks_does_not_change_gradient_or_sums(small, monkeypatch):
-    """Against plain autograd through one loss over all tokens."""
+    """Against plain autograd through one loss over all tokens, the policy having moved since the rollout."""
     agent, rollout = ragged_rollout(small)
     cfg = settings()
     batch = make_experience(rollout, SCORE, 0.1, cfg)
+    batch.logp_BT.add_(0.2 * torch.randn(batch.logp_BT.shape, generator=generator(3)))
+    batch.value_BT.add_(0.3)
     hidden, old = hidden_of(agent, batch), Tokens.of(batch)
     logp = formulas.token_logprobs(agent.policy.logprobs(hidden), old.response_N)
     policy_loss = formulas.policy_loss(logp, old.logp_N, old.advantage_N, cfg.cliprange)

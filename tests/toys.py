@@ -1,4 +1,6 @@
 """Models small enough to know by hand, and what the tests of several files share."""
+import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,14 +87,26 @@ def close(x, expected, tolerance=1e-6) -> None:
     torch.testing.assert_close(x, expected, atol=tolerance, rtol=tolerance)
 
 
-def error_line(main, flags: list[str], capsys) -> str:
-    """The one line that a command with bad input ends in; its exit status is 2."""
+def error_line(main, flags: list, capsys) -> str:
+    """The one line, beside a progress bar, that a command with bad input ends in; its exit status is 2."""
     capsys.readouterr()                     # of what came before
     with pytest.raises(SystemExit) as stop:
-        main(flags)
+        main([str(word) for word in flags])
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1, err
-    return err
+    lines = [line for line in re.split("[\r\n]", err)
+             if "error: " in line or line.strip() and not re.search("it/s|s/it", line)]
+    assert stop.value.code == 2 and len(lines) == 1 and "error: " in lines[0], err
+    return lines[0]
+
+
+def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
+    """Of a run's file, without the times, which no two runs share."""
+    lines = [json.loads(line) for line in Path(run_dir, file).open()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in lines]
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
 
 
 def mend_checksum(checkpoint: Path) -> Path:

@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from dataclasses import fields
 from pathlib import Path
 from typing import Callable
 
@@ -46,6 +48,20 @@ class Attack:
         if not holds:
             self.faults.append(what)
 
+    def held_quietly(self, main: Callable, argv: list, what: str) -> None:
+        """A command in this process ends well, or in one line; a traceback is no good end."""
+        err, status = io.StringIO(), 0
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+            try:
+                main([str(word) for word in argv])
+            except SystemExit as stop:
+                status = stop.code or 0
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+        said = err.getvalue()
+        self.held(status == 0 or is_one_line(status, said), f"{what!r}: {said[-250:]}")
+
     def row(self, what: str) -> str:
         """Of the table."""
         noted = f" ({'; '.join(dict.fromkeys(self.noted))})" if self.noted else ""
@@ -55,6 +71,13 @@ class Attack:
         command = [sys.executable, str(ROOT / "train_imdb.py"), *map(str, words)]
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                 **how)
+
+    def begin(self, folder: Path, *words, **how) -> subprocess.Popen:
+        """A run that has written its first row, or has ended."""
+        process = self.start(*self.flags, *words, "--run_dir", folder, **how)
+        while process.poll() is None and not (folder / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        return process
 
     def go_on(self, folder: Path) -> str:
         """Resumes a run, or begins one that had not begun; returns what it wrote to stderr."""
@@ -92,11 +115,8 @@ def kills(attack: Attack) -> None:
     """
     expected = results(attack.whole())
     for number in attack.count(100):
-        folder = attack.folder / f"kill{number}"
-        process = attack.start(*attack.flags, "--iterations", "7", "--run_dir", folder)
-        begun = time.time()
-        while process.poll() is None and not (folder / "metrics.jsonl").exists():
-            time.sleep(0.01)
+        folder, begun = attack.folder / f"kill{number}", time.time()
+        process = attack.begin(folder, "--iterations", "7")
         time.sleep(random.uniform(0, 4.0))
         process.kill()
         process.communicate()
@@ -177,10 +197,7 @@ def two_processes(attack: Attack) -> None:
         shutil.rmtree(place)
     for number in attack.count(10):
         folder = attack.folder / f"resume{number}"
-        length = ["--iterations", "100000", "--save_every", "1000"]
-        first = attack.start(*attack.flags, *length, "--run_dir", folder)
-        while first.poll() is None and not (folder / "metrics.jsonl").exists():
-            time.sleep(0.05)
+        first = attack.begin(folder, "--iterations", "100000", "--save_every", "1000")
         second = attack.start("--resume", "--run_dir", folder)
         _, err = second.communicate()
         said = is_one_line(second.returncode, err) and f"is in use by process {first.pid}" in err
@@ -256,13 +273,9 @@ def weights_and_biases(attack: Attack) -> None:
         dies_later = number % 2 == 1
         server = Server(answers=dies_later)
         folder = attack.folder / f"wandb{number}"
-        flags = [word for word in attack.flags if word not in ("--wandb", "disabled")]
         environment = {**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": "x" * 40}
         begun = time.time()
-        process = attack.start(*flags, "--wandb", "online", "--iterations", "4", "--run_dir", folder,
-                               env=environment)
-        while process.poll() is None and not (folder / "metrics.jsonl").exists():
-            time.sleep(0.05)
+        process = attack.begin(folder, "--wandb", "online", "--iterations", "4", env=environment)
         started = time.time() - begun
         server.answers = False
         out, err = process.communicate(timeout=400)
@@ -276,144 +289,81 @@ def weights_and_biases(attack: Attack) -> None:
 
 
 # --- generated bad inputs ---
-def quietly(main: Callable, argv: list) -> tuple[int, str, str]:
-    """(status, stdout, stderr) of a command in this process; a traceback is status 1."""
-    import traceback
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main([str(word) for word in argv])
-            status = 0
-        except SystemExit as stop:
-            status = stop.code or 0
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-    return status, out.getvalue(), err.getvalue()
-
-
-def examples(strategy, count: int) -> list:
-    """`count` values that hypothesis generates, the same each time."""
-    from hypothesis import HealthCheck, Phase, given, seed, settings
-
-    found = []
-
-    @seed(0)
-    @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))
-    @given(strategy)
-    def collect(value):
-        found.append(value)
-
-    collect()
-    return found[:count]
-
-
-def json_values():
-    from hypothesis import strategies as st
-
-    scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20))
-    return st.recursive(scalars, lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)), max_leaves=6)
+STRANGE = [None, True, -1, 0, 1.5, 1e300, float("nan"), 10**30, "", "x", "nan", "0x10", "\x1b[2J", "\ud800",
+           [], [[1]], {}, {"a": None}]
 
 
 def bad_command_lines(attack: Attack) -> None:
     """Generated command lines: unknown flags, values of other types and sizes"""
-    from dataclasses import fields
-
-    from hypothesis import strategies as st
-
-    import train_imdb
     from cory.config import ImdbConfig
 
     names = [f.name for f in fields(ImdbConfig) if f.name not in ("run_dir", "resume")]
-    numbers = [f.name for f in fields(ImdbConfig) if f.type in (int, float)]
-    words = st.one_of(st.text(max_size=12), st.integers().map(str), st.floats().map(str))
-    line = st.one_of(
-        st.tuples(st.sampled_from(names), words).map(lambda pair: [f"--{pair[0]}={pair[1]}"]),
-        st.tuples(st.sampled_from(numbers), st.sampled_from(
-            ["nan", "inf", "-1", "1e300", "1e-300", "0x10", "", "1_0x", str(10**30)])).map(
-                lambda pair: [f"--{pair[0]}", pair[1]]),
-        st.text(st.characters(codec="utf-8"), min_size=1, max_size=10).map(lambda text: [f"--{text}", "1"]))
-    generated(attack, train_imdb.main, examples(line, len(attack.count(150))),
-              lambda words, place: [*attack.flags, "--iterations", "1", "--run_dir", place / "r", *words])
+    cases = [(random.choice([*names, *names, "lam\0", "-", "é"]), random.choice(STRANGE))
+             for _ in attack.count(150)]
+    generated(attack, cases, lambda case, place: [*attack.flags, f"--{case[0]}={case[1]}"])
 
 
-def generated(attack: Attack, main: Callable, cases: list, argv: Callable) -> None:
+def generated(attack: Attack, cases: list, flags: Callable) -> None:
     """Runs each case: an input that is no good ends in one line; one that happens to be good, in a run."""
+    import train_imdb
+
     for number, case in enumerate(cases):
         place = attack.folder / f"case{number}"
         place.mkdir()
-        status, _, err = quietly(main, argv(case, place))
-        attack.held(status == 0 or is_one_line(status, err), f"{str(case)[:150]!r}: {err[-250:]}")
+        argv = ["--iterations", "1", "--run_dir", place / "r", *flags(case, place)]
+        attack.held_quietly(train_imdb.main, argv, str(case)[:150])
         shutil.rmtree(place, ignore_errors=True)
 
 
 def bad_data(attack: Attack) -> None:
     """Generated files of rows: other types, broken JSON, bytes that are no text, odd names of columns"""
-    from hypothesis import strategies as st
+    def row() -> bytes:
+        value = random.choice(STRANGE)
+        return random.choice([b'{"text": "It was a good film and I liked it"}', json.dumps(value).encode(),
+                              json.dumps({"text": value}).encode(), json.dumps({str(value): "a"}).encode(),
+                              random.randbytes(20), b"[" * 5000, b'{"text": ' + b"9" * 6000 + b"}"])
 
-    import train_imdb
-
-    good = st.sampled_from([b'{"text": "It was a good film and I liked it"}'])
-    line = st.one_of(good, st.binary(max_size=60), json_values().map(lambda x: json.dumps(x).encode()),
-                     json_values().map(lambda x: json.dumps({"text": x}).encode()),
-                     st.text(max_size=30).map(lambda x: json.dumps({"text": x}).encode()),
-                     st.integers(1, 5000).map(lambda n: b"[" * n), st.integers(4000, 6000).map(
-                         lambda n: b'{"text": ' + b"9" * n + b"}"))
-    files = st.lists(line, max_size=12).map(b"\n".join)
-
-    def argv(content, place):
+    def flags(content, place):
         (place / "train.jsonl").write_bytes(content)
-        at = attack.flags.index("--dataset") + 1
-        flags = [*attack.flags[:at], str(place), *attack.flags[at + 1:]]
-        return [*flags, "--iterations", "1", "--run_dir", place / "r"]
+        return [*attack.flags, "--dataset", place]
 
-    generated(attack, train_imdb.main, examples(files, len(attack.count(200))), argv)
+    files = [b"\n".join(row() for _ in range(random.randrange(12))) for _ in attack.count(200)]
+    generated(attack, files, flags)
 
 
-def json_files_with(attack: Attack, source: Path, name: str, count: int):
-    """Cases (file, its new content) of a folder's JSON file: one value replaced, cut, or other JSON."""
-    from hypothesis import strategies as st
+def damaged(attack: Attack, folder: Path, pattern: str, count: int) -> list[tuple[str, bytes | None]]:
+    """Files of a folder, each missing, cut or other bytes; of a JSON file also one value that is another."""
+    cases = []
+    for path in [path for path in sorted(folder.rglob(pattern)) if path.is_file()]:
+        content, name = path.read_bytes(), str(path.relative_to(folder))
+        cases += [(name, text) for text in (None, b"", b"[1]\n", b"\xff\xfe" + content)]
+        for _ in attack.count(count):
+            cases.append((name, content[:random.randrange(len(content) or 1)]))
+            if name.endswith(".json"):
+                value = json.loads(content)
+                change = {random.choice(sorted(value)): random.choice(STRANGE)}
+                cases.append((name, json.dumps(value | change).encode()))
+    return cases
 
-    content = (source / name).read_bytes()
-    keys = st.sampled_from(sorted(json.loads(content)))
-    value = json.loads(content)
-    change = st.tuples(keys, json_values()).map(lambda pair: {pair[0]: pair[1]})
-    replaced = change.map(lambda change: json.dumps(value | change).encode())
-    case = st.one_of(replaced, replaced, json_values().map(lambda x: json.dumps(x).encode()),
-                     st.integers(0, len(content) - 1).map(lambda n: content[:n]), st.binary(max_size=40))
-    return [(name, text) for text in examples(case, count)]
+
+def edited_copy(source: Path, folder: Path, name: str, content: bytes | None) -> None:
+    """With other content of one file, or without it."""
+    shutil.copytree(source, folder)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
 
 
 def bad_models(attack: Attack) -> None:
     """Generated model and classifier folders: config, tokenizer and weights edited, cut or missing"""
-    import train_imdb
-
-    cases = []
-    for folder, count in (("lm", 60), ("classifier", 40)):
-        for name in sorted(path.name for path in (attack.assets / folder).iterdir()):
-            number = len(attack.count(count)) // 4 + 1
-            if name.endswith(".json"):
-                edits = json_files_with(attack, attack.assets / folder, name, number)
-                cases += [(folder, *case) for case in edits]
-            else:
-                content = (attack.assets / folder / name).read_bytes()
-                places = [random.randrange(len(content)) for _ in range(number)]
-                cases += [(folder, name, content[:place]) for place in places]
-            cases.append((folder, name, None))
-
-    def argv(case, place):
+    def flags(case, place):
         folder, name, content = case
-        shutil.copytree(attack.assets / folder, place / folder)
-        (place / folder / name).unlink()
-        if content is not None:
-            (place / folder / name).write_bytes(content)
-        changed = {str(attack.assets / folder): str(place / folder)}
-        flags = [changed.get(word, word) for word in attack.flags]
-        return [*flags, "--iterations", "1", "--run_dir", place / "r"]
+        edited_copy(attack.assets / folder, place / folder, name, content)
+        return [*attack.flags, "--model" if folder == "lm" else "--reward_model", place / folder]
 
-    generated(attack, train_imdb.main, cases, argv)
+    cases = [(folder, *case) for folder in ("lm", "classifier")
+             for case in damaged(attack, attack.assets / folder, "*", 6)]
+    generated(attack, cases, flags)
 
 
 def bad_runs(attack: Attack) -> None:
@@ -422,30 +372,18 @@ def bad_runs(attack: Attack) -> None:
     from cory.commands import evaluate, report
 
     run = attack.whole()
-    commands = {"resume": (train_imdb.main, ["--resume", "--iterations", "8", "--run_dir"]),
-                "evaluate": (evaluate.main, ["--samples", "1", "--k", "1"]), "report": (report.main, [])}
-    cases = []
-    for name in ("config.json", "eval.json"):
-        cases += json_files_with(attack, run, name, len(attack.count(40)))
-    for path in [path for path in sorted(run.rglob("*")) if path.is_file()]:
-        name, content = str(path.relative_to(run)), path.read_bytes()
-        if "checkpoints" not in name and content:
-            cut = content[:random.randrange(len(content))]
-            cases += [(name, None), (name, cut), (name, b""), (name, b"\xff\xfe" + content), (name, b"[1]\n")]
+    commands = [(train_imdb.main, ["--resume", "--iterations", "8", "--run_dir"]),
+                (evaluate.main, ["--samples", "1", "--k", "1", "--out", attack.folder / "out.png"]),
+                (report.main, ["--out", attack.folder / "out.png"])]
+    cases = [case for case in damaged(attack, run, "*", 1) if "checkpoints" not in case[0]]
+    cases += damaged(attack, run, "config.json", 20) + damaged(attack, run, "eval.json", 20)
     random.shuffle(cases)
     for number, (name, content) in enumerate(cases):
-        command = list(commands)[number % 3]
-        main, flags = commands[command]
+        main, flags = commands[number % 3]
         folder = attack.folder / f"run{number}"
-        shutil.copytree(run, folder)
-        (folder / name).unlink()
-        if content is not None:
-            (folder / name).write_bytes(content)
-        at = [*flags, folder] if command == "resume" else [folder, *flags]
-        at += ["--out", attack.folder / "out.png"] if command != "resume" else []
-        status, _, err = quietly(main, at)
-        said = f"{command}, {name} {str(content)[:80]}: {err[-250:]}"
-        attack.held(status == 0 or is_one_line(status, err), said)
+        edited_copy(run, folder, name, content)
+        argv = [*flags, folder] if number % 3 == 0 else [folder, *flags]
+        attack.held_quietly(main, argv, f"{main.__module__}, {name} {str(content)[:80]}")
         shutil.rmtree(folder)
 
 

@@ -12,7 +12,6 @@ import argparse
 import os
 import queue
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,9 +23,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST = 0.97                        # share of faults to be caught
-RUNNING = set()                     # processes of pytest
 LEFT_OUT = {"test_docs.py"}         # about texts
-LAST = ["test_end_to_end.py", "test_plain.py", "test_trajectory.py"]
+LAST = ["test_end_to_end.py", "test_trajectory.py"]
 
 
 class Fault(NamedTuple):
@@ -45,85 +43,59 @@ def of(path: str, *faults: tuple[str, ...]) -> list[Fault]:
 FAULTS = [
     # --- who plays, and what for ---
     *of("cory/train.py",
-        ("reward", "return reward_B + cfg.partner_reward * partner_reward_B",
-         "return reward_B + partner_reward_B", "loop"),
+        ("reward", "reward_B + cfg.partner_reward * partner_reward_B", "reward_B + partner_reward_B", "loop"),
         ("wrong agent or role", "return r2, r1\n", "return r1, r2\n", "partner_term loop"),
-        ("wrong token or row", "a2.value_BT[:, 0].to(r2)", "a2.value_BT[:, -1].to(r2)",
-         "partner_term"),
+        ("wrong token or row", "a2.value_BT[:, 0].to(r2)", "a2.value_BT[:, -1].to(r2)", "partner_term"),
         ("reward", "score(a, r, 0.0, cfg)", "score(a, r, r, cfg)", "loop"),
-        ("wrong token or row", "observer_prompts(run, queries, a1.text)",
-         "observer_prompts(run, queries, a1.text[1:] + a1.text[:1])", "gsm8k loop"),
-        ("wrong agent or role", "collect_rollout(observer, prompts,", "collect_rollout(pioneer, prompts,",
-         "loop"),
+        ("wrong token or row", ", queries, a1.text)", ", queries, a1.text[1:] + a1.text[:1])", "gsm8k loop"),
+        ("wrong agent or role", "collect_rollout(observer,", "collect_rollout(pioneer,", "loop"),
         ("reward", "r2 = task.reward(queries, a2.text)", "r2 = task.reward(prompts, a2.text)", "loop gsm8k"),
-        ("wrong agent or role", "update2 = ppo_update(observer, a2,", "update2 = ppo_update(observer, a1,",
-         "loop"),
-        ("off by one", "iteration % cfg.role_exchange_every == 0",
-         "(iteration - 1) % cfg.role_exchange_every == 0", "loop"),
-        ("metric", 'Turn("pioneer", pioneer, a1, r1, update1)',
-         'Turn("pioneer", pioneer, a1, score1, update1)', "loop"),
-        ("wrong agent or role", "                observer.reset()", "                pioneer.reset()",
-         "loop"),
+        ("wrong agent or role", "= ppo_update(observer, a2,", "= ppo_update(observer, a1,", "loop"),
+        ("off by one", "iteration % cfg.", "(iteration - 1) % cfg.", "loop"),
+        ("metric", 'pioneer", pioneer, a1, r1, update1)', 'pioneer", pioneer, a1, score1, update1)', "loop"),
+        ("wrong agent or role", "observer.reset()", "pioneer.reset()", "loop"),
         ("wrong agent or role", "roles=[pioneer, observer])", "roles=[observer, pioneer])", "loop"),
     ),
 
     # --- formulas ---
     *of("cory/ppo/formulas.py",
-        ("wrong mean", "x_N = x_N - x_N.mean()", "x_N = x_N - (x_BT - x_BT.max()).double().mean()",
-         "formulas"),
-        ("standard deviation", "torch.rsqrt((x_N**2).mean() + eps)",
-         "torch.rsqrt((x_N**2).sum() / (len(x_N) - 1) + eps)", "formulas"),
+        ("wrong mean", "x_N = x_N - x_N.mean(", "x_N = x_N - (x_BT - x_BT.max()).double().mean(", "formulas"),
+        ("standard deviation", "x_N**2).mean() + eps)", "x_N**2).sum() / (len(x_N) - 1) + eps)", "formulas"),
         ("KL", "p_NV = logp_NV.softmax(-1)", "p_NV = ref_logp_NV.softmax(-1)", "formulas"),
         ("KL", "log_r = ref_logp_N - logp_N", "log_r = logp_N - ref_logp_N", "formulas advantages"),
-        ("wrong sign", "reward_BT = -kl_coef * kl_BT * mask_BT", "reward_BT = kl_coef * kl_BT * mask_BT",
-         "formulas"),
+        ("wrong sign", "reward_BT = -kl_coef * kl_BT *", "reward_BT = kl_coef * kl_BT *", "formulas"),
         ("wrong token or row", "last_B1 = mask_BT.sum(1, keepdim=True).long() - 1",
          "last_B1 = torch.full_like(mask_BT[:, :1], mask_BT.shape[1] - 1).long()", "formulas"),
-        ("wrong sign", "ratio_N = (logp_N - old_logp_N).exp()", "ratio_N = (old_logp_N - logp_N).exp()",
-         "formulas"),
-        ("clip", "ratio_N.clamp(1 - cliprange, 1 + cliprange)", "ratio_N.clamp(max=1 + cliprange)",
-         "formulas"),
-        ("wrong sign", "return kl_coef * (1 + error * n / horizon)",
-         "return kl_coef * (1 - error * n / horizon)", "formulas"),
-        ("off by one", "base * schedule((iteration - 1 - warmup) / (iterations - warmup))",
-         "base * schedule((iteration - warmup) / (iterations - warmup))", "formulas"),
-        ("statistics of runs", "return 1 - math.comb(n - c, k) / math.comb(n, k)",
-         "return 1 - (1 - c / n) ** k", "evaluate"),
+        ("wrong sign", "ratio_N = (logp_N - old_logp_N).", "ratio_N = (old_logp_N - logp_N).", "formulas"),
+        ("clip", "ratio_N.clamp(1 - cliprange, 1 + cliprange", "ratio_N.clamp(max=1 + cliprange", "formulas"),
+        ("wrong sign", "return kl_coef * (1 + error * n /", "return kl_coef * (1 - error * n /", "formulas"),
+        ("off by one", "schedule((iteration - 1 - warmup) /", "schedule((iteration - warmup) /", "formulas"),
+        ("statistics of runs", "- math.comb(n - c, k) / math.comb(n, k)", "- (1 - c / n) ** k", "evaluate"),
     ),
 
     # --- advantages ---
     *of("cory/ppo/advantages.py",
-        ("learning target", "reward_BT[:, t] + gamma * next_value_B",
-         "reward_BT[:, t] + lam * next_value_B", "advantages"),
-        ("mask or padding", "next_value_B = value_BT[:, t] * mask_BT[:, t]",
-         "next_value_B = value_BT[:, t]", "advantages"),
+        ("learning target", "[:, t] + gamma * next_value_B", "[:, t] + lam * next_value_B", "advantages"),
+        ("mask or padding", "= value_BT[:, t] * mask_BT[:, t]", "= value_BT[:, t]", "advantages"),
         ("group of a query", "others_Gk = (return_Gk.sum(1, keepdim=True) - return_Gk) / (group_size - 1)",
          "others_Gk = return_Gk.mean(1, keepdim=True)", "advantages"),
-        ("group of a query", ".sum(1).view(-1, group_size)",
-         ".sum(1).view(group_size, -1).t().contiguous()", "advantages"),
+        ("group of a query", ".view(-1, group_size)", ".view(group_size, -1).t().contiguous()", "advantages"),
     ),
 
     # --- the agent, its model and its adapter ---
     *of("cory/ppo/agent.py",
-        ("random stream", "torch.Generator().manual_seed(self.seed)",
-         "torch.Generator().manual_seed(self.cfg.seed)", "loop"),
-        ("random stream", "index // 2 * SEED_STEP", "index // 2 * 2**32",
-         "flags"),
+        ("random stream", ".Generator().manual_seed(self.", ".Generator().manual_seed(self.cfg.", "loop"),
+        ("random stream", "index // 2 * SEED_STEP", "index // 2 * 2**32", "flags"),
     ),
     *of("cory/ppo/model.py",
         ("off by one", "response_in = response_BT[:, :-1]", "response_in = response_BT[:, 1:]", "model"),
-        ("mask or padding", "torch.cat([prompt_mask_BP, torch.ones_like(response_in)], dim=1)",
-         "torch.cat([torch.ones_like(prompt_mask_BP), torch.ones_like(response_in)], dim=1)", "model"),
+        ("mask or padding", "([prompt_mask_BP, torch.", "([torch.ones_like(prompt_mask_BP), torch.", "model"),
         ("mask or padding", "return (mask.cumsum(1) - 1).clamp(min=0)",
          "return torch.arange(mask.shape[1], device=mask.device).expand_as(mask)", "model"),
-        ("temperature, dropout",
-         "return LogpAndEntropy.apply(hidden_NH.float(), head.weight, head.bias, token_N, self.temperature,",
-         "return LogpAndEntropy.apply(hidden_NH.float(), head.weight, head.bias, token_N, 1.0,", "update"),
-        ("temperature, dropout", "self.lm, self.tokenizer, self.adapter = lm.eval(),",
-         "self.lm, self.tokenizer, self.adapter = lm.train(),", "model"),
+        ("temperature, dropout", "head.bias, token_N, self.temperature", "head.bias, token_N, 1.0", "update"),
+        ("temperature, dropout", ", self.adapter = lm.eval(),", ", self.adapter = lm.train(),", "model"),
         ("stale or swapped", "lm = base.lm if adapter else copy.deepcopy(base.lm)", "lm = base.lm", "model"),
-        ("gradient", "return self.value_head(hidden.float()).squeeze(-1)",
-         "return self.value_head(hidden.float().detach()).squeeze(-1)", "update"),
+        ("gradient", "self.value_head(hidden.float())", "self.value_head(hidden.float().detach())", "update"),
     ),
     *of("cory/ppo/lora.py",
         ("LoRA", "        lm.disable_adapters()", "        lm.enable_adapters()", "lora"),
@@ -137,47 +109,36 @@ FAULTS = [
         ("mask or padding",
          "mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])",
          "mask = (ids != model.tokenizer.eos_token_id).long()", "sampling"),
-        ("mask or padding", "mask_BT[row_R, t] = running_R.float()",
-         "mask_BT[row_R, t] = (running_R & ~torch.isin(token_R, ends)).float()", "sampling"),
+        ("mask or padding", "t] = running_R.", "t] = (running_R & ~torch.isin(token_R, ends)).", "sampling"),
         ("wrong token or row", "uniform_TB[t, row_R]", "uniform_TB[t, :len(row_R)]", "sampling"),
-        ("temperature, dropout", "cumulative_BV = logp_BV.softmax(-1)",
-         "cumulative_BV = (logp_BV / 0.7).softmax(-1)", "sampling"),
+        ("temperature, dropout", "cumulative_BV = logp_BV.", "cumulative_BV = (logp_BV / 0.7).", "sampling"),
     ),
     *of("cory/ppo/rollout.py",
-        ("wrong model", "ref_hidden_NH = reference.response_hidden(",
-         "ref_hidden_NH = policy.response_hidden(", "loop trajectory"),
-        ("wrong model", "policy.values(hidden_NH)", "policy.values(ref_hidden_NH)", "update plain"),
+        ("wrong model", "= reference.response_hidden(", "= policy.response_hidden(", "loop trajectory"),
+        ("wrong model", "policy.values(hidden_NH)", "policy.values(ref_hidden_NH)", "update"),
         ("stale or swapped", "logp_BT=logp_BT, ref_logp_BT=ref_logp_BT,",
          "logp_BT=ref_logp_BT, ref_logp_BT=logp_BT,", "update"),
-        ("metric", "(sampled.logp_BT - logp_BT).abs()", "(sampled.logp_BT - logp_BT)",
-         "sampling"),
+        ("metric", "(sampled.logp_BT - logp_BT).abs()", "(sampled.logp_BT - logp_BT)", "sampling"),
     ),
     *of("cory/ppo/minibatches.py",
-        ("random stream", "torch.randperm(len(self.mask_BT), generator=generator)",
-         "torch.randperm(len(self.mask_BT))", "loop"),
+        ("random stream", "(len(self.mask_BT), generator=generator)", "(len(self.mask_BT))", "loop"),
         ("mask or padding", '{"BP": slice(-P, None),', '{"BP": slice(0, P),', "update"),
-        ("wrong token or row", "yield [self.rows(rows[group]) for", "yield [self.rows(group) for",
-         "update plain"),
+        ("wrong token or row", "yield [self.rows(rows[group])", "yield [self.rows(group)", "update"),
     ),
 
     # --- the update ---
     *of("cory/ppo/update.py",
-        ("stale or swapped", "make_experience(rollout, score_B, agent.kl_coef, cfg)",
-         "make_experience(rollout, score_B, cfg.init_kl_coef, cfg)", "update loop"),
+        ("stale or swapped", "score_B, agent.kl_coef, cfg", "score_B, cfg.init_kl_coef, cfg", "update loop"),
         ("wrong mean", "distributed.all_reduce(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))",
          "mini_batches[0].mask_BT.sum()", "update"),
         ("KL", "len(score_B)\n", "len(score_B) * cfg.num_ppo_epochs\n", "update"),
         ("wrong mean", "kl, n = rollout.kl_B.mean().item()", "kl, n = rollout.kl_BT.mean().item()", "update"),
         ("KL", 'kl_coef if cfg.kl_in == "reward" else 0.0', "kl_coef", "trajectory"),
-        ("learning target", "(advantage_BT + value_BT) * mask_BT", "advantage_BT * mask_BT", "update plain"),
-        ("mask or padding", "formulas.whiten(advantage_BT, mask_BT)",
-         "formulas.whiten(advantage_BT, torch.ones_like(mask_BT))", "update"),
-        ("stale or swapped", "formulas.policy_loss(logp_N, old.logp_N,",
-         "formulas.policy_loss(logp_N, logp_N.detach(),", "update plain"),
-        ("clip", "formulas.value_loss(value_N, old.value_N,",
-         "formulas.value_loss(value_N, value_N.detach(),", "update"),
-        ("KL", "kl_loss_N = formulas.kl_k3(logp_N, old.ref_logp_N)",
-         "kl_loss_N = formulas.kl_k3(logp_N, old.logp_N)", "advantages"),
+        ("learning target", "(advantage_BT + value_BT) * mask_BT", "advantage_BT * mask_BT", "update"),
+        ("mask or padding", "(advantage_BT, mask_BT)", "(advantage_BT, torch.ones_like(mask_BT))", "update"),
+        ("stale or swapped", "(logp_N, old.logp_N,", "(logp_N, logp_N.detach(),", "update"),
+        ("clip", ".value_loss(value_N, old.value_N,", ".value_loss(value_N, value_N.detach(),", "update"),
+        ("KL", "formulas.kl_k3(logp_N, old.ref_logp_N)", "formulas.kl_k3(logp_N, old.logp_N)", "advantages"),
         ("gradient", "    agent.optimizer.zero_grad(set_to_none=True)\n", "", "update"),
         ("wrong mean", "means[name] = x_N.mean().item()",
          "means[name] = sum(x.double().mean().item() for x in parts) / len(parts)", "update"),
@@ -185,62 +146,49 @@ FAULTS = [
 
     # --- tasks ---
     *of("cory/tasks/task.py",
-        ("held-out set", 'random.Random("held-out queries")',
-         'random.Random(f"held-out queries {cfg.seed}")', "task"),
+        ("held-out set", '.Random("held-out queries")', '.Random(f"held-out queries {cfg.seed}")', "task"),
         ("held-out set", "rows = getattr(data, cfg.eval_split)\n", "rows = data.train\n", "task"),
-        ("held-out set", "validation, test = held_out[::2], held_out[1::2]",
-         "validation, test = held_out, held_out", "task"),
+        ("held-out set", ", test = held_out[::2], held_out[1::2]", ", test = held_out, held_out", "task"),
         ("random stream", "shuffled(n, cfg.seed, place // n)", "shuffled(n, cfg.seed, 0)", "task"),
         ("group of a query", "[query for query in queries for _ in range(k)]", "queries * k", "task"),
     ),
     *of("cory/tasks/imdb.py",
-        ("off by one", "n = rng.randint(self.cfg.min_query_length, self.cfg.max_query_length)",
-         "n = rng.randrange(self.cfg.min_query_length, self.cfg.max_query_length)", "task"),
+        ("off by one", "randint(self.cfg.min_query_length,", "randrange(self.cfg.min_query_length,", "task"),
         ("reward", "texts = [query + response for", "texts = [response for", "task"),
         ("reward", "return logits[:, self.positive].tolist()", "return logits[:, 0].tolist()", "task"),
-        ("mask or padding", 'self.model(batch["input_ids"], attention_mask=batch["attention_mask"])',
-         'self.model(batch["input_ids"])', "task"),
+        ("mask or padding", '["input_ids"], attention_mask=batch["attention_mask"]', '["input_ids"]', "task"),
     ),
     *of("cory/tasks/gsm8k.py",
-        ("metric", '"accuracy": [last_number(response) == gold',
-         '"accuracy": [self.answer_in(response) == gold', "gsm8k"),
-        ("reading answers", '"strict_accuracy": [strict(response) == gold',
-         '"strict_accuracy": [last_number(response) == gold', "gsm8k"),
+        ("metric", 'accuracy": [last_number(response) =', 'accuracy": [self.answer_in(response) =', "gsm8k"),
+        ("reading answers", '": [strict(response) == gold', '": [last_number(response) == gold', "gsm8k"),
     ),
     *of("cory/tasks/answers.py",
         ("reading answers", 'solution.rpartition("####")', 'solution.partition("####")', "answers"),
-        ("reading answers", "sign, digits, exponent = numbers[-1]", "sign, digits, exponent = numbers[0]",
-         "answers"),
-        ("reading answers", 'return response if end < 0 else response[:end]', "return response", "answers"),
+        ("reading answers", ", digits, exponent = numbers[-1]", ", digits, exponent = numbers[0]", "answers"),
+        ("reading answers", "return response if end < 0 else response[:end]", "return response", "answers"),
     ),
 
     # --- around the loops ---
     *of("cory/experiment/evaluation.py",
-        ("random stream", "torch.Generator().manual_seed(EVALUATION_SEED + at)",
-         "torch.Generator().manual_seed(cfg.seed + at)", "trajectory"),
+        ("random stream", ".manual_seed(EVALUATION_SEED + at)", ".manual_seed(cfg.seed + at)", "trajectory"),
         ("wrong model", "same = model is reference ", "same = model.lm is reference.lm ", "lora"),
         ("wrong mean", '"kl": kl / n, "combined_reward"', '"kl": kl / tokens, "combined_reward"', "report"),
         ("held-out set", "limit, seed=None)", "limit, seed=EVALUATION_SEED)", "gsm8k trajectory"),
     ),
     *of("cory/experiment/run.py",
         ("metric", "self.agent.cfg.init_kl_coef", "self.agent.kl_coef", "loop"),
-        ("wrong agent or role", "evaluate(agent.policy, agent.reference,",
-         "evaluate(self.agents[0].policy, agent.reference,", "loop"),
+        ("wrong agent or role", "evaluate(agent.policy,", "evaluate(self.agents[0].policy,", "loop"),
         ("off by one", "yield from range(self.start + 1,", "yield from range(self.start or 1,", "loop"),
         ("wrong agent or role",
          'self.roles = [self.agents[self.agent_names.index(name)] for name in state["roles"]]',
          "self.roles = self.agents", "loop"),
-        ("wrong agent or role", 'f"{turn.role}_reward": turn.reward_B[i].item()',
-         'f"{turn.role}_reward": turns[0].reward_B[i].item()', "loop"),
+        ("wrong agent or role", 'role}_reward": turn.reward_B[', 'role}_reward": turns[0].reward_B[', "loop"),
     ),
     *of("cory/experiment/checkpoint.py",
         ("checkpoint", "put_back(file, agent)", "put_back(file, agents[0])", "loop"),
-        ("checkpoint", '/random"] = agent.generator.get_state()', '/random"] = torch.get_rng_state()',
-         "loop"),
-        ("checkpoint", "{agent.name: agent.kl_coef for agent in agents}",
-         "{agent.name: agent.cfg.init_kl_coef for agent in agents}", "loop"),
-        ("LoRA", "        activate(policy.lm, policy.adapter)",
-         "        activate(policy.lm, agents[0].policy.adapter)", "lora"),
+        ("checkpoint", 'random"] = agent.generator.get_state()', 'random"] = torch.get_rng_state()', "loop"),
+        ("checkpoint", "{agent.name: agent.kl_coef for", "{agent.name: agent.cfg.init_kl_coef for", "loop"),
+        ("LoRA", "activate(policy.lm, policy.", "activate(policy.lm, agents[0].policy.", "lora"),
     ),
     *of("cory/experiment/log.py",
         ("off by one", 'row["iteration"] <= start', 'row["iteration"] < start', "report loop"),
@@ -249,23 +197,18 @@ FAULTS = [
     # --- after training ---
     *of("cory/commands/evaluate.py",
         ("statistics of runs", "greedy, *drawn = rounds", "greedy, drawn = rounds[0], rounds", "evaluate"),
-        ("random stream", "evaluation.EVALUATION_SEED + 1_000_003 * number + first",
-         "evaluation.EVALUATION_SEED + first", "evaluate"),
-        ("wrong model", "load_language_model(str(final), cfg.temperature",
-         "load_language_model(cfg.model, cfg.temperature", "evaluate"),
+        ("random stream", "+ 1_000_003 * number + first", "+ first", "evaluate"),
+        ("wrong model", "load_language_model(str(final),", "load_language_model(cfg.model,", "evaluate"),
     ),
     *of("cory/studies/statistics.py",
-        ("statistics of runs", "x = (variant - baseline).dropna()",
-         "x = (variant - baseline.mean()).dropna()", "study"),
+        ("statistics of runs", "variant - baseline).dropna(", "variant - baseline.mean()).dropna(", "study"),
         ("statistics of runs", "t.ppf((1 + LEVEL) / 2, n - 1)", "t.ppf(LEVEL, n - 1)", "study"),
-        ("statistics of runs", "return self.low > 0 or self.high < 0", "return self.low > 0 or self.mean < 0",
-         "study"),
+        ("statistics of runs", "self.low > 0 or self.high < 0", "self.low > 0 or self.mean < 0", "study"),
         ("statistics of runs", "return agents.tail(1).groupby", "return agents.head(2).groupby", "study"),
         ("statistics of runs", "kl = agents.kl.last().min()", "kl = agents.kl.last().max()", "study"),
     ),
     *of("cory/studies/rows.py",
-        ("statistics of runs", '(held_out["iteration"], agent)):', '(held_out["iteration"], "llm1")):',
-         "study"),
+        ("statistics of runs", 'held_out["iteration"], agent))', 'held_out["iteration"], "llm1"))', "study"),
     ),
     *of("cory/studies/loops.py",
         ("wrong token or row", "return x_B.roll(-1)", "return x_B.roll(0)", "study"),
@@ -304,30 +247,22 @@ def in_order(copy: Path, names: str) -> list[list[str]]:
 
 def pytest(copy: Path, files: list[str], limit_s: float) -> tuple[int, str]:
     """Exit status (124: out of time) and the first line that names a failure or an error."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider", "-rfE",
-               "--tb=no", f"--basetemp={copy.parent / 'pytest'}", *files]
+    command = ["timeout", "-k", "9", f"{limit_s}", sys.executable, "-m", "pytest", "-q", "-x", "-rfE",
+               "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider",
+               f"--basetemp={copy.parent / 'pytest'}", *files]
     # a fault and its repair can lie in one second: no compiled file may be taken for either
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=copy, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, start_new_session=True)
-    RUNNING.add(process)
-    try:
-        out, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return 124, f"no end within {limit_s:g} s"
-    finally:
-        RUNNING.discard(process)
-    lines = out.splitlines()
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
     first = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), (lines or [""])[-1])
-    return process.returncode, first
+    return done.returncode, first
 
 
 def tried(fault: Fault, copy: Path, args: argparse.Namespace) -> tuple[str, str]:
     """Puts the fault in, runs the tests, takes it out again. Returns what came of it, and pytest's line."""
     path = copy / fault.path
     text = path.read_text()
+    assert text.count(fault.old) == 1, fault
     path.write_text(text.replace(fault.old, fault.new))
     try:
         for files in in_order(copy, fault.tests)[:1 if args.likely else None]:
@@ -339,22 +274,6 @@ def tried(fault: Fault, copy: Path, args: argparse.Namespace) -> tuple[str, str]
     return {0: "survived", 1: "caught"}.get(status, "broken"), line if status else ""
 
 
-def told(text: str) -> str:
-    return " ".join(text.split())
-
-
-def require_once(copy: Path) -> None:
-    """Every fault has its place, exactly one, and every file of tests that it names is there."""
-    wrong = []
-    for number, fault in enumerate(FAULTS, start=1):
-        count = (copy / fault.path).read_text().count(fault.old)
-        in_order(copy, fault.tests)
-        if count != 1 or fault.old == fault.new:
-            wrong.append(f"{number}: {fault.path} holds {told(fault.old)!r} {count} times")
-    if wrong:
-        sys.exit("\n".join(wrong))
-
-
 def main() -> None:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
@@ -363,51 +282,29 @@ def main() -> None:
     parser.add_argument("--limit_s", type=float, default=600, help="seconds for one call of pytest")
     parser.add_argument("--jobs", type=int, default=1, help="copies that are tried at the same time")
     args = parser.parse_args()
-    chosen = [(number, FAULTS[number - 1]) for number in args.only or range(1, len(FAULTS) + 1)]
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(stop, lambda *_: sys.exit("stopped"))
-    with tempfile.TemporaryDirectory(prefix="seeded_bugs_") as folder:
+    chosen = args.only or range(1, len(FAULTS) + 1)
+    with tempfile.TemporaryDirectory(prefix="seeded_bugs_") as folder, ThreadPoolExecutor(args.jobs) as pool:
         copies = queue.Queue()
         for job in range(args.jobs):
-            copy = copy_to(Path(folder) / str(job))
-            copies.put(copy)
-        require_once(copy)
-        for files in in_order(copy, "") if not args.likely else []:
-            status, line = pytest(copy, files, args.limit_s)
+            copies.put(copy_to(Path(folder) / str(job)))
+        for files in in_order(copies.queue[0], "") if not args.likely else []:
+            status, line = pytest(copies.queue[0], files, args.limit_s)
             if status:
                 sys.exit(f"the suite does not pass as it stands: status {status}, {line}")
 
-        def outcome(item: tuple[int, Fault]) -> str:
-            number, fault = item
-            copy, start = copies.get(), time.perf_counter()
+        def outcome(number: int) -> str:
+            fault, copy, start = FAULTS[number - 1], copies.get(), time.perf_counter()
             result, line = tried(fault, copy, args)
             copies.put(copy)
+            old, new = (" ".join(text.split()) for text in (fault.old, fault.new))
             print(f"{number:3} {result:8} {time.perf_counter() - start:4.0f} s  {fault.kind}: {fault.path}: "
-                  f"{told(fault.new) or 'without ' + told(fault.old)}  <- {line}", flush=True)
+                  f"{old} -> {new}  <- {line}", flush=True)
             return result
 
-        with ThreadPoolExecutor(args.jobs) as pool:
-            try:
-                outcomes = list(pool.map(outcome, chosen))
-            except BaseException as error:              # stopped: leave nothing behind
-                for process in [*RUNNING]:
-                    os.killpg(process.pid, signal.SIGKILL)
-                shutil.rmtree(folder, ignore_errors=True)
-                print(repr(error), flush=True)
-                os._exit(2)
-
-    results = list(zip(chosen, outcomes, strict=True))
-    of_kind = Counter(fault.kind for _, fault in chosen)
-    caught = Counter(fault.kind for (_, fault), result in results if result == "caught")
-    print("\n| kind | caught of |\n|---|---|")
-    for kind, count in sorted(of_kind.items()):
-        print(f"| {kind} | {caught[kind]} of {count} |")
-    print(f"| all | {caught.total()} of {len(chosen)} |")
-    for (number, fault), result in results:
-        if result != "caught":
-            print(f"{number} {result}: {fault.kind}, {fault.path}:")
-            print(f"    {told(fault.old)}\n    {told(fault.new)}")
-    sys.exit(caught.total() < LEAST * len(chosen))
+        outcomes = list(pool.map(outcome, chosen))
+    for result, count in Counter(outcomes).items():
+        print(f"{result}: {count} of {len(outcomes)}")
+    sys.exit(outcomes.count("caught") < LEAST * len(outcomes))
 
 
 if __name__ == "__main__":
