@@ -57,7 +57,8 @@ def same_weights(a, b) -> bool:
 def whole(small_flags, tmp_path_factory):
     """An undisturbed CORY run and an undisturbed PPO run, for several tests."""
     folder = tmp_path_factory.mktemp("whole")
-    return {method: run(small_flags, folder / method, "--method", method) for method in ("ppo", "cory")}
+    ppo = run(small_flags, folder / "ppo", "--method", "ppo", "--role_exchange_every", "5")
+    return {"ppo": ppo, "cory": run(small_flags, folder / "cory", "--method", "cory")}
 
 
 def test_roles_follow_the_exchange_and_figures_stand_under_role_and_identity(whole):
