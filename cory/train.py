@@ -27,16 +27,19 @@ def trains(*agents: str, evaluate: Callable | None = None) -> Callable:
     return decorator
 
 
-def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | float, cfg: Config) -> Tensor:
+def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | None, cfg: Config) -> Tensor:
     """Returns what an agent's responses are trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`.
 
-    Edit it to shape what both methods train on: `- 0.01 * rollout.length_B` is a length penalty.
+    Edit it to shape what both methods train on: `- 0.01 * rollout.length_B` is a length penalty. An agent
+    that has no partner, or adds nothing for it, has None as the partner's reward, not 0: a product or a
+    minimum with it would train on nothing.
     """
-    return reward_B + cfg.partner_reward * partner_reward_B
+    partner_B = 0.0 if partner_reward_B is None else cfg.partner_reward * partner_reward_B
+    return reward_B + partner_B
 
 
-def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Tensor | float, Tensor | float]:
-    """Returns what pioneer and observer add for their partner, each (B,) or 0: `--partner_term`.
+def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Tensor, Tensor | None]:
+    """Returns what pioneer and observer add for their partner, each (B,) or None: `--partner_term`.
 
         sampled             pioneer: r(s0, a2)      observer: r(s0, a1)      (paper)
         sampled_to_pioneer  pioneer: r(s0, a2)      observer: nothing
@@ -50,12 +53,12 @@ def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Ten
     if cfg.partner_term == "sampled":
         return r2, r1
     if cfg.partner_term == "sampled_to_pioneer":
-        return r2, 0.0
+        return r2, None
     if a2.value_BT is None:
         way_out = "needs a critic; use an advantage that asks for value_BT"
         raise UserError("partner_term", cfg.partner_term, way_out)
     # column 0: the state at the end of the prompt
-    return a2.value_BT[:, 0].to(r2), 0.0
+    return a2.value_BT[:, 0].to(r2), None
 
 
 @trains("llm1")
@@ -70,7 +73,7 @@ def train_ppo(run: Run, score: Callable = score) -> None:
         a = collect_rollout(agent, task.pioneer_prompts(queries), max_new_tokens)
         r = task.reward(queries, a.text)
 
-        update = ppo_update(agent, a, score(a, r, 0.0, cfg), iteration)
+        update = ppo_update(agent, a, score(a, r, None, cfg), iteration)
 
         turns = [Turn("pioneer", agent, a, r, update)]
         run.finish_iteration(iteration, queries, max_new_tokens, turns, roles=[agent])

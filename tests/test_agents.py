@@ -99,7 +99,8 @@ def test_a_second_base_that_has_changed_is_refused(mixed_flags, tmp_path, capsys
 
 
 def test_an_agent_that_the_loop_has_not_is_refused(small_flags, tmp_path, capsys):
-    flags = [*small_flags, "--method", "ppo", "--llm2", "learning_rate=1", "--run_dir", str(tmp_path / "r")]
+    flags = [*small_flags, "--method", "ppo", "--role_exchange_every", "5", "--llm2", "learning_rate=1",
+             "--run_dir", str(tmp_path / "r")]
     line = error_line(train_imdb.main, flags, capsys)
     assert "flag is '--llm2': names no agent of this run; it has llm1" in line
 

@@ -103,6 +103,16 @@ BAD = [                                 # one case of each kind
     ("--advantage grpo --responses_per_query 4 --whiten_advantages true",
      ["whiten_advantages is 'true'", "grpo"]),
     ("--load_in_4bit true --lora false", ["load_in_4bit is True", "add --lora true"]),
+    # flags that nothing reads beside others
+    ("--method ppo --knowledge_transfer false", ["knowledge_transfer is False", "a method of two agents"]),
+    ("--method ppo --partner_term critic", ["partner_term is 'critic'", "a method of two agents"]),
+    ("--role_exchange_every 0 --reset_on_exchange true", ["reset_on_exchange is True", "above 0"]),
+    ("--share_weights true --role_exchange_every 3", ["role_exchange_every is 3", "--share_weights false"]),
+    ("--partner_reward 0 --partner_term critic", ["partner_term is 'critic'", "that is not 0"]),
+    ("--lora false --lora_rank 4", ["lora_rank is 4", "--lora true"]),
+    ("--kl_target 3", ["kl_target is 3.0", "--adap_kl_ctrl true"]),
+    ("--advantage reinforce --vf_coef 1", ["vf_coef is 1.0", "--advantage gae"]),
+    ("--llm2 kl_target=3", ["kl_target is 3.0", "--adap_kl_ctrl true"]),
 ]
 
 

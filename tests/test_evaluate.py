@@ -50,7 +50,8 @@ def three_at_once(monkeypatch):
 def finished(problem_flags, tmp_path_factory):
     """Two seeds of a LoRA run, one PPO run without LoRA, untouched by any evaluation."""
     folder = tmp_path_factory.mktemp("finished")
-    runs = {"cory-0": "--lora true", "cory-1": "--lora true --seed 1", "ppo": "--method ppo"}
+    runs = {"cory-0": "--lora true", "cory-1": "--lora true --seed 1",
+            "ppo": "--method ppo --role_exchange_every 5"}
     for name, flags in runs.items():
         flags = [*flags.split(), "--iterations", "2", "--save_every", "0", "--run_dir", str(folder / name)]
         train_gsm8k.main([*problem_flags, *flags])
@@ -114,7 +115,8 @@ def test_bad_requests_exit_2_with_one_line(runs, flags, says, finished, capsys, 
 def test_a_run_that_is_not_what_it_was_is_refused(problems, problem_flags, tmp_path, capsys):
     own = shutil.copytree(problems, tmp_path / "problems")
     flags = [*problem_flags, "--model", str(own / "lm"), "--dataset", str(own), "--iterations", "1"]
-    train_gsm8k.main([*flags, "--lora", "true", "--method", "ppo", "--run_dir", str(tmp_path / "r")])
+    train_gsm8k.main([*flags, "--lora", "true", "--method", "ppo", "--role_exchange_every", "5",
+                      "--run_dir", str(tmp_path / "r")])
 
     def refusal() -> str:
         return error_line(evaluate.main, [tmp_path / "r", *FLAGS], capsys)

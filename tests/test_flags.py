@@ -18,7 +18,8 @@ from cory.ppo.agent import Agent, agent_seed
 COMBINATIONS = {
     "rloo": "--advantage rloo --responses_per_query 4 --kl_in loss --ent_coef 0.01 --lr_schedule cosine "
     "--warmup_iterations 1",
-    "share": "--advantage reinforce --share_weights true --role_exchange_every 5 --whiten_advantages false --lr_schedule linear"}
+    "share": "--advantage reinforce --share_weights true --role_exchange_every 5 --whiten_advantages false "
+    "--lr_schedule linear --sampling_temperature 0.8 --top_p 0.9 --importance_cap 2"}
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
@@ -65,7 +66,8 @@ def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
     """Both turns train it, the pioneer's first; it is saved once; its own metrics are the mean of its two
     turns.
     """
-    flags = ["--share_weights", "true", "--role_exchange_every", "5", "--iterations", "2", "--run_dir", str(tmp_path / "r")]
+    flags = ["--share_weights", "true", "--role_exchange_every", "5", "--iterations", "2",
+             "--run_dir", str(tmp_path / "r")]
     order, update = [], cory.train.ppo_update
 
     def watched(agent, rollout, *rest):

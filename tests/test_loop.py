@@ -167,8 +167,9 @@ train_imdb.main()
 def test_a_killed_run_resumes_to_the_same_bits(method, kill_at, whole, small_flags, tmp_path):
     """Killed by SIGKILL after the checkpoint of `kill_at`, inside a period, and a log line beyond it."""
     folder, expected = tmp_path / "killed", whole[method]
+    exchange = ["--role_exchange_every", "5"] if method == "ppo" else []
     command = [sys.executable, "-c", KILLER.format(kill_at=kill_at), *small_flags, "--method", method,
-               "--run_dir", str(folder)]
+               *exchange, "--run_dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(metrics(folder)) == kill_at + 2              # iteration 0, and one that no checkpoint knows of

@@ -244,15 +244,72 @@ def test_a_metric_of_both_answers_stands_in_the_log(folder, flags, quick, plain,
     assert found == expected                                # all else is train_cory's, bit for bit
 
 
-def test_the_observer_sees_the_answer_now_and_then(folder, flags, quick, plain, monkeypatch):
+def test_the_observer_sees_the_answer_now_and_then(folder, flags, quick, plain, monkeypatch, capsys):
     whole = run("glimpse", *flags, *command("glimpse:train_glimpse"))
     assert 0 < sum(row["seen"] for row in rows(whole)[1:]) < 3
     run("glimpse_2", *flags, *command("glimpse:train_glimpse"), "--iterations", "2")
+    assert "other code" not in capsys.readouterr().out
+    with open("glimpse.py", "a") as file:
+        file.write("# edited since\n")
     require_same_runs(whole, run("glimpse_2", "--resume", "--iterations", "3"))
+    assert "other code than at the checkpoint, by which the run goes on: glimpse.py" in capsys.readouterr().out
 
     monkeypatch.setattr(importlib.import_module("glimpse"), "P", 1.0)
     always = rows(run("always", *flags, *command("glimpse:train_glimpse"), "--iterations", "2"))
     assert [row.pop("seen") for row in always[1:]] == [1, 1] and always == rows(plain)[:3]
+
+
+LOOPS = [                                                   # file, roles, metrics of its own
+    ("weakest", ["pioneer", "observer"], ["eval/team/observer_copies"]),
+    ("frozen", ["partner", "learner"], []),
+    ("debate", ["opening", "reply", "closing"], []),
+    ("memory", ["pioneer", "observer"], ["best_so_far"])]
+
+
+@pytest.mark.parametrize("name, roles, metrics", LOOPS, ids=[name for name, *_ in LOOPS])
+def test_a_loop_of_the_page_is_shown_and_resumes(name, roles, metrics, folder, flags, quick):
+    whole = run(name, *flags, *command(f"{name}:train_{name}"))
+    last = rows(whole)[-1]
+    assert list(last["roles"]) == roles and {*last["roles"].values()} == {"llm1", "llm2"}
+    assert {*metrics} <= json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1]).keys()
+    run(f"{name}_2", *flags, *command(f"{name}:train_{name}"), "--iterations", "2")
+    require_same_runs(whole, run(f"{name}_2", "--resume", "--iterations", "3"))
+
+
+def test_what_the_loops_of_the_page_train_on(folder, flags, quick, monkeypatch):
+    weakest = importlib.import_module("weakest").weakest
+    assert weakest(None, torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0]), None).tolist() == [1, -1]
+
+    moved = {}
+    for name in ("frozen", "plain"):
+        final = Path(name) / "final"
+        a, b = (load_file(final / agent / "model.safetensors") for agent in ("llm1", "llm2"))
+        base = load_language_model(load_config(Path(name)).model).lm.state_dict()
+        moved[name] = [not all(torch.equal(x[key], base[key]) for key in x) for x in (a, b)]
+    assert moved == {"frozen": [False, True], "plain": [True, True]}
+
+    module, prompts = importlib.import_module("memory"), []
+    collect = module.collect_rollout
+    monkeypatch.setattr(module, "collect_rollout", lambda *a: prompts.append(a[1]) or collect(*a))
+    run("memory_3", *flags, *command("memory:train_memory"))
+    best = [row["best_so_far"] for row in rows(Path("memory_3"))[1:]]
+    assert best == sorted(best)
+    for observers, i in ((1, 0), (3, 1), (5, 2)):                 # the same answer behind every query
+        quoted = {re.search(r'"(.*)" more', p, re.DOTALL)[1].removeprefix(q)
+                  for p, q in zip(prompts[observers], prompts[observers - 1], strict=True)}
+        assert len(quoted) == 1, i
+
+
+def test_two_different_models_train_together(folder, flags, quick):
+    words = [word.replace("cory/assets", str(ROOT / "cory/assets")) for word in command("--llm2")]
+    whole = run("two", *flags, *words)
+    held_out, last = read(whole / "eval.json"), rows(whole)[-1]
+    assert {"base", "base_llm2", "llm1", "llm2"} <= held_out.keys()
+    assert last["llm2/learning_rate"] == 5e-4 and last["llm1/learning_rate"] == 1e-3
+    shapes = [read(whole / "final" / agent / "config.json")["model_type"] for agent in ("llm1", "llm2")]
+    assert shapes == ["gpt2", "llama"]
+    run("two_2", *flags, *words, "--iterations", "2")
+    require_same_runs(whole, run("two_2", "--resume", "--iterations", "3"))
 
 
 def test_a_chain_of_three_is_shown_everywhere_and_resumes(chain, flags, quick, capsys, monkeypatch):
@@ -299,7 +356,8 @@ def test_an_advantage_of_ones_own_against_arithmetic_and_without_a_critic(folder
 
 
 def test_a_schedule_of_ones_own_sets_the_rate(folder, flags, quick):
-    words = [*flags, *command("stairs:stairs"), "--iterations", "6", "--eval_every", "0", "--method", "ppo"]
+    words = [*flags, *command("stairs:stairs"), "--iterations", "6", "--eval_every", "0", "--method", "ppo",
+             "--role_exchange_every", "5"]
     rates = [row["llm1/learning_rate"] for row in rows(run("stairs", *words))[1:]]
     # two iterations of warm-up, then progress 0, 1/4, 2/4, 3/4: stairs 0, 0, 1, 2
     assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 5e-4, 2.5e-4])

@@ -14,7 +14,8 @@ from cory.ppo import rollout, sampling
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.loading import load_language_model
 from cory.ppo.rollout import collect_rollout
-from cory.ppo.sampling import decode, draw, encode_prompts, sample
+from cory.ppo.sampling import decode, draw, encode_prompts, sample, sampling_logprobs
+from cory.ppo.update import make_experience
 
 
 def path_model(*letters: str) -> torch.Tensor:
@@ -253,6 +254,39 @@ def test_nothing_between_two_looks_waits_for_a_gpu(model, monkeypatch):
     assert waits[3] == waits[20] and len(waits[3]) <= 4
 
 
+# --- another distribution than the policy ---
+def test_top_p_and_temperature_against_arithmetic():
+    logp = torch.tensor([[0.2, 0.5, 0.3]]).log()
+    # squares 0.04, 0.25, 0.09 over their sum 0.38
+    assert sampling_logprobs(logp, 0.5).exp()[0].tolist() == pytest.approx([4 / 38, 25 / 38, 9 / 38])
+    # 0.5 alone does not hold 0.6, and with 0.3 it does
+    assert sampling_logprobs(logp, 1.0, 0.6).exp()[0].tolist() == pytest.approx([0, 5 / 8, 3 / 8])
+    # the likeliest token stays, however small top_p
+    assert sampling_logprobs(logp, 1.0, 1e-9).exp()[0].tolist() == [0, 1, 0]
+    assert sampling_logprobs(logp) is logp
+
+
+def test_what_is_recorded_is_what_was_drawn_from():
+    """Draws by top_p and temperature: never a token that is left out, the log-probability is log q, the gap is
+    that to the policy, and the weights of the tokens are min(pi / q, cap).
+    """
+    agent = agent_of(bigram(seed=1))
+    agent.cfg = settings(sampling_temperature=0.7, top_p=0.8, importance_cap=1.2, advantage="reinforce",
+                         whiten_advantages="false", init_kl_coef=0.0)
+    turn = collect_rollout(agent, ["a"] * 64, 3)
+    logp_UV = agent.policy.lm.head.weight.T.log_softmax(-1)
+    q_UV = sampling_logprobs(logp_UV, 0.7, 0.8)
+    before_BT = torch.cat([turn.prompt_BP, turn.response_BT[:, :-1]], 1)
+    real = turn.mask_BT.bool()
+    logp_N, q_N = (x_UV[before_BT[real], turn.response_BT[real]] for x_UV in (logp_UV, q_UV))
+    torch.testing.assert_close(turn.sampling_logp_BT[real], q_N)
+    torch.testing.assert_close(turn.logp_BT[real], logp_N)
+    assert turn.sampling_gap == pytest.approx((q_N - logp_N).abs().mean().item(), rel=1e-4)
+    advantage_BT = make_experience(turn, torch.ones(64), 0.0, agent.cfg).advantage_BT
+    torch.testing.assert_close(advantage_BT[real], (logp_N - q_N).exp().clamp(max=1.2))
+    assert 0.3 < advantage_BT[real].min() < 1 and q_UV.isinf().any()
+
+
 # --- the gap between sampling and scoring ---
 def test_the_gap_is_of_each_token_in_either_direction(monkeypatch):
     """Log-probabilities that are 0.5 too high and 0.5 too low, in turn, are 0.5 apart and not 0."""
@@ -270,10 +304,11 @@ def test_the_gap_is_of_each_token_in_either_direction(monkeypatch):
 
 
 @pytest.mark.parametrize("flags, warns", [
-    ({}, True), ({"head_precision": "bfloat16"}, False), ({"lora": True, "load_in_4bit": True}, False)])
+    ({}, True), ({"importance_cap": 2.0}, False), ({"head_precision": "bfloat16"}, False), ({"lora": True, "load_in_4bit": True}, False)])
 def test_what_rounding_may_make_is_no_warning(flags, warns, capsys):
     """0.05 nats: of bfloat16 in the body, in the head, or in a base of 4 bits, and of no float32."""
     cfg = settings(**{"dtype": "float32", "head_precision": "float32"} | flags)
-    turn = SimpleNamespace(role="pioneer", rollout=SimpleNamespace(sampling_gap=0.05))
+    turn = SimpleNamespace(role="pioneer", rollout=SimpleNamespace(sampling_gap=0.05),
+                           agent=SimpleNamespace(cfg=cfg))
     Run.warn_if_off_policy(SimpleNamespace(cfg=cfg, warned_off_policy=False), [turn])
     assert ("sampling_gap is 0.05 nats per token: pioneer's" in capsys.readouterr().err) == warns

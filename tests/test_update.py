@@ -15,7 +15,7 @@ from cory.ppo import formulas, minibatches, update
 from cory.ppo.loading import load_language_model
 from cory.ppo.minibatches import Experience, Tokens, by_length
 from cory.ppo.rollout import collect_rollout
-from cory.ppo.update import add_gradient, make_experience
+from cory.ppo.update import add_gradient, losses, make_experience
 
 PROMPTS = ["a film", "one long story of a man", "x", "the dog and the man", "so", "every scene of it", "good",
            "bad old"]
@@ -170,6 +170,18 @@ def test_first_ratio_is_exactly_1(small):
     for (mini_batch,) in batch.shuffled_mini_batches(2, 2, generator()):  # cut otherwise: same up to rounding
         sums = sums_of(agent, mini_batch, settings())
         assert sums["approx_kl"] < 1e-9 and sums["clip_fraction"] == 0
+
+
+def test_clip_fraction_counts_tokens_whose_loss_is_clipped():
+    """pi is uniform. Ratios 1.5 and 0.5 are clipped at 1.2 and 0.8 where that lowers the objective: for a
+    positive and for a negative advantage.
+    """
+    agent, ratio = agent_of(bigram(torch.zeros(7, 7))), torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
+    zeros, logp = torch.zeros(5), torch.full((5,), -math.log(7))
+    old = Tokens(response_N=torch.arange(5), logp_N=logp - ratio.log(), ref_logp_N=logp, value_N=zeros,
+                 advantage_N=torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]), return_N=zeros)
+    _, metrics = losses(agent.policy, torch.eye(7)[:5], old, 0.0, settings(cliprange=0.2))
+    assert metrics["clip_fraction"].tolist() == [True, False, False, True, False]
 
 
 def test_rollout_values_stay_constant_over_epochs(small, monkeypatch):

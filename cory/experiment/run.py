@@ -221,15 +221,19 @@ class Run(ExitStack):
         require_free("role", [turn.role for turn in turns], [*self.agent_names, *RESERVED])
 
     def warn_if_off_policy(self, turns: list[Turn]) -> None:
-        """Once: responses were drawn from another distribution than the update takes them to be from."""
+        """Once: responses were drawn from another distribution than the update takes them to be from, and
+        nothing corrects for it.
+        """
         cfg, turn = self.cfg, max(turns, key=lambda turn: turn.rollout.sampling_gap)
         gap, exact = turn.rollout.sampling_gap, cfg.dtype == cfg.head_precision == "float32"
         most = OFF_POLICY if exact and not cfg.load_in_4bit else OFF_POLICY_ROUNDED
-        if gap > most and is_main() and not self.warned_off_policy:
+        corrected = turn.agent.cfg.importance_cap > 0
+        if gap > most and is_main() and not corrected and not self.warned_off_policy:
             self.warned_off_policy = True
             print(f"\nwarning: sampling_gap is {gap:.2f} nats per token: {turn.role}'s responses were not "
-                  "sampled from the policy that scores them (top-k, a penalty, dropout?). PPO's ratio is of "
-                  "the scored log-probabilities and does not correct for that", file=sys.stderr, flush=True)
+                  "sampled from the policy that scores them (a filter, a penalty, dropout?). PPO's ratio is of "
+                  "the scored log-probabilities; --importance_cap 2 corrects for it", file=sys.stderr,
+                  flush=True)
 
     def metrics_of(self, queries: list[str], turns: list[Turn]) -> dict[str, float]:
         """Each metric under its role, and under its agent the mean over the roles that it played."""
