@@ -221,7 +221,7 @@ def test_an_adapter_is_no_model_to_start_from(whole, problem_flags, tmp_path, ca
     """Its base would train without what the adapter learned, or be lost when only the adapter is saved."""
     flags = ["--model", str(whole[0] / "final" / "llm1"), "--run_dir", str(tmp_path)]
     line = error_line(train_gsm8k.main, [*problem_flags, *flags], capsys)
-    assert "is a LoRA adapter, no model; merge it" in line
+    assert "is no folder with a config.json; pass one written by save_pretrained, an adapter merged" in line
 
 
 # --- long responses ---

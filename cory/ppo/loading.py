@@ -1,11 +1,8 @@
 """Language models and classifiers from a local folder or the Hub, and what is said of one that is no use."""
 import importlib.util
-import json
 import os
-import re
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Callable
 
 import torch
@@ -19,17 +16,6 @@ from cory.errors import UserError
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.model import LanguageModel, positions
 from cory.system import hub
-
-# What an error of `from_pretrained` says (a regular expression), and the way out.
-WAYS_OUT = {
-    "trust_remote_code":
-        "needs code of its own, which is never run here; pass an architecture that transformers has",
-    "gated repo|GatedRepo": "is gated: accept its licence on the Hub and log in with `hf auth login`",
-    r"file named (.*/)?model\.safetensors":
-        "has no safetensors weights, and pickles are never loaded; convert it with save_pretrained",
-    "ignore_mismatched_sizes":
-        "could not be loaded: its weights have other shapes than its config.json says; use their own",
-}
 
 
 def load_language_model(name: str, temperature: float = 1.0, precision: Precision = FLOAT32,
@@ -122,40 +108,18 @@ def model_errors(field: str, name: str):
     one, without the libraries' own reports.
     """
     refused = partial(UserError, field, name)
+    if not os.path.exists(name):
+        hub.require_hub_name(field, name)
+    elif not os.path.exists(os.path.join(name, "config.json")):
+        raise refused("is no folder with a config.json; pass one written by save_pretrained, an "
+                      "adapter merged into its base")
     try:
-        if os.path.exists(name):
-            require_folder(refused, Path(name))
-        else:
-            hub.require_hub_name(field, name)
         with hub.quiet():
             yield refused
     except UserError:
         raise
     except Exception as error:                          # the loaders raise kinds of their own for each fault
-        raise refused(why_not(error, name)) from error
-
-
-def require_folder(refused: Callable, folder: Path) -> None:
-    """A folder that holds a model. Its JSON files are whole: transformers passes over some that are not."""
-    if (folder / "adapter_config.json").exists():
-        raise refused("is a LoRA adapter, no model; merge it into its base (peft: merge_and_unload)")
-    if not (folder / "config.json").exists():
-        raise refused("is no folder with a config.json; pass one written by save_pretrained")
-    for file in folder.glob("*.json"):
-        try:
-            json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
-            way_out = f"its {file.name} cannot be read ({hub.short_message(error)}); save or fetch it again"
-            raise refused(way_out) from error
-
-
-def why_not(error: Exception, name: str) -> str:
-    """The way out for an error of `from_pretrained`."""
-    report = f"{error!r} {error.__cause__!r} {error.__context__!r}"
-    for says, way_out in WAYS_OUT.items():
-        if re.search(says, report):
-            return way_out
-    if os.path.exists(name) or not isinstance(error, OSError):
-        return f"could not be loaded ({hub.short_message(error)}); save or fetch it again, or pass another"
-    return ("is neither a local folder nor to be had from the Hub now; with a network run "
-            f"`hf download {name} --local-dir DIR`, then pass DIR")
+        way_out = "save or fetch it again, or pass another"
+        if not os.path.exists(name):
+            way_out = f"with a network run `hf download {name} --local-dir DIR`, then pass DIR"
+        raise refused(f"could not be loaded ({hub.short_message(error)}); {way_out}") from error
