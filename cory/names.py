@@ -73,7 +73,4 @@ def name_of(thing) -> str:
 
 def short_name(name: str) -> str:
     """What a run, a label or a legend shows: `chain:train_chain` is `chain`, `short:Short` is `Short`."""
-    module, _, attribute = name.rpartition(":")
-    short = attribute.removeprefix("train_")
-    copy_of_ours = short in ("ppo", "cory") and module and not module.startswith("cory.")
-    return f"{module}-{short}" if copy_of_ours else short
+    return name.rpartition(":")[2].removeprefix("train_")

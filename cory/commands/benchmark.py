@@ -13,8 +13,6 @@ import sys
 import time
 
 import torch
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from cory.config import ASSETS, METHODS, ImdbConfig
 from cory.errors import exit_on_user_error
@@ -22,6 +20,7 @@ from cory.experiment.flags import parse
 from cory.names import find
 from cory.ppo.agent import Agent
 from cory.ppo.loading import load_language_model
+from cory.ppo.lora import linear_layers
 from cory.ppo.sampling import Prompts, sample
 from cory.system.machine import described, peak_memory, prepare_device, settled
 from cory.tasks.imdb import Imdb
@@ -106,8 +105,7 @@ class Bench:
         """
         cfg, lm = self.cfg, self.reference.lm
         head = lm.get_output_embeddings()
-        body_weights = sum(m.weight.numel() for path, m in lm.named_modules()
-                           if isinstance(m, (nn.Linear, Conv1D)) and m is not head and ".lora_" not in path)
+        body_weights = sum(layer.weight.numel() for layer in linear_layers(lm).values())
         pair = 4 * lm.config.num_hidden_layers * lm.config.hidden_size
         forward = 0.0
         for turn in self.turns:

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from cory.config import EXPERIMENTS, Config
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment.flags import OneLineParser, parse
+from cory.experiment.tables import table
 from cory.ppo.loading import model_config, model_errors
+from cory.ppo.lora import linear_layers
 from cory.ppo.minibatches import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE
 
 GELU = dict(activation_function="gelu_pytorch_tanh")    # as `model_config` loads them
@@ -58,7 +59,7 @@ class Plan:
             lm = AutoModelForCausalLM.from_config(config).eval()
             few, many = (saved_bytes(lm, cfg.dtype, tokens) for tokens in (32, 64))
         self.saved_per_token = (many - few) // 32
-        linear = [m.weight for m in lm.base_model.modules() if isinstance(m, (nn.Linear, Conv1D))]
+        linear = [layer.weight for layer in linear_layers(lm).values()]
         self.weights = sum(p.numel() for p in lm.parameters())
         self.layers = sum(weight.numel() for weight in linear)                  # what `shard` divides
         adapter = cfg.lora_rank * sum(sum(weight.shape) for weight in linear)
@@ -163,9 +164,9 @@ def main(argv: list[str] | None = None) -> None:
     with model_errors("model", cfg.model):
         plan = Plan(cfg, SHAPES.get(cfg.model) or model_config(cfg.model), args.prompt, args.gpus)
     phases = plan.phases()
-    print(f"| {cfg.model}, {plan.weights / 1e6:.0f}M, {cfg.dtype} | {' | '.join(phases)} | card |")
-    print("|---" + "|--:" * (len(phases) + 1) + "|")
-    print(f"| GiB | {' | '.join(f'{size / 2**30:.1f}' for size in phases.values())} | {plan.card()} |")
+    sizes = [f"{size / 2**30:.1f}" for size in phases.values()]
+    print(table([[f"{cfg.model}, {plan.weights / 1e6:.0f}M, {cfg.dtype}", *phases, "card"],
+                 ["GiB", *sizes, plan.card()]]))
 
 
 if __name__ == "__main__":
