@@ -134,13 +134,8 @@ def other_model(run, problems):
     save_file(weights, problems / "lm" / "model.safetensors", {"format": "pt"})
 
 
-def without_agent(run, problems):
-    shutil.rmtree(run / "final" / "llm1")
-
-
 @pytest.mark.parametrize("spoil, says", [
-    (other_data, "the data of this run was another"), (other_model, "the model of this run was another"),
-    (without_agent, "has no final/llm1")])
+    (other_data, "the data of this run was another"), (other_model, "the model of this run was another")])
 def test_a_run_that_is_not_what_it_was_is_refused(spoil, says, problems, problem_flags, tmp_path, capsys):
     own = shutil.copytree(problems, tmp_path / "problems")
     flags = [*problem_flags, "--model", str(own / "lm"), "--dataset", str(own), "--iterations", "1"]

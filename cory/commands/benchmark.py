@@ -9,7 +9,6 @@ and the library that multiplies, the last is JSON.
 """
 import json
 import statistics
-import sys
 import time
 
 import torch
@@ -119,8 +118,7 @@ class Bench:
 
 
 @exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv: list[str]) -> None:
     cfg = parse(ImdbConfig, PRESETS, argv, prog="python -m cory benchmark")
     cfg.require("iterations", cfg.iterations >= 2, "must be 2 or more: the first is left out")
     bench = Bench(cfg)
@@ -130,7 +128,3 @@ def main(argv: list[str] | None = None) -> None:
     floor = bench.floor(rate)
     print(json.dumps({"seconds": seconds, "peak_gib": peak, "floor": floor, "matrix_gflops": rate / 1e9,
                       "share_of_floor": {phase: floor[phase] / seconds[phase] for phase in floor}}))
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,6 @@ taken to be on every linear layer. The paper's models are known; others are a fo
 config.json is read.
 """
 import argparse
-import sys
 from math import ceil
 
 import torch
@@ -148,13 +147,13 @@ def saved_bytes(lm: PreTrainedModel, dtype: str, tokens: int) -> int:
 
 
 @exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m cory plan", description=__doc__, allow_abbrev=False,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=EXPERIMENTS)
     parser.add_argument("--prompt", type=int, default=48, help="tokens of the longest prompt")
     parser.add_argument("--gpus", type=int, default=1, help="count what one of so many holds")
-    args, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    args, flags = parser.parse_known_args(argv)
     for name in ("prompt", "gpus"):
         if getattr(args, name) < 1:
             raise UserError(name, getattr(args, name), "must be 1 or more")
@@ -167,7 +166,3 @@ def main(argv: list[str] | None = None) -> None:
     sizes = [f"{size / 2**30:.1f}" for size in phases.values()]
     print(table([[f"{cfg.model}, {plan.weights / 1e6:.0f}M, {cfg.dtype}", *phases, "card"],
                  ["GiB", *sizes, plan.card()]]))
-
-
-if __name__ == "__main__":
-    main()

@@ -47,8 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv: list[str]) -> None:
     end = argv.index("--") if "--" in argv else len(argv)
     args, flags = parser().parse_args(argv[:end]), argv[end + 1:]
     study = STUDIES[args.name]
@@ -107,7 +106,3 @@ def make(planned: list[StudyRun], args: argparse.Namespace) -> tuple[pd.DataFram
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return rows.of_runs(planned), failed
-
-
-if __name__ == "__main__":
-    main()
