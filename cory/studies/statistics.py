@@ -50,7 +50,8 @@ def rewards_at_equal_kl(rows: pd.DataFrame, variant: str, baseline: str) -> tupl
     rewards = {}
     for seed, of_seed in rows[rows.variant.isin([variant, baseline])].groupby("seed"):
         agents = of_seed.groupby(["variant", "agent"])
-        rewards[seed] = agents.apply(reward_at, kl=agents.kl.last().min()).groupby("variant").mean()
+        kl = agents.kl.last().min()
+        rewards[seed] = agents.apply(reward_at, kl=kl).groupby("variant").mean()
     frame = pd.DataFrame(rewards, index=[variant, baseline], dtype=float)
     return frame.loc[variant], frame.loc[baseline]
 

@@ -257,7 +257,7 @@ FAULTS = [
     *of("cory/studies/statistics.py",
         ("statistics of runs", "x = (variant - baseline).dropna()",
          "x = (variant - baseline.mean()).dropna()", "study"),
-        ("statistics of runs", "t.ppf((1 + LEVEL) / 2, n - 1)", "t.ppf(LEVEL, n - 1)", "study"),
+        ("statistics of runs", "t.ppf(0.975, n - 1)", "t.ppf(0.95, n - 1)", "study"),
         ("statistics of runs", "return self.low > 0 or self.high < 0", "return self.low > 0 or self.mean < 0",
          "study"),
         ("statistics of runs", "return agents.tail(1).groupby", "return agents.head(2).groupby", "study"),
