@@ -88,7 +88,8 @@ def plan(study: Study, args: argparse.Namespace, flags: list[str]) -> list[Study
     variants, seeds = list(study.variants), study.seeds
     if args.quick:
         variants, seeds = variants[:QUICK_VARIANTS], seeds[:QUICK_SEEDS]
-        flags = ["--iterations", QUICK_ITERATIONS, *flags]
+        if "iterations" not in runs.setting_names(flags):
+            flags = ["--iterations", QUICK_ITERATIONS, *flags]
     if args.seeds:
         seeds = range(seeds.start, seeds.start + args.seeds)
     return runs.plan(study, args.tasks or with_preset or study.tasks, args.variants or variants, seeds,
