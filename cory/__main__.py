@@ -16,8 +16,7 @@ COMMANDS = {
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in COMMANDS:
-        del sys.argv[1]
-        import_module(f"cory.commands.{name}").main()
+        import_module(f"cory.commands.{name}").main(sys.argv[2:])
         return
     lines = [f"  python -m cory {command:10s} {says}" for command, says in COMMANDS.items()]
     if name in ("", "-h", "--help"):

@@ -252,7 +252,7 @@ def test_the_observer_sees_the_answer_now_and_then(folder, flags, quick, plain, 
     with open("glimpse.py", "a") as file:
         file.write("# edited since\n")
     require_same_runs(whole, run("glimpse_2", "--resume", "--iterations", "3"))
-    assert "other code than at the checkpoint, by which the run goes on: glimpse.py" in capsys.readouterr().out
+    assert "other code than at the checkpoint, by which the run goes on: glimpse" in capsys.readouterr().out
 
     monkeypatch.setattr(importlib.import_module("glimpse"), "P", 1.0)
     always = rows(run("always", *flags, *command("glimpse:train_glimpse"), "--iterations", "2"))
@@ -271,7 +271,7 @@ def test_a_loop_of_the_page_is_shown_and_resumes(name, roles, metrics, folder, f
     whole = run(name, *flags, *command(f"{name}:train_{name}"))
     last = rows(whole)[-1]
     assert list(last["roles"]) == roles and {*last["roles"].values()} == {"llm1", "llm2"}
-    assert {*metrics} <= json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1]).keys()
+    assert all(f'"{metric}": ' in (whole / "metrics.jsonl").read_text() for metric in metrics)
     run(f"{name}_2", *flags, *command(f"{name}:train_{name}"), "--iterations", "2")
     require_same_runs(whole, run(f"{name}_2", "--resume", "--iterations", "3"))
 

@@ -404,9 +404,9 @@ def test_groups_follow_methods_and_bases_as_they_are():
 
 
 @pytest.mark.parametrize("name, text, says", [
-    ("eval.json", "[]", "is damaged"),
+    ("eval.json", "[]", "is damaged"), ("eval.json", "{}", "is damaged (KeyError: 'base')"),
     ("eval.json", '{"iteration": 1, "base": {"kl": 0}, "llm1": {"kl": 0}}', "is damaged (KeyError: 'llm2')"),
-    ("eval.json", '{"iteration": 1, "base": {"kl": "x"}}', "is damaged (TypeError"),
+    ("eval.json", '{"iteration": 1, "base": "x"}', "is damaged (ValueError"),
     ("config.json", None, "config.json"), ("config.json", "{}", "KeyError: "),
     ("metrics.jsonl", "", "holds no rows"), ("metrics.jsonl", "{\n", "metrics.jsonl:1': is damaged")])
 def test_a_folder_that_is_no_finished_run_is_one_line(name, text, says, tmp_path, capsys):

@@ -267,8 +267,8 @@ def test_top_p_and_temperature_against_arithmetic():
 
 
 def test_what_is_recorded_is_what_was_drawn_from():
-    """Draws by top_p and temperature: never a token that is left out, the log-probability is log q, the gap is
-    that to the policy, and the weights of the tokens are min(pi / q, cap).
+    """Draws by top_p and temperature: never a token that is left out; the log-probability is log q; the gap
+    is that to the policy; the weights of the tokens are min(pi / q, cap).
     """
     agent = agent_of(bigram(seed=1))
     agent.cfg = settings(sampling_temperature=0.7, top_p=0.8, importance_cap=1.2, advantage="reinforce",
@@ -304,7 +304,8 @@ def test_the_gap_is_of_each_token_in_either_direction(monkeypatch):
 
 
 @pytest.mark.parametrize("flags, warns", [
-    ({}, True), ({"importance_cap": 2.0}, False), ({"head_precision": "bfloat16"}, False), ({"lora": True, "load_in_4bit": True}, False)])
+    ({}, True), ({"importance_cap": 2.0}, False), ({"head_precision": "bfloat16"}, False),
+    ({"lora": True, "load_in_4bit": True}, False)])
 def test_what_rounding_may_make_is_no_warning(flags, warns, capsys):
     """0.05 nats: of bfloat16 in the body, in the head, or in a base of 4 bits, and of no float32."""
     cfg = settings(**{"dtype": "float32", "head_precision": "float32"} | flags)

@@ -132,13 +132,15 @@ def test_multiples_are_of_what_a_run_would_have_otherwise():
     assert flags_of("--batch_size batch_size*0.5", "--batch_size", "64") == ["--batch_size", "32"]
 
 
+def test_a_variants_own_flags_stand_behind_those_of_every_run():
+    assert flags_of("--lora true", "--lora", "false") == ["--lora", "true"]
+
+
 @pytest.mark.parametrize("variant, users, says", [
     ("--knowlege_transfer false", [], "flag is '--knowlege_transfer': unknown; did you mean --knowledge_tr"),
-    ("--method ppo", ["--method=cory"], "flag is '--method': is set by the variant `--method ppo` and"),
     ("--method ppo", ["--run_dir", "x"], "flag is '--run_dir': is the study's to set"),
-    ("--lam lamm*2", [], "must be a setting that is a number, times a number; did you mean lam"),
-    ("--model model*2", [], "times a number"), ("--lam 2", [], "lam is 2.0: must be 1 or less"),
-    ("--model 'x", [], "cannot be read as flags")])
+    ("--lam lamm*2", [], "must be a setting that is a number, times a number"),
+    ("--model model*2", [], "times a number"), ("--lam 2", [], "lam is 2.0: must be 1 or less")])
 def test_a_variant_that_is_not_what_it_says_is_one_line(variant, users, says):
     with pytest.raises(UserError, match=says):
         flags_of(variant, *users)
@@ -146,11 +148,10 @@ def test_a_variant_that_is_not_what_it_says_is_one_line(variant, users, says):
 
 @pytest.mark.parametrize("argv, says", [
     (["curves", "--jobs", "0"], "jobs is 0: must be 1 or more"),
-    (["curves", "--variants", "corry"], "variants is 'corry': is not of this study; did you mean cory"),
+    (["curves", "--variants", "corry"], "variants is 'corry': is not of this study; choose from ppo, cory"),
     (["curves", "--preset", "gpt3"], "preset is 'gpt3': choose from tiny, gpt2"),
     (["curves", "--from", "none.csv"], "file is 'none.csv': cannot be read"),
-    (["curves", "--from", "a.csv", "--", "--lam", "1"], "flags is '--lam 1': are for runs"),
-    (["curves", "--out", "/proc/x"], "out is '/proc/x/runs': cannot be made"),
+    (["curves", "--out", "/proc/x"], "file is '/proc/x/runs': cannot be written"),
     (["nothing"], "invalid choice: 'nothing'")])
 def test_what_a_study_cannot_do_is_one_line(argv, says, capsys):
     assert says in error_line(study.main, argv, capsys)
@@ -243,11 +244,10 @@ def test_runs_that_cannot_be_compared_are_not(change, says):
     one = frame("ppo", 0, [(0, 1.0, 0.0)])
     other = frame("cory", 3, [(0, 1.0, 0.0)]).assign(**change)
     with pytest.raises(UserError, match=f"'imdb cory seed 3': has {says} as ppo seed 0 has: delete one"):
-        rows.require_comparable(pd.concat([one, other]), STUDIES["curves"])
-    rows.require_comparable(pd.concat([one, other.assign(**{name: one.iloc[0][name] for name in change})]),
-                            STUDIES["curves"])
-    larger = replace(STUDIES["curves"], variants={"ppo": "", "cory": "--model gpt2-xl"})
-    rows.require_comparable(pd.concat([one, other]), larger)        # its flags say so
+        rows.require_comparable(pd.concat([one, other]))
+    rows.require_comparable(pd.concat([one, other.assign(**{name: one.iloc[0][name] for name in change})]))
+    larger = [one.assign(model="gpt2"), other.assign(model="gpt2-xl")]
+    rows.require_comparable(pd.concat(larger))                      # by a setting that says so
 
 
 def test_rows_that_are_none_and_rows_in_two_files_are_refused(tmp_path):
@@ -277,17 +277,17 @@ def test_an_interrupted_run_is_resumed_and_its_log_goes(tmp_path, monkeypatch):
     def process(command, env, stdout, stderr):
         print("error: of this try", file=stderr, flush=True)
         seen.append((command[1:3], env["OMP_NUM_THREADS"], run.error))
-        return SimpleNamespace(returncode=len(seen) % 2)
+        return SimpleNamespace(returncode=[1, 0, -9][len(seen) - 1])
 
     monkeypatch.setattr(runs.subprocess, "run", process)
     monkeypatch.setattr(runs, "cores", lambda: 8)
+    run.log.write_text("error: of another try, and much longer\n")
     assert runs.make([run], 2) == [run] and run.log.exists()
     assert runs.make([run], 2) == [] and not run.log.exists()
-    assert seen == [(["train_imdb.py", "--resume"], "4", "error: of this try")] * 2
+    assert runs.make([run], 2) == [run] and run.error == "error: ended by signal 9"
+    assert seen == [(["train_imdb.py", "--resume"], "4", "error: of this try")] * 3
     costs = [json.loads(line) for line in (run.folder / "cost.jsonl").read_text().splitlines()]
     assert rows.core_seconds(run) == sum(cost["core_seconds"] for cost in costs) > 0
-    monkeypatch.setattr(runs, "process", lambda run, threads: (-9, 1.0))
-    assert runs.make([run], 2) == [run] and run.error == "error: ended by signal 9"
 
 
 def test_a_run_that_diverged_is_a_result_and_not_made_again(tmp_path):
@@ -317,12 +317,11 @@ def test_what_the_loops_train_on():
 
 @pytest.mark.parametrize("loop", ["zero_ppo", "zero_cory", "shuffled_ppo", "shuffled_cory", "strangers_cory",
                                   "centred_cory"])
-def test_a_loop_gives_its_score_to_the_ordinary_one(loop, monkeypatch):
-    (name, method), given = loop.split("_"), []
-    monkeypatch.setattr(loops, f"train_{method}", lambda run, score: given.append(score))
-    train = getattr(loops, f"train_{loop}")
-    train("a run")
-    assert given == [getattr(loops, name)] and len(train.agents) == (2 if method == "cory" else 1)
+def test_a_loop_gives_its_score_to_the_ordinary_one(loop):
+    name, method = loop.split("_")
+    train, ordinary = getattr(loops, f"train_{loop}"), getattr(loops, f"train_{method}")
+    assert (train.func, train.keywords) == (ordinary, {"score": getattr(loops, name)})
+    assert len(train.agents) == (2 if method == "cory" else 1) and train.evaluate is None
 
 
 def test_a_loop_of_a_study_trains(small_flags, tmp_path):

@@ -9,12 +9,9 @@ and the library that multiplies, the last is JSON.
 """
 import json
 import statistics
-import sys
 import time
 
 import torch
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from cory.config import ASSETS, METHODS, ImdbConfig
 from cory.errors import exit_on_user_error
@@ -22,6 +19,7 @@ from cory.experiment.flags import parse
 from cory.names import find
 from cory.ppo.agent import Agent
 from cory.ppo.loading import load_language_model
+from cory.ppo.lora import linear_layers
 from cory.ppo.sampling import Prompts, sample
 from cory.system.machine import described, peak_memory, prepare_device, settled
 from cory.tasks.imdb import Imdb
@@ -106,8 +104,7 @@ class Bench:
         """
         cfg, lm = self.cfg, self.reference.lm
         head = lm.get_output_embeddings()
-        body_weights = sum(m.weight.numel() for path, m in lm.named_modules()
-                           if isinstance(m, (nn.Linear, Conv1D)) and m is not head and ".lora_" not in path)
+        body_weights = sum(layer.weight.numel() for layer in linear_layers(lm).values())
         pair = 4 * lm.config.num_hidden_layers * lm.config.hidden_size
         forward = 0.0
         for turn in self.turns:
@@ -121,8 +118,7 @@ class Bench:
 
 
 @exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv: list[str]) -> None:
     cfg = parse(ImdbConfig, PRESETS, argv, prog="python -m cory benchmark")
     cfg.require("iterations", cfg.iterations >= 2, "must be 2 or more: the first is left out")
     bench = Bench(cfg)
@@ -132,7 +128,3 @@ def main(argv: list[str] | None = None) -> None:
     floor = bench.floor(rate)
     print(json.dumps({"seconds": seconds, "peak_gib": peak, "floor": floor, "matrix_gflops": rate / 1e9,
                       "share_of_floor": {phase: floor[phase] / seconds[phase] for phase in floor}}))
-
-
-if __name__ == "__main__":
-    main()

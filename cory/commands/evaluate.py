@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cory.commands.report import require_finished, require_picture, require_same_settings
+from cory.commands.report import finished, require_picture, require_same_settings
 from cory.config import Config
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment import evaluation
@@ -20,7 +20,7 @@ from cory.experiment.fingerprints import of_run, require_same
 from cory.experiment.flags import OneLineParser
 from cory.experiment.plots import draw_pass_at_k
 from cory.experiment.run import find_task, load_bases
-from cory.experiment.saved_config import load_config, read_config
+from cory.experiment.saved_config import load_config
 from cory.experiment.tables import grouped, groups_table
 from cory.ppo.formulas import pass_at_k
 from cory.ppo.loading import load_language_model
@@ -116,7 +116,7 @@ def final_model(run_dir: Path, name: str, cfg: Config, base: LanguageModel) -> L
 
 
 @exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m cory evaluate", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -132,14 +132,10 @@ def main(argv: list[str] | None = None) -> None:
                                ("queries", args.queries, 0)):
         if value < least:
             raise UserError(name, value, f"must be {least} or more")
-    require_finished(args.run_dirs)
-    saved = [read_config(run_dir) for run_dir in args.run_dirs]
+    saved = finished(args.run_dirs)
     require_same_settings(args.run_dirs, saved, args.by)
-    require_picture(args.out)
-    for run_dir, config in zip(args.run_dirs, saved, strict=True):
-        for name in config["agents"]:
-            if not (run_dir / "final" / name).is_dir():
-                raise UserError("run_dirs", str(run_dir), f"has no final/{name}; put it back, or train again")
+    if args.out:
+        require_picture(args.out)
     with launched(vars(args)):
         evaluate_runs(args, saved)
 
@@ -157,7 +153,3 @@ def evaluate_runs(args: argparse.Namespace, saved: list[dict]) -> None:
         out = args.out or args.run_dirs[0] / "evaluation" / "pass_at_k.png"
         draw_pass_at_k(runs, args.k, out, args.by)
         print(f"written: {out}, and answers and metrics to the folder evaluation/ of each run")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,8 +13,9 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
+from cory.commands.plan import SHAPES
 from cory.config import ASSETS, ImdbConfig
 from cory.errors import exit_on_user_error
 from cory.experiment.flags import OneLineParser
@@ -38,11 +39,8 @@ def last_line(*command: str) -> str:
 
 def write_gpt2_large(folder: str) -> None:
     """With random weights, and the embedded tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "imdb/lm")
-    end = dict(bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id)
-    torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(n_layer=36, n_embd=1280, n_head=20, **end)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    GPT2LMHeadModel(SHAPES["gpt2-large"]).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ASSETS / "imdb/lm").save_pretrained(folder)
 
 
 def measured(model: str, method: str, dtype: str) -> str:
@@ -58,7 +56,7 @@ def measured(model: str, method: str, dtype: str) -> str:
 
 
 @exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     OneLineParser(prog="python -m cory gpu_check", description=__doc__).parse_args(argv)
     choose_device(ImdbConfig(device="cuda"))                    # said before anything is made
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}"]
@@ -71,7 +69,3 @@ def main(argv: list[str] | None = None) -> None:
         for method, dtype in product(("ppo", "cory"), ("float32", "tf32", "bfloat16")):
             lines.append(measured(folder, method, dtype))
     print("\n".join(["", *lines]))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cory.commands.report import require_finished
+from cory.commands.report import finished
 from cory.config import Config
 from cory.errors import exit_on_user_error
 from cory.experiment.evaluation import EVALUATION_SEED, answer, rows_at_once
@@ -17,7 +17,7 @@ from cory.experiment.flags import OneLineParser
 from cory.experiment.limit import Limit, made_with, on_limit
 from cory.experiment.plots import draw_curves
 from cory.experiment.run import find_task
-from cory.experiment.saved_config import load_config, read_config
+from cory.experiment.saved_config import load_config
 from cory.experiment.tables import results_table
 from cory.ppo.loading import load_language_model
 from cory.system.files import read_json, replace_text
@@ -43,13 +43,12 @@ def base_rewards(cfg: Config, n: int = 64) -> dict:
 
 
 @exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m cory limit", description=__doc__)
     parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
     run_dirs = parser.parse_args(argv).run_dirs
-    require_finished(run_dirs)
-    for run_dir in run_dirs:
-        cfg, agents = load_config(run_dir), read_config(run_dir)["agents"]
+    for run_dir, saved in zip(run_dirs, finished(run_dirs), strict=True):
+        cfg, agents = load_config(run_dir), saved["agents"]
         with locked(run_dir):
             answers = base_rewards(replace(cfg, model=cfg.of_agent(agents[0]).model))
             limit = Limit(answers["rewards"], cfg.init_kl_coef)

@@ -9,19 +9,19 @@ taken to be on every linear layer. The paper's models are known; others are a fo
 config.json is read.
 """
 import argparse
-import sys
 from math import ceil
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from cory.config import EXPERIMENTS, Config
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment.flags import OneLineParser, parse
+from cory.experiment.tables import table
 from cory.ppo.loading import model_config, model_errors
+from cory.ppo.lora import linear_layers
 from cory.ppo.minibatches import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE
 
 GELU = dict(activation_function="gelu_pytorch_tanh")    # as `model_config` loads them
@@ -58,7 +58,7 @@ class Plan:
             lm = AutoModelForCausalLM.from_config(config).eval()
             few, many = (saved_bytes(lm, cfg.dtype, tokens) for tokens in (32, 64))
         self.saved_per_token = (many - few) // 32
-        linear = [m.weight for m in lm.base_model.modules() if isinstance(m, (nn.Linear, Conv1D))]
+        linear = [layer.weight for layer in linear_layers(lm).values()]
         self.weights = sum(p.numel() for p in lm.parameters())
         self.layers = sum(weight.numel() for weight in linear)                  # what `shard` divides
         adapter = cfg.lora_rank * sum(sum(weight.shape) for weight in linear)
@@ -147,13 +147,13 @@ def saved_bytes(lm: PreTrainedModel, dtype: str, tokens: int) -> int:
 
 
 @exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m cory plan", description=__doc__, allow_abbrev=False,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=EXPERIMENTS)
     parser.add_argument("--prompt", type=int, default=48, help="tokens of the longest prompt")
     parser.add_argument("--gpus", type=int, default=1, help="count what one of so many holds")
-    args, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    args, flags = parser.parse_known_args(argv)
     for name in ("prompt", "gpus"):
         if getattr(args, name) < 1:
             raise UserError(name, getattr(args, name), "must be 1 or more")
@@ -163,10 +163,6 @@ def main(argv: list[str] | None = None) -> None:
     with model_errors("model", cfg.model):
         plan = Plan(cfg, SHAPES.get(cfg.model) or model_config(cfg.model), args.prompt, args.gpus)
     phases = plan.phases()
-    print(f"| {cfg.model}, {plan.weights / 1e6:.0f}M, {cfg.dtype} | {' | '.join(phases)} | card |")
-    print("|---" + "|--:" * (len(phases) + 1) + "|")
-    print(f"| GiB | {' | '.join(f'{size / 2**30:.1f}' for size in phases.values())} | {plan.card()} |")
-
-
-if __name__ == "__main__":
-    main()
+    sizes = [f"{size / 2**30:.1f}" for size in phases.values()]
+    print(table([[f"{cfg.model}, {plan.weights / 1e6:.0f}M, {cfg.dtype}", *phases, "card"],
+                 ["GiB", *sizes, plan.card()]]))

@@ -23,27 +23,25 @@ FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "save_every", "sampl
                      "cpu_matmul"}
 
 
-def require_finished(run_dirs: list[Path]) -> None:
-    """Raises `UserError` for a folder without eval.json."""
+def finished(run_dirs: list[Path]) -> list[dict]:
+    """config.json of each run. Raises `UserError` for a folder without eval.json."""
     for run_dir in run_dirs:
         if not (run_dir / "eval.json").exists():
             raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
+    return [read_config(run_dir) for run_dir in run_dirs]
 
 
-def require_picture(path: Path | None) -> None:
+def require_picture(path: Path) -> None:
     """Raises `UserError` unless a picture can be written there, before any work for it."""
-    if path and path.suffix not in (".png", ".pdf", ".svg"):
-        raise UserError("out", str(path), "must end in .png, .pdf or .svg")
-    if path and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise UserError("out", str(path), "cannot be written to; name a file elsewhere")
+    if path.suffix not in (".png", ".pdf", ".svg") or not os.access(path.absolute().parent, os.W_OK):
+        raise UserError("out", str(path), "must end in .png, .pdf or .svg, where files can be written")
 
 
 def require_same_settings(run_dirs: list[Path], configs: list[dict], by: Sequence[str] = ()) -> None:
     """Runs of these config.json can be grouped by method and `by`. Raises `UserError` if they cannot."""
     settings = set.union(*map(set, configs)) - {*BESIDE_SETTINGS}       # some may be of some runs alone
-    for name in by:
-        if name not in settings:
-            raise UserError("by", name, f"is no setting; {guess(name, settings)}config.json lists them")
+    for name in {*by} - settings:
+        raise UserError("by", name, f"is no setting; {guess(name, settings)}config.json lists them")
     compared = sorted(name for name in settings - {*by, *FREE_BETWEEN_RUNS} if not name.startswith("wandb"))
     run_of = {}
     for run_dir, config in zip(run_dirs, configs, strict=True):
@@ -59,31 +57,27 @@ def require_same_settings(run_dirs: list[Path], configs: list[dict], by: Sequenc
 
 
 def read_eval(run_dir: Path, agents: list[str]) -> dict:
-    """eval.json: `iteration`, `queries`, and the metrics of base and agents, each a number by name."""
+    """eval.json, which has the metrics of base and agents by name. Raises `UserError`."""
     path = run_dir / "eval.json"
-    held_out = read_json(path)
     with readable(path):
-        int(held_out["iteration"])
-        for name in ("base", *agents):
-            sum(held_out[name].values())
-    return held_out
+        held_out = read_json(path)
+        return held_out | {name: dict(held_out[name]) for name in ("base", *agents)}
 
 
 @exit_on_user_error
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m cory report", description=__doc__,
                            formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
-    parser.add_argument("--out", type=Path, default="comparison.png", help="picture to write")
+    parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="picture to write")
     parser.add_argument("--by", nargs="+", default=[], metavar="SETTING",
                         help="settings of which each value is a group of its own; stands behind the folders")
     args = parser.parse_args(argv)
-    require_finished(args.run_dirs)
+    configs = finished(args.run_dirs)
     require_picture(args.out)
-    configs = [read_config(run_dir) for run_dir in args.run_dirs]
     require_same_settings(args.run_dirs, configs, args.by)
-    held_out = [read_eval(run_dir, config["agents"])
-                for run_dir, config in zip(args.run_dirs, configs, strict=True)]
-    print(groups_table("held-out", grouped(list(zip(configs, held_out, strict=True)), args.by)))
+    runs = [(config, read_eval(run_dir, config["agents"]))
+            for run_dir, config in zip(args.run_dirs, configs, strict=True)]
+    print(groups_table("held-out", grouped(runs, args.by)))
     draw_runs(args.run_dirs, args.out, args.by)
     print(f"written: {args.out}")

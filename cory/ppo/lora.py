@@ -24,11 +24,9 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     # here: it takes 2 s and 100 MiB, which most runs need not spend
     from peft import LoraConfig
 
-    targets = cfg.lora_targets.replace(" ", "").split(",")
-    if targets == ["all-linear"]:
-        targets = "all-linear"
-    else:
-        layers = linear_layers(lm)
+    targets = cfg.lora_targets
+    if targets != "all-linear":
+        targets, layers = targets.replace(" ", "").split(","), linear_layers(lm)
         unknown = [target for target in targets
                    if not any(f".{path}".endswith(f".{target}") for path in layers)]
         names = sorted({path.rpartition(".")[2] for path in layers})
@@ -49,11 +47,11 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     return name
 
 
-def linear_layers(lm: nn.Module) -> list[str]:
-    """Paths of the layers between embedding and head that an adapter can be put on."""
+def linear_layers(lm: nn.Module) -> dict[str, nn.Module]:
+    """The layers between embedding and head that an adapter can be put on, by path."""
     head = lm.get_output_embeddings()
-    return [path.removesuffix(".base_layer") for path, module in lm.named_modules()
-            if isinstance(module, (nn.Linear, Conv1D)) and module is not head and ".lora_" not in path]
+    return {path.removesuffix(".base_layer"): module for path, module in lm.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D)) and module is not head and ".lora_" not in path}
 
 
 def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:

@@ -2,11 +2,13 @@
 
 Each score takes the place of `cory.train.score`. The logged task_reward stays the task's own.
 """
+from functools import partial
+from typing import Callable
+
 import torch
 from torch import Tensor
 
 from cory.config import Config
-from cory.experiment.run import Run
 from cory.ppo.rollout import Rollout
 from cory.train import score, train_cory, train_ppo, trains
 
@@ -45,31 +47,14 @@ def require_sampled(cfg: Config) -> None:
     cfg.require("partner_term", cfg.partner_term == "sampled", way_out)
 
 
-@trains("llm1")
-def train_zero_ppo(run: Run) -> None:
-    train_ppo(run, score=zero)
+def with_score(loop: Callable, score: Callable) -> Callable:
+    """The loop, trained on another score."""
+    return trains(*loop.agents)(partial(loop, score=score))
 
 
-@trains("llm1", "llm2")
-def train_zero_cory(run: Run) -> None:
-    train_cory(run, score=zero)
-
-
-@trains("llm1")
-def train_shuffled_ppo(run: Run) -> None:
-    train_ppo(run, score=shuffled)
-
-
-@trains("llm1", "llm2")
-def train_shuffled_cory(run: Run) -> None:
-    train_cory(run, score=shuffled)
-
-
-@trains("llm1", "llm2")
-def train_strangers_cory(run: Run) -> None:
-    train_cory(run, score=strangers)
-
-
-@trains("llm1", "llm2")
-def train_centred_cory(run: Run) -> None:
-    train_cory(run, score=centred)
+train_zero_ppo = with_score(train_ppo, zero)
+train_zero_cory = with_score(train_cory, zero)
+train_shuffled_ppo = with_score(train_ppo, shuffled)
+train_shuffled_cory = with_score(train_cory, shuffled)
+train_strangers_cory = with_score(train_cory, strangers)
+train_centred_cory = with_score(train_cory, centred)

@@ -2,15 +2,16 @@
 
 A row is of one agent of one run after one iteration. Iteration 0 is the base, which every agent equals there.
 """
+from dataclasses import fields
 from pathlib import Path
 
 import pandas as pd
 
+from cory.config import EXPERIMENTS
 from cory.errors import UserError
 from cory.experiment.checkpoint import checkpoints_of, read_state
 from cory.experiment.saved_config import load_config
-from cory.studies.definitions import Study
-from cory.studies.runs import FREE, StudyRun, setting_names
+from cory.studies.runs import FREE, StudyRun
 from cory.system.files import read_json, read_jsonl, read_log, readable
 
 REWARD = {"imdb": "task_reward", "gsm8k": "greedy_accuracy"}        # what the column `reward` holds
@@ -19,21 +20,18 @@ MADE_BY = ["data", "weights", "dtype", "head_precision"]
 TEXTS = ["task", "variant", "agent", "commit", *MADE_BY]            # a commit may look like a number
 NEEDED = [*ROW, *MADE_BY, "init_kl_coef", "diverged", "core_seconds", "commit", "reward", "kl",
           "combined_reward", "distinct_2", "repeated_tokens"]
+SETTING_NAMES = {f.name for config_class, _ in EXPERIMENTS.values() for f in fields(config_class)}
 # Settings on which the base's held-out answers depend, and their rewards.
 CHANGE_THE_BASE = {"model", "dataset", "reward_model", "checker", "one_shot", "chat_template", "temperature",
                    "min_query_length", "max_query_length", "max_response_length", "eval_queries",
-                   "eval_samples", "eval_split", "lora", "load_in_4bit", "dtype", "head_precision"}
+                   "eval_samples", "eval_split", "lora", "load_in_4bit"}
 
 
 def of_runs(runs: list[StudyRun]) -> pd.DataFrame:
     """Of the runs that finished or diverged. Settings that are the same in all of them are left out."""
     rows = pd.DataFrame([row for run in runs if run.finished or run.diverged for row in of_run(run)])
-    if rows.empty:
-        return rows
-    settings = [name for name in rows if name.startswith("setting:")]
-    alike = [name for name in settings if rows[name].nunique(dropna=False) == 1]
-    rows = rows.drop(columns=[name for name in alike if name.partition(":")[2] not in NEEDED])
-    return rows.rename(columns=lambda name: name.removeprefix("setting:"))
+    may_go = SETTING_NAMES.intersection(rows).difference(NEEDED)
+    return rows.drop(columns=[name for name in may_go if rows[name].nunique(dropna=False) == 1])
 
 
 def of_run(run: StudyRun) -> list[dict]:
@@ -46,7 +44,7 @@ def of_run(run: StudyRun) -> list[dict]:
              "core_seconds": core_seconds(run), "commit": commit(run),
              "data": fingerprints["data"], "weights": fingerprints["model"]}
     config["agent_settings"] = str(config["agent_settings"])
-    about |= {f"setting:{name}": value for name, value in config.items()
+    about |= {name: value for name, value in config.items()
               if name not in {*FREE, *ROW, "config", "iterations"}}
     rows, columns = [], load_config(run.folder).base_columns(agents)
     for agent in agents:
@@ -107,19 +105,16 @@ def read(paths: list[Path], **chosen: list[str] | None) -> pd.DataFrame:
     return rows
 
 
-def require_comparable(rows: pd.DataFrame, study: Study) -> None:
+def require_comparable(rows: pd.DataFrame) -> None:
     """Runs of a task have the same data, weights, arithmetic and reward. Raises `UserError`.
 
-    A variant whose own flags change the base is held against its own runs alone. The reward is compared by
-    what the base got, up to the rounding of two machines: in bfloat16 they draw other answers.
+    Runs that differ in a setting that changes the base are not held against each other. The reward is
+    compared by what the base got, up to the rounding of two machines: in bfloat16 they draw other answers.
     """
     if rows.empty:
         return
-    changing = [name for name, flags in study.variants.items()
-                if setting_names(flags.split()) & CHANGE_THE_BASE]
-    bases = rows[rows.iteration == 0]
-    group = bases.variant.where(bases.variant.isin(changing), "all others")
-    for _, alike in bases.groupby(["task", group]):
+    settings = CHANGE_THE_BASE.intersection(rows)
+    for _, alike in rows[rows.iteration == 0].groupby(["task", *settings], dropna=False):
         first = alike.iloc[0]
         for _, other in alike.iterrows():
             differing = [f"{name} {other[name]}, not {first[name]}" for name in MADE_BY

@@ -13,22 +13,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cory.config import GSM8K_PRESETS, IMDB_PRESETS, Config, Gsm8kConfig, ImdbConfig
+from cory.config import EXPERIMENTS
 from cory.errors import DIVERGED, UserError
 from cory.experiment.flags import parse
 from cory.experiment.saved_config import load_config
-from cory.names import guess
 from cory.studies.definitions import Study
 from cory.system.files import append_jsonl
 
 ROOT = Path(__file__).parents[2]
-SETTINGS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
 # Flags of every run, which those behind the study's `--` override: evaluations enough for a curve.
 COMMON = "--eval_every 10 --sample_rows 2 --save_every 20 --wandb disabled"
-OF_THE_STUDY = ("preset", "seed", "run_dir", "resume", "task")      # what no flag of a run may set
+OF_THE_STUDY = {"preset", "seed", "run_dir", "resume", "task"}      # what no flag of a run may set
 FREE = {"run_dir", "resume"}                                        # may differ in a run that is there
 BY_MACHINE = {"device", "dtype", "head_precision", "cpu_matmul"}    # may, too, where they are `auto`
-BEGINS = "--- begins ---\n"               # in a log, before what each try writes
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,13 @@ class StudyRun:
 
     @property
     def log(self) -> Path:
-        """What the process writes while it runs. It stays if the run fails."""
+        """What the last try writes. It stays if that fails."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
     @property
     def error(self) -> str:
         """The last error in its log, or else the log's last line; empty without a log."""
         text = self.log.read_text(errors="replace") if self.log.is_file() else ""
-        text = text.rpartition(BEGINS)[2]
         errors = re.findall(r"(?:error|\w+Error): .*", text)
         return (errors or text.strip().splitlines() or [""])[-1][:300]
 
@@ -81,28 +77,26 @@ class StudyRun:
 
 def plan(study: Study, tasks: list[str], variants: list[str], seeds: range, preset: str, flags: list[str],
          out: Path) -> list[StudyRun]:
-    """Every run of a study. Runs of the same flags in two studies share a folder.
+    """Every run of a study. A variant's own flags override `flags`, which every run gets.
 
-    Raises `UserError`, before anything runs, for flags that no run may have.
+    Runs of the same flags in two studies share a folder. Raises `UserError`, before anything runs, for flags
+    that no run may have.
     """
-    common = ["--preset", preset, *COMMON.split(), *flags]
-    for name in setting_names(flags) & {*OF_THE_STUDY}:
-        raise UserError("flag", f"--{name}", "is the study's to set; leave it out behind the --")
-    runs = []
+    common, runs = ["--preset", preset, *COMMON.split(), *flags], []
     for task, variant in product(tasks, variants):
-        words = variant_flags(study.variants[variant], task, common, flags)
+        words = study.variants[variant].split()
+        for name in setting_names([*flags, *words]) & OF_THE_STUDY:
+            raise UserError("flag", f"--{name}", "is the study's to set; leave it out")
+        otherwise = asdict(parse(*EXPERIMENTS[task], common))
+        words = [multiplied(word, otherwise) for word in words]
         name = f"{task}-{slug([*words, '--preset', preset, *flags])}"
-        settings = asdict(settings_of(task, [*common, *words]))
+        settings = asdict(parse(*EXPERIMENTS[task], [*common, *words]))
         for seed in seeds:
             run = StudyRun(task, variant, seed, (*common, *words), out / "runs" / f"{name}-seed{seed}")
-            require_settings(run.folder, settings | {"seed": seed})
+            if run.started:
+                require_settings(run.folder, settings | {"seed": seed})
             runs.append(run)
     return sorted(runs, key=lambda run: run.seed)           # all variants of one seed, then of the next
-
-
-def settings_of(task: str, flags: list[str]) -> Config:
-    """Raises `UserError`."""
-    return parse(*SETTINGS[task], flags)
 
 
 def setting_names(words: list[str]) -> set[str]:
@@ -110,26 +104,8 @@ def setting_names(words: list[str]) -> set[str]:
     return {word[2:].partition("=")[0] for word in words if word.startswith("--")}
 
 
-def variant_flags(variant: str, task: str, common: list[str], users: list[str]) -> list[str]:
-    """The words of a variant's flags, with `batch_size*2` as twice what the common flags say.
-
-    Raises `UserError` for another flag that the user gives to every run: the variant would not be what its
-    name says.
-    """
-    try:
-        words = shlex.split(variant)
-    except ValueError as error:
-        raise UserError("variant", variant, f"cannot be read as flags ({error})") from error
-    multiples = {word.partition("*")[0] for word in words if "*" in word}
-    for name in sorted((setting_names(words) - multiples) & {*OF_THE_STUDY, *setting_names(users)}):
-        way_out = f"is set by the variant `{variant}` and may not be; leave it out, or choose --variants"
-        raise UserError("flag", f"--{name}", way_out)
-    otherwise = asdict(settings_of(task, common))
-    return [multiplied(word, otherwise) for word in words]
-
-
 def multiplied(word: str, settings: dict) -> str:
-    """`batch_size*2` as a number; any other word as it is. Raises `UserError`."""
+    """`batch_size*2` as twice the setting; any other word as it is. Raises `UserError`."""
     name, star, factor = word.partition("*")
     if not star:
         return word
@@ -137,8 +113,7 @@ def multiplied(word: str, settings: dict) -> str:
     try:
         product = value * float(factor)
     except (TypeError, ValueError) as error:
-        way_out = f"must be a setting that is a number, times a number; {guess(name, settings)}"
-        raise UserError("variant", word, way_out) from error
+        raise UserError("variant", word, "must be a setting that is a number, times a number") from error
     return str(round(product)) if isinstance(value, int) else f"{product:g}"
 
 
@@ -151,13 +126,11 @@ def slug(flags: list[str]) -> str:
 
 
 def require_settings(folder: Path, asked: dict) -> None:
-    """A run that is in the folder already has the settings that are asked for. Raises `UserError`."""
-    if not (folder / "config.json").exists():
-        return
+    """The run in the folder has the settings that are asked for. Raises `UserError`."""
     made = asdict(load_config(folder))
-    by_machine = {name for name in BY_MACHINE if asked[name] == "auto"}
+    free = FREE | {name for name in BY_MACHINE if asked[name] == "auto"}
     differ = [f"{name} {made[name]}, not {value}" for name, value in asked.items()
-              if made[name] != value and name not in FREE | by_machine]
+              if made[name] != value and name not in free]
     if differ:
         raise UserError("run_dir", str(folder), f"was made with {'; '.join(differ)}: delete it, or take "
                         "another --out")
@@ -170,9 +143,7 @@ def to_make(runs: list[StudyRun]) -> list[StudyRun]:
 
 def make(runs: list[StudyRun], jobs: int) -> list[StudyRun]:
     """Makes what is not finished, `jobs` at a time with the cores divided. Returns the runs that failed."""
-    unfinished = to_make(runs)
-    threads = max(1, cores() // jobs)
-    failed = set()
+    unfinished, threads, failed = to_make(runs), max(1, cores() // jobs), set()
 
     def work(run: StudyRun) -> None:
         status, core_seconds = process(run, threads)
@@ -180,11 +151,8 @@ def make(runs: list[StudyRun], jobs: int) -> list[StudyRun]:
             append_jsonl(run.folder / "cost.jsonl", [{"core_seconds": core_seconds}])
         if status == 0:
             run.log.unlink(missing_ok=True)
-            return
-        failed.add(run.folder)
-        if status < 0:                                      # killed: it could say nothing itself
-            with run.log.open("a") as log:
-                log.write(f"error: ended by signal {-status}\n")
+        else:
+            failed.add(run.folder)
 
     with ThreadPoolExecutor(jobs) as pool:
         try:
@@ -198,15 +166,15 @@ def make(runs: list[StudyRun], jobs: int) -> list[StudyRun]:
 def process(run: StudyRun, threads: int) -> tuple[int, float]:
     """Runs the command to its end. Returns its exit status, and its seconds times the cores that it held.
 
-    The process writes into the log, not into a pipe: a study that is killed does not take its runs along. It
-    writes behind what is there, which may be of a run that is still going.
+    The process writes into the log, not into a pipe: a study that is killed does not take its runs along.
     """
     environment, start = {**os.environ, "OMP_NUM_THREADS": str(threads)}, time.perf_counter()
     command = [sys.executable, *run.command[1:]]
-    with run.log.open("a") as log:
-        log.write(BEGINS)
-        log.flush()
+    with run.log.open("w") as log:
         status = subprocess.run(command, env=environment, stdout=log, stderr=log).returncode
+    if status < 0:                                          # killed: it could say nothing itself
+        with run.log.open("a") as log:
+            log.write(f"error: ended by signal {-status}\n")
     return status, threads * (time.perf_counter() - start)
 
 

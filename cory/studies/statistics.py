@@ -7,8 +7,6 @@ from scipy.stats import t
 
 from cory.studies.definitions import Study
 
-LEVEL = 0.95
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -34,7 +32,7 @@ def difference(variant: pd.Series, baseline: pd.Series) -> Difference:
     """Of figures by seed, by the paired t test: `mean +- t_(n - 1) s / sqrt(n)`, s the sample deviation."""
     x = (variant - baseline).dropna()
     n, mean = len(x), x.mean()
-    half = t.ppf((1 + LEVEL) / 2, n - 1) * x.std(ddof=1) / np.sqrt(n) if n > 1 else np.nan
+    half = t.ppf(0.975, n - 1) * x.std(ddof=1) / np.sqrt(n) if n > 1 else np.nan
     return Difference(mean, mean - half, mean + half, n)
 
 
@@ -49,16 +47,13 @@ def reward_at(points: pd.DataFrame, kl: float) -> float:
 
 def rewards_at_equal_kl(rows: pd.DataFrame, variant: str, baseline: str) -> tuple[pd.Series, pd.Series]:
     """Rewards by seed of both variants, mean of agents, at the smallest KL that one of the agents ends at."""
-    rewards = {variant: {}, baseline: {}}
-    for seed, of_seed in rows[rows.variant.isin(rewards)].groupby("seed"):
-        if of_seed.variant.nunique() < 2:
-            continue
+    rewards = {}
+    for seed, of_seed in rows[rows.variant.isin([variant, baseline])].groupby("seed"):
         agents = of_seed.groupby(["variant", "agent"])
         kl = agents.kl.last().min()
-        at_kl = agents.apply(reward_at, kl=kl)
-        for name in rewards:
-            rewards[name][seed] = at_kl[name].mean()
-    return pd.Series(rewards[variant], dtype=float), pd.Series(rewards[baseline], dtype=float)
+        rewards[seed] = agents.apply(reward_at, kl=kl).groupby("variant").mean()
+    frame = pd.DataFrame(rewards, index=[variant, baseline], dtype=float)
+    return frame.loc[variant], frame.loc[baseline]
 
 
 def collapsed(points: pd.DataFrame) -> bool:

@@ -64,11 +64,10 @@ def read_with_datasets(dataset: str, subset: str) -> dict[str, list[dict]]:
             splits = load_dataset(dataset, subset if subset in get_dataset_config_names(dataset) else None)
         return {split: rows.to_list() for split, rows in splits.items()}
     except Exception as error:                                  # each file format raises errors of its own
-        if path.is_dir():
-            why = hub.short_message(error.__cause__ or error)
-            raise DataError(dataset, f"could not be read ({why}); mend its files") from error
-        raise DataError(dataset, "is neither a local path nor to be had from the Hub now; with a network run "
-                        f"`hf download {dataset} --repo-type dataset --local-dir DIR`, pass DIR") from error
+        fetch = f"`hf download {dataset} --repo-type dataset --local-dir DIR`"
+        way_out = "mend its files" if path.is_dir() else f"with a network run {fetch}, then pass DIR"
+        why = hub.short_message(error.__cause__ or error)
+        raise DataError(dataset, f"could not be read ({why}); {way_out}") from error
 
 
 def texts_of(source: str, rows: list[dict], columns: list[str]) -> list[tuple[str, ...]]:

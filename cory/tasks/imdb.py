@@ -1,8 +1,6 @@
 """The IMDB task: continue the opening of a review so that a sentiment classifier finds it positive."""
 import math
 import random
-from bisect import bisect_left
-from functools import cached_property
 from typing import Callable
 
 import torch
@@ -77,15 +75,9 @@ class Imdb(Task):
         ids = self.tokenizer(opening, add_special_tokens=False)["input_ids"]
         return self.tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False)
 
-    @cached_property
-    def training_reviews(self) -> list[str]:
-        return sorted(self.train)
-
     def is_seen_in_training(self, query: str) -> bool:
-        """Whether a training review begins with the query. In sorted order such a one comes right behind it.
-        """
-        behind = bisect_left(self.training_reviews, query)
-        return any(review.startswith(query) for review in self.training_reviews[behind:behind + 1])
+        """Whether a training review begins with the query."""
+        return any(review.startswith(query) for review in self.train)
 
     def observer_prompts(self, queries: list[str], responses: list[str]) -> list[str]:
         return [OBSERVER_TEMPLATE.format(query=query, response=response)
