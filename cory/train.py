@@ -39,7 +39,8 @@ def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | None, c
 
 
 def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Tensor, Tensor | None]:
-    """Returns what pioneer and observer add for their partner, each (B,) or None: `--partner_term`.
+    """The partner's reward in the pioneer's score, and that in the observer's, each (B,) or None:
+    `--partner_term`.
 
         sampled             pioneer: r(s0, a2)      observer: r(s0, a1)      (paper)
         sampled_to_pioneer  pioneer: r(s0, a2)      observer: nothing
@@ -82,7 +83,8 @@ def train_ppo(run: Run, score: Callable = score) -> None:
 def observer_prompts(run: Run, queries: list[str], texts: list[str]) -> list[str]:
     """What the observer reads: each query, and with knowledge transfer the pioneer's answer to it.
 
-    To show more, such as the pioneer's reward, add it behind `cut`: what `observer_prompts` is given stays.
+    To show more, such as the pioneer's reward, append it after `cut`, which would truncate it, and leave
+    room for it in the context.
     """
     task = run.task
     if run.cfg.knowledge_transfer:
@@ -116,7 +118,7 @@ def train_cory(run: Run, score: Callable = score) -> None:
     """Algorithm 1 of the paper: pioneer and observer, who sees its answer; one reward; roles exchanged.
 
     With `--share_weights true` both roles are the same agent. The pioneer's update comes first, so that its
-    rollout is exactly on-policy. The observer's ratio starts at what that update has changed.
+    rollout is exactly on-policy. The observer's rollout is older than that update: its first ratio is not 1.
     """
     cfg, task = run.cfg, run.task
     pioneer, observer = run.roles

@@ -75,8 +75,8 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     settings["eos_token_id"] = [*range(60), 256]
     (ending / "generation_config.json").write_text(json.dumps(settings))
     mixed = [*imdb, "--model", str(ending), "--max_grad_norm", "0.1", "--share_weights", "true",
-             "--advantage", "rloo", "--responses_per_query", "2", "--adap_kl_ctrl", "true",
-             "--lr_schedule", "cosine"]
+             "--role_exchange_every", "5", "--advantage", "rloo", "--responses_per_query", "2",
+             "--adap_kl_ctrl", "true", "--lr_schedule", "cosine"]
 
     def to(name: str) -> list[str]:
         return ["--run_dir", str(folder / name)]

@@ -125,10 +125,12 @@ def test_a_run_that_is_not_what_it_was_is_refused(problems, problem_flags, tmp_p
     (own / "test.jsonl").write_text(text.replace("eggs", "hens", 1))
     assert "the data of this run was another" in refusal()
     (own / "test.jsonl").write_text(text)
-    weights = load_file(own / "lm" / "model.safetensors")
+    path = own / "lm" / "model.safetensors"
+    kept, weights = path.read_bytes(), load_file(path)
     weights["model.norm.weight"][0] += 1e-3
-    save_file(weights, own / "lm" / "model.safetensors", {"format": "pt"})
+    save_file(weights, path, {"format": "pt"})
     assert "the model of this run was another" in refusal()
+    path.write_bytes(kept)
     shutil.rmtree(tmp_path / "r" / "final" / "llm1")
     assert "has no final/llm1" in refusal()
     assert not (tmp_path / "r" / "evaluation").exists()

@@ -231,6 +231,21 @@ print("never", flush=True)
     assert "Traceback" not in handled.stderr
 
 
+def test_processes_that_a_reward_starts_die_as_usual():
+    """By SIGTERM, though they have inherited the run's answer to signals: else a pool waits for them."""
+    started = subprocess.run([sys.executable, "-c", """
+import multiprocessing, time
+from cory.system.signals import Signals
+Signals().install().waiting = True
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
+child.start()
+child.terminate()
+child.join(10)
+print(child.exitcode)
+"""], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (started.returncode, started.stdout, started.stderr) == (0, f"{-signal.SIGTERM}\n", "")
+
+
 def test_two_commands_of_one_second_have_two_folders(small_flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(folder.time, "strftime", lambda _: "now")

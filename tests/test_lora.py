@@ -131,11 +131,14 @@ def test_adapters_are_drawn_by_agent_and_seed_alone(problems):
     assert not torch.equal(one, drawn(0, 1)) and not torch.equal(one, drawn(1, 0))
 
 
-def test_a_frozen_base_in_bfloat16_keeps_adapters_head_and_losses_in_float32(problems):
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_a_frozen_base_in_bfloat16_keeps_adapters_head_and_losses_in_float32(shape, problems, small):
+    """Both have a head that is tied to the embedding, which stays in bfloat16."""
     cfg = config(dtype="bfloat16")
-    reference, (one, _) = two_agents(problems / "lm", cfg)
+    reference, (one, _) = two_agents((problems if shape == "llama" else small) / "lm", cfg)
     assert {p.dtype for p in one.policy.trained().values()} == {torch.float32}
     assert reference.lm.get_output_embeddings().weight.dtype == torch.float32
+    assert reference.lm.get_input_embeddings().weight.dtype == torch.bfloat16
     assert sum(p.dtype == torch.bfloat16 for p in reference.lm.parameters()) >= 14
     turn = collect_rollout(one, PROMPTS, 6)
     assert turn.kl_BT.abs().max() == 0 and turn.sampling_gap < 2e-2

@@ -61,6 +61,19 @@ def test_a_gpu_decides_by_what_it_has(gpu, monkeypatch, dtype, capability, expec
     assert (cfg.dtype, cfg.head_precision, cfg.cpu_matmul) == (*expected, "pytorch")
 
 
+def test_cudnns_attention_is_off_on_a_gpu(gpu, monkeypatch):
+    """Its backward pass gives NaN for left padding on some cards."""
+    gpu((9, 0))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        prepare_device(settled(settings()))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
+
+
 @pytest.mark.parametrize("device, name, value", [
     ("auto", "dtype", "bfloat16"), ("auto", "head_precision", "tf32"), ("cpu", "dtype", "tf32")])
 def test_what_a_machine_only_imitates_is_refused(gpu, device, name, value):

@@ -123,7 +123,7 @@ def test_names_of_things_are_where_they_stand(monkeypatch):
 
 @pytest.mark.parametrize("name, short", [
     ("cory", "cory"), ("chain:train_chain", "chain"), ("my.short:Short", "Short"),
-    ("cory.train:train_ppo", "ppo"), ("mine:train_ppo", "ppo")])
+    ("cory.train:train_ppo", "ppo"), ("mine:train_ppo", "mine-ppo")])
 def test_short_names(name, short):
     assert short_name(name) == short
 

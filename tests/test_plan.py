@@ -103,7 +103,7 @@ def test_the_table_and_its_card(capsys):
 
 
 @pytest.mark.parametrize("argv, says", [
-    ("imdb --preset gpt2 --model no/model", "model is 'no/model': could not be loaded (OSError"),
+    ("imdb --preset gpt2 --model no/model", "model is 'no/model': is neither a local folder nor"),
     ("gsm8k --preset llama2-7b --shard true", "shard is True: 4 bits cannot be divided"),
     ("gsm8k --gpus 0", "gpus is 0: must be 1 or more"), ("chess", "invalid choice: 'chess'")])
 def test_bad_requests_exit_2_with_one_line(argv, says, capsys):

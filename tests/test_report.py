@@ -370,6 +370,16 @@ def test_rates_are_grouped_and_never_averaged(rates, tmp_path, capsys):
     assert len(labels(figure)) == 7 and "CORY LLM2, learning_rate 0.00141 (n = 2)" in labels(figure)
 
 
+def test_a_setting_that_a_run_is_older_than_has_its_default(tmp_path, capsys):
+    old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new", top_p=0.5)
+    out = str(tmp_path / "c.png")
+    report.main([str(old), str(new), "--out", out, "--by", "top_p"])
+    shown = capsys.readouterr().out
+    assert f"{old} is older than --top_p: taken as its default, 1.0" in shown
+    assert "CORY LLM1, top_p 1.0" in shown and "CORY LLM1, top_p 0.5" in shown
+    assert "in top_p; make a group" in error_line(report.main, [old, new, "--out", out], capsys)
+
+
 def test_runs_that_differ_are_refused_with_the_way_out(rates, tmp_path, capsys):
     error = error_line(report.main, rates, capsys)
     assert "differs from" in error and "in learning_rate" in error and "--by learning_rate" in error

@@ -295,8 +295,6 @@ def test_a_run_that_diverged_is_a_result_and_not_made_again(tmp_path):
     run.log.write_text("weights has diverged, says a sample\nerror: no disk\n")
     same = replace(run, variant="of the same flags")
     assert not run.diverged and runs.to_make([run, same]) == [same]             # each folder once
-    run.log.write_text(f"{runs.BEGINS}error: weights has diverged\n{runs.BEGINS}stopped by SIGINT\n")
-    assert run.error == "stopped by SIGINT"                                     # of its last try
     run.log.write_bytes(b"\xff 1/6]error: weights is 'w': llm1 has diverged: lower the rate\n")
     assert run.diverged and runs.to_make([run]) == [] and runs.make([run], 1) == [run]
 

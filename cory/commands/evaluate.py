@@ -136,6 +136,10 @@ def main(argv: list[str]) -> None:
     require_same_settings(args.run_dirs, saved, args.by)
     if args.out:
         require_picture(args.out)
+    for run_dir, config in zip(args.run_dirs, saved, strict=True):
+        for name in config["agents"]:
+            if not (run_dir / "final" / name).is_dir():
+                raise UserError("run_dirs", str(run_dir), f"has no final/{name}; put it back, or train again")
     with launched(vars(args)):
         evaluate_runs(args, saved)
 

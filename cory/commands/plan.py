@@ -85,6 +85,7 @@ class Plan:
         base = self.held(FLOAT)
         if cfg.lora and cfg.dtype == "bfloat16":
             base = self.held(HALF) + (FLOAT - HALF) * self.head     # which is in float32
+            base += HALF * self.head if self.config.tie_word_embeddings else 0      # beside the embedding
         if cfg.load_in_4bit:
             base -= int((HALF - NF4) * self.layers)
         policies = self.agents * self.policy

@@ -7,13 +7,14 @@ in any other setting are refused.
 """
 import argparse
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Sequence
 
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment.flags import OneLineParser
 from cory.experiment.plots import draw_runs
-from cory.experiment.saved_config import BESIDE_SETTINGS, read_config
+from cory.experiment.saved_config import BESIDE_SETTINGS, load_config, read_config
 from cory.experiment.tables import grouped, groups_table
 from cory.names import guess
 from cory.system.files import read_json, readable
@@ -24,11 +25,22 @@ FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "save_every", "sampl
 
 
 def finished(run_dirs: list[Path]) -> list[dict]:
-    """config.json of each run. Raises `UserError` for a folder without eval.json."""
+    """config.json of each run. A setting that a run is older than has its default, which is printed. Raises
+    `UserError` for a folder without eval.json.
+    """
     for run_dir in run_dirs:
         if not (run_dir / "eval.json").exists():
             raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
-    return [read_config(run_dir) for run_dir in run_dirs]
+    configs = [read_config(run_dir) for run_dir in run_dirs]
+    known = set.union(*map(set, configs))
+    for run_dir, config in zip(run_dirs, configs, strict=True):
+        if known - {*config}:
+            defaults = asdict(load_config(run_dir))
+            missing = {name: defaults[name] for name in sorted(known - {*config}) if name in defaults}
+            for name, default in missing.items():
+                print(f"{run_dir} is older than --{name}: taken as its default, {default}")
+            config |= missing
+    return configs
 
 
 def require_picture(path: Path) -> None:
@@ -79,5 +91,5 @@ def main(argv: list[str]) -> None:
     runs = [(config, read_eval(run_dir, config["agents"]))
             for run_dir, config in zip(args.run_dirs, configs, strict=True)]
     print(groups_table("held-out", grouped(runs, args.by)))
-    draw_runs(args.run_dirs, args.out, args.by)
+    draw_runs(args.run_dirs, args.out, args.by, configs)
     print(f"written: {args.out}")

@@ -99,11 +99,12 @@ def draw_curves(run_dir: Path):
     return draw_runs([run_dir], run_dir / "curves.png")
 
 
-def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()):
+def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = (), configs: Sequence[dict] = ()):
     """A panel for each metric of agents and loops, and one of reward against KL, of groups as in the tables.
     Returns the figure. Raises `UserError`.
     """
-    runs = [(read_config(run_dir), read_curves(run_dir)) for run_dir in run_dirs]
+    configs = configs or [read_config(run_dir) for run_dir in run_dirs]
+    runs = [(config, read_curves(run_dir)) for run_dir, config in zip(run_dirs, configs, strict=True)]
     agents = [curves for _, of_run in runs for curves in of_run.values()]
     names = metric_names(agents)
     figure, (*panels, frontier) = grid(len(names) + 1, 4.2, 3.2, below=0.9)

@@ -1,8 +1,9 @@
 """Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
 
 `--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the
-names of its parameters (`OFFERED`); with value_BT the run trains a critic. The group_size responses to a
-query stand in consecutive rows. It returns the advantages, (B, T), 0 on padding.
+names of its parameters (`OFFERED`). With value_BT the run trains a critic, towards advantage + V: do not
+normalise then, whitening follows. The group_size responses to a query stand in consecutive rows. An estimator
+returns the advantages, (B, T), 0 on padding.
 """
 import inspect
 from typing import Callable

@@ -29,7 +29,9 @@ class Agent:
         self.reset()
 
     def reset(self) -> None:
-        """Resets all but the weights: Adam's moments, KL coefficient, random stream."""
+        """Resets all but the weights: Adam's moments, KL coefficient, and the random stream, which then
+        repeats from its beginning.
+        """
         trained = self.policy.trained()
         groups = []
         for is_critic in (False, True):

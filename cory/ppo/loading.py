@@ -37,6 +37,7 @@ def load_language_model(name: str, temperature: float = 1.0, precision: Precisio
     """Loads a local folder or a Hub name: safetensors only, remote code never. Raises `UserError`.
 
     `storage` is what the frozen weights are kept in: float32, bfloat16 or 4bit; the head is float32 always.
+    A head that is tied to the embedding is then a copy of its own, and the embedding stays as it is stored.
     """
     with model_errors("model", name) as refused:
         options = storage_options(storage, device)
@@ -47,7 +48,10 @@ def load_language_model(name: str, temperature: float = 1.0, precision: Precisio
         model = LanguageModel(lm if storage == "4bit" else lm.to(device), tokenizer, temperature, precision)
         model.requires_grad_(False)
         try_out(refused, model)
-    lm.get_output_embeddings().float()
+    if storage != "float32":
+        head = lm.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)
+        head.float()
     return model
 
 

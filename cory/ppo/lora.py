@@ -1,4 +1,5 @@
-"""LoRA (Hu et al., arXiv:2106.09685), by peft: one frozen base, an adapter per agent; off is the reference.
+"""LoRA (Hu et al., arXiv:2106.09685), by peft: one frozen base, an adapter for each agent. With all adapters
+off the model is the reference.
 
 An adapted layer computes `W x + (lora_alpha / lora_rank) B A x` with W frozen. B starts at 0, so that
 every agent starts as the base.

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
 from cory.ppo.minibatches import by_length, logit_chunk_size, longest
@@ -25,7 +26,7 @@ class Rollout:
     prompt_mask_BP: Tensor      # 1 = real prompt token
     response_BT: Tensor         # sampled token ids, padded on the right
     mask_BT: Tensor             # 1 = real response token
-    sampling_logp_BT: Tensor    # log q(a_t | s_t) while sampling, nats: log pi_old, unless q is set apart
+    sampling_logp_BT: Tensor    # log q(a_t | s_t), q what was sampled from (`sampling_logprobs`), nats
     logp_BT: Tensor             # log pi_old(a_t | s_t), nats
     ref_logp_BT: Tensor         # log pi0(a_t | s_t), nats
     kl_BT: Tensor               # nats: KL(pi_old || pi0) at s_t (full), or log pi_old - log pi0 of a_t (k1)
@@ -127,7 +128,9 @@ def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: 
         ref_logp_N = formulas.token_logprobs(ref_logp_NV, token)
         if kl_penalty == "full":
             kl_N = formulas.kl_full(logp_NV, ref_logp_NV)
-        else:
+        elif kl_penalty == "k1":
             kl_N = formulas.kl_k1(logp_N, ref_logp_N)
+        else:
+            raise UserError("kl_penalty", kl_penalty, "has no formula in logprobs_and_kl; add it there")
         parts.append(torch.stack([logp_N, ref_logp_N, kl_N]))
     return torch.cat(parts, dim=1).unbind()

@@ -24,7 +24,8 @@ from cory.system import distributed, sharding
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) -> dict[str, float]:
     """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
 
-    Losses are token means over a whole optimizer step, whatever the mini-batches. Raises `Diverged` before a
+    Losses are token means over a whole optimizer step, whatever the mini-batches. A mini-batch here is one
+    backward pass; an optimizer step takes `gradient_accumulation_steps` of them. Raises `Diverged` before a
     gradient that is not finite reaches a parameter. Returns metrics (docs/settings.md): means over the tokens
     of all epochs.
     """
@@ -82,7 +83,8 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
         loss = policy_loss + kl_coef k3 [kl_in loss] - ent_coef entropy + vf_coef value_loss [with a critic]
 
     hidden_NH (N, H): the policy's last hidden states of N response tokens; `old`: what the rollout knows of
-    them. A metric is logged as its mean over all tokens of the update: one more line here is one more curve.
+    them. N mixes responses and may end within one: a weight of each response belongs into `make_experience`.
+    A metric is logged as its mean over all tokens of the update: one more line here is one more curve.
     Of `critic_error`, `token_means` makes `value_error` and `explained_variance`.
     """
     logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
@@ -138,7 +140,10 @@ def require_shape(name: str, x: Tensor, shape: torch.Size, what: str) -> None:
 
 
 def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
-    """Clips if asked to, steps, clears. Returns the gradient's norm before clipping."""
+    """Clips if asked to, steps, clears. Returns the gradient's norm before clipping.
+
+    Gradients are summed over processes: the loss was divided by the tokens of all.
+    """
     trained = list(agent.policy.trained().values())
     replicated = [p for p in trained if not sharding.is_sharded(p)]     # FSDP has summed the others
     distributed.all_reduce_gradients(replicated)

@@ -13,12 +13,12 @@ from cory.ppo.rollout import Rollout
 from cory.train import score, train_cory, train_ppo, trains
 
 
-def zero(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | float, cfg: Config) -> Tensor:
+def zero(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | None, cfg: Config) -> Tensor:
     """No reward: whatever moves the policy is noise, and the KL penalty."""
     return torch.zeros_like(reward_B)
 
 
-def shuffled(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | float, cfg: Config) -> Tensor:
+def shuffled(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | None, cfg: Config) -> Tensor:
     """The score of the next row, a response to another query: as much reward, of which nothing is learned."""
     return next_row(score(rollout, reward_B, partner_reward_B, cfg), cfg)
 

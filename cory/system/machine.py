@@ -94,6 +94,9 @@ def prepare_device(cfg: Config) -> torch.device:
     device = choose_device(cfg)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if cfg.dtype == "tf32" else "highest")
+        # Its backward pass gives NaN for rows that see no key, as left padding does (pytorch issue 196678),
+        # and it plans for tens of milliseconds at each new shape, which sampling meets at every token.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         return device
     keep_freed_memory()
     onednn.install() if cfg.cpu_matmul == "onednn" else onednn.remove()

@@ -20,7 +20,7 @@ class Signals:
     def __init__(self):
         self.received: signal.Signals | None = None
         self.waiting = False
-        self.before = {}
+        self.before, self.process = {}, os.getpid()
 
     def install(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():       # Python allows it nowhere else
@@ -33,6 +33,9 @@ class Signals:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame) -> None:
+        if os.getpid() != self.process:             # a child that a reward has forked dies as it always would
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         if self.received:                                               # torchrun has passed it on once more
             return
         self.received = signal.Signals(number)
