@@ -82,6 +82,7 @@ def activate(lm: nn.Module, name: str | None) -> None:
     """Makes the model compute with one adapter, or with none. A model without adapters stays as it is.
 
     peft also freezes all other adapters: a backward pass gives a gradient to the active one alone.
+    `lm.active` is set here, and to "unknown" where peft has just changed it.
     """
     if getattr(lm, "active", None) == name:
         return

@@ -18,7 +18,7 @@ LOGPROBS_AT_ONCE = {"cpu": 25 * 2**20, "cuda": 2**27}       # elements of (token
 class Experience:
     """What the update trains on: a rollout's tensors with their advantages and returns. 0 on padding.
 
-    A field's name ends in `_BP` or `_BT`, which `rows` reads. `Tokens` takes `_BT` fields by their names.
+    A field's name ends in `_BP`, `_BT` or `_B`, which `rows` reads. `Tokens` takes `_BT` fields by name.
     """
     prompt_BP: Tensor           # token ids, padded on the left
     prompt_mask_BP: Tensor      # 1 = real prompt token
@@ -33,8 +33,9 @@ class Experience:
     def rows(self, index: Tensor) -> "Experience":
         """The experience of some rows, cut to the longest prompt and the longest response among them."""
         P, T = longest(self.prompt_mask_BP[index]), longest(self.mask_BT[index])
-        columns = {"BP": slice(-P, None), "BT": slice(0, T)}
-        return replace(self, **{name: x[index, columns[name[-2:]]] for name, x in tensors(self).items()})
+        columns = {"_BP": (slice(-P, None),), "_BT": (slice(0, T),), "_B": ()}
+        return replace(self, **{name: x[(index, *columns[name[name.rindex("_"):]])]
+                                for name, x in tensors(self).items()})
 
     def shuffled_mini_batches(self, rows_per_step: int, rows_at_once: int, generator: torch.Generator,
                               sharded: bool = False) -> Iterator[list["Experience"]]:

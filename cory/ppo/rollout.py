@@ -19,8 +19,8 @@ from cory.system.sharding import unsharded
 class Rollout:
     """Prompts and responses under the policy that sampled them, constant over PPO epochs. 0 on padding.
 
-    `all_gather_rollout` reads the names: `_BP` is padded on the left, `_BT` on the right. Another field is a
-    list with an item for each row, or None in all processes.
+    `all_gather_rollout` reads the names: `_BP` is padded on the left, `_BT` on the right, `_B` is a number
+    for each row. Another field is a list with an item for each row, or None in all processes.
     """
     prompt_BP: Tensor           # token ids, padded on the left
     prompt_mask_BP: Tensor      # 1 = real prompt token
@@ -107,6 +107,8 @@ def all_gather_rollout(rollout: Rollout, pad_id: int) -> Rollout:
             return sum(values, [])
         if values[0] is None:
             return None
+        if name.endswith("_B"):
+            return torch.cat(values).to(rollout.mask_BT.device)
         rows, side = [row for x in values for row in x], "left" if name.endswith("BP") else "right"
         filler = pad_id if name in ("prompt_BP", "response_BT") else 0
         return pad_sequence(rows, True, filler, padding_side=side).to(rollout.mask_BT.device)

@@ -103,19 +103,16 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     """
     B = len(prompts.ids_BP) * (world_size() if is_local else 1)
     rows = local_rows(B) if is_local else slice(B)
-    uniform_TB = None
-    if generator is not None:
-        before = generator.get_state()
-        uniform_TB = torch.rand(max_new_tokens, B, generator=generator, dtype=torch.float64)
-        uniform_TB = uniform_TB[:, rows].to(model.device)
+    before = None if generator is None else generator.get_state()
+    uniform_TB = None if generator is None else uniforms(generator, max_new_tokens, B)[:, rows]
     with model.autocast():                      # once for all steps, so that each weight is cast once
         sampled = sampling_loop(model, prompts, max_new_tokens, uniform_TB, temperature, top_p)
     if generator is not None:
-        # Give back the numbers of steps that were not needed. All processes do so for the longest response.
+        # The stream goes on behind the numbers of the longest response, of all processes: those of steps that
+        # were not needed are given back.
         steps = sampled.mask_BT.shape[1]
-        steps = all_reduce_max(steps) if is_local else steps
         generator.set_state(before)
-        torch.rand(steps, B, generator=generator, dtype=torch.float64)
+        uniforms(generator, all_reduce_max(steps) if is_local else steps, B)
     if sampled.logp_BT.isnan().any():           # one NaN or +inf logit makes all of its row NaN
         way_out = ("go on from the last checkpoint or start anew, with a lower --learning_rate or "
                    "--max_grad_norm 1")
@@ -123,13 +120,20 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     return sampled
 
 
+def uniforms(generator: torch.Generator, steps: int, B: int) -> Tensor:
+    """The next (steps, B) numbers of a stream, uniform in [0, 1), on the CPU."""
+    return torch.rand(steps, B, generator=generator, dtype=torch.float64)
+
+
 def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
                   uniform_TB: Tensor | None, temperature: float, top_p: float) -> Sample:
     """`sample` as a function of one uniform number for each token, or greedy without them.
 
     R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the
-    leading columns that are padding in all others.
+    leading columns that are padding in all others. What is named `_R`, ids, mask, position_ids and the cache
+    have an entry for each of the R rows, in one order; the three tensors that are returned have all B rows.
     """
+    uniform_TB = None if uniform_TB is None else uniform_TB.to(model.device)
     B, device = len(prompts.ids_BP), model.device
     eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
     response_BT = torch.full((B, max_new_tokens), eos, device=device)

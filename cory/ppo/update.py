@@ -113,7 +113,8 @@ def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor,
     """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch; notes metrics in `seen`.
 
     The head runs forward and backward for a few tokens at a time, down to the gradient of their hidden
-    states; the transformer's backward pass follows once. So memory for (N, V) does not grow with N.
+    states; the transformer's backward pass follows once. So memory for (N, V) does not grow with N. A new
+    term or metric belongs into `losses`, and nothing changes here.
     """
     policy, real = agent.policy, mini_batch.mask_BT.bool()
     prompt_BP, prompt_mask_BP = mini_batch.prompt_BP, mini_batch.prompt_mask_BP

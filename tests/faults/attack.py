@@ -115,7 +115,7 @@ def kills(attack: Attack) -> None:
     """
     expected = results(attack.whole())
     for number in attack.count(100):
-        folder, begun = attack.folder / f"kill{number}", time.time()
+        folder, begun, err = attack.folder / f"kill{number}", time.time(), ""
         process = attack.begin(folder, "--iterations", "7")
         time.sleep(random.uniform(0, 4.0))
         process.kill()

@@ -123,7 +123,7 @@ FAULTS = [
     ),
     *of("cory/ppo/minibatches.py",
         ("random stream", "(len(self.mask_BT), generator=generator)", "(len(self.mask_BT))", "loop"),
-        ("mask or padding", '{"BP": slice(-P, None),', '{"BP": slice(0, P),', "update"),
+        ("mask or padding", '{"_BP": (slice(-P, None),),', '{"_BP": (slice(0, P),),', "update"),
         ("wrong token or row", "yield [self.rows(rows[group])", "yield [self.rows(group)", "update"),
     ),
 
