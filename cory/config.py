@@ -255,13 +255,13 @@ class Config:
         team = ["role_exchange_every", "knowledge_transfer", "partner_reward", "partner_term",
                 "share_weights", "reset_on_exchange"]
         has_critic = self.advantage == "gae" or self.advantage not in ADVANTAGES
-        exchanges = self.role_exchange_every > 0
+        own_loop, exchanges = self.method not in METHODS, self.role_exchange_every > 0
         waiting = [
             (self.method != "ppo", "a method of two agents", team),
-            (exchanges, "--role_exchange_every above 0", ["reset_on_exchange"]),
-            (not self.share_weights or self.reset_on_exchange, "--share_weights false",
+            (own_loop or exchanges, "--role_exchange_every above 0", ["reset_on_exchange"]),
+            (own_loop or not self.share_weights or self.reset_on_exchange, "--share_weights false",
              ["role_exchange_every"]),
-            (self.partner_reward != 0, "a --partner_reward that is not 0", ["partner_term"]),
+            (own_loop or self.partner_reward != 0, "a --partner_reward that is not 0", ["partner_term"]),
             (self.lora, "--lora true", ["lora_rank", "lora_alpha", "lora_targets"]),
             (self.adap_kl_ctrl, "--adap_kl_ctrl true", ["kl_target", "kl_horizon"]),
             (has_critic, "a critic, as of --advantage gae",

@@ -116,6 +116,15 @@ BAD = [                                 # one case of each kind
 ]
 
 
+@pytest.mark.parametrize("argv", [
+    "--kl_target 3 --llm2 adap_kl_ctrl=true",               # an agent reads it
+    "--method cory --lora true --lora_rank 4", "--method ppo --role_exchange_every 5",
+    "--method mine:loop --share_weights true --role_exchange_every 2",
+    "--method mine:loop --partner_reward 0 --partner_term critic"])
+def test_flags_that_something_reads_are_taken(argv):
+    of(*argv.split())
+
+
 @pytest.mark.parametrize("argv, says", BAD, ids=[argv for argv, _ in BAD])
 def test_bad_command_lines_exit_2_with_one_line(argv, says, capsys):
     with pytest.raises(SystemExit) as stop:

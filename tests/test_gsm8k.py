@@ -10,9 +10,10 @@ import cory.train as loop
 import train_gsm8k
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
+from cory.experiment.evaluation import evaluate
 from cory.ppo import loading
 from cory.ppo.loading import load_language_model
-from cory.ppo.sampling import encode_prompts
+from cory.ppo.sampling import decode, encode_prompts, sample
 from cory.tasks.gsm8k import Gsm8k
 
 
@@ -104,6 +105,17 @@ def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest(problems):
     strict = gsm8k(problems, checker="strict")
     assert strict.reward(queries, responses).tolist() == [0, 1, 0, 0, 0]
     assert strict.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.8}
+
+
+def test_greedy_metrics_are_of_the_likeliest_answers_and_the_others_of_drawn_ones(problems, monkeypatch):
+    task, seen = gsm8k(problems), []
+    base = load_language_model(str(problems / "lm"))
+    monkeypatch.setattr(task, "metrics", lambda queries, texts: seen.append(texts) or {})
+    evaluate(base, base, task, task.cfg)
+    drawn, greedy = seen
+    prompts = encode_prompts(base, task.pioneer_prompts(task.held_out_queries), 12)
+    likeliest = sample(base, prompts, 12, None)
+    assert greedy == decode(base, likeliest.response_BT, likeliest.mask_BT) != drawn
 
 
 def test_a_checker_of_ones_own_goes_by_name_and_may_return_text(problems, tmp_path, monkeypatch):

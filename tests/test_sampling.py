@@ -304,7 +304,8 @@ def test_the_gap_is_of_each_token_in_either_direction(monkeypatch):
 
 
 @pytest.mark.parametrize("flags, warns", [
-    ({}, True), ({"importance_cap": 2.0}, False), ({"head_precision": "bfloat16"}, False),
+    ({}, True), ({"importance_cap": 2.0}, False),
+    ({"head_precision": "bfloat16"}, False),
     ({"lora": True, "load_in_4bit": True}, False)])
 def test_what_rounding_may_make_is_no_warning(flags, warns, capsys):
     """0.05 nats: of bfloat16 in the body, in the head, or in a base of 4 bits, and of no float32."""

@@ -132,13 +132,10 @@ def test_multiples_are_of_what_a_run_would_have_otherwise():
     assert flags_of("--batch_size batch_size*0.5", "--batch_size", "64") == ["--batch_size", "32"]
 
 
-def test_a_variants_own_flags_stand_behind_those_of_every_run():
-    assert flags_of("--lora true", "--lora", "false") == ["--lora", "true"]
-
-
 @pytest.mark.parametrize("variant, users, says", [
     ("--knowlege_transfer false", [], "flag is '--knowlege_transfer': unknown; did you mean --knowledge_tr"),
     ("--method ppo", ["--run_dir", "x"], "flag is '--run_dir': is the study's to set"),
+    ("--method ppo", ["--method", "cory"], "flag is '--method': is set by the variant `"),
     ("--lam lamm*2", [], "must be a setting that is a number, times a number"),
     ("--model model*2", [], "times a number"), ("--lam 2", [], "lam is 2.0: must be 1 or less")])
 def test_a_variant_that_is_not_what_it_says_is_one_line(variant, users, says):

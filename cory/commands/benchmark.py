@@ -76,7 +76,9 @@ class Bench:
     def sample(self) -> None:
         for turn in self.turns:
             prompts = Prompts(turn.rollout.prompt_BP, turn.rollout.prompt_mask_BP)
-            sample(turn.agent.policy, prompts, self.cfg.max_response_length, turn.agent.generator)
+            cfg = turn.agent.cfg
+            sample(turn.agent.policy, prompts, cfg.max_response_length, turn.agent.generator,
+                   temperature=cfg.sampling_temperature, top_p=cfg.top_p)
 
     def timed(self, work, times: int) -> list[float]:
         """Seconds of each call of `work()`."""

@@ -45,7 +45,8 @@ def finished(run_dirs: list[Path]) -> list[dict]:
 
 def require_picture(path: Path) -> None:
     """Raises `UserError` unless a picture can be written there, before any work for it."""
-    if path.suffix not in (".png", ".pdf", ".svg") or not os.access(path.absolute().parent, os.W_OK):
+    is_picture = path.suffix in (".png", ".pdf", ".svg") and not path.is_dir()
+    if not is_picture or not os.access(path.absolute().parent, os.W_OK):
         raise UserError("out", str(path), "must end in .png, .pdf or .svg, where files can be written")
 
 

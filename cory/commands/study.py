@@ -74,8 +74,9 @@ def main(argv: list[str]) -> None:
 
 def check(args: argparse.Namespace, study: Study) -> None:
     """Raises `UserError` for what this study cannot do."""
-    if args.jobs < 1:
-        raise UserError("jobs", args.jobs, "must be 1 or more")
+    for name in ("jobs", "seeds"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise UserError(name, getattr(args, name), "must be 1 or more")
     for field, known in (("tasks", study.tasks), ("variants", study.variants)):
         for name in getattr(args, field) or ():
             if name not in known:

@@ -147,19 +147,17 @@ def versions() -> dict[str, str]:
 
 
 def sources() -> dict[str, str]:
-    """{file: SHA-256} of the code that this process has loaded: this package's, and modules of the user's
-    that lie in the present folder or below it.
+    """{file: SHA-256} of this package's code by its place in it, and of the modules that this process has
+    loaded from elsewhere than Python's own folders, which are the user's, by their names.
     """
-    package, here = Path(__file__).parents[1], Path.cwd()
-    files = {*package.rglob("*.py"), *(Path(module.__file__) for module in [*sys.modules.values()]
-                                       if getattr(module, "__file__", None))}
-    digests = {}
-    for file in sorted(files):
-        folder = package.parent if file.is_relative_to(package) else here
-        name = file.relative_to(folder) if file.is_relative_to(folder) else Path()
-        if name.suffix == ".py" and not {*name.parts} & {"site-packages", "tests"}:
-            digests[name.as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    return digests
+    package, installed = Path(__file__).parents[1], (Path(sys.prefix), Path(sys.base_prefix))
+    files = {file.relative_to(package.parent).as_posix(): file for file in package.rglob("*.py")}
+    for module in [*sys.modules.values()]:
+        file = Path(getattr(module, "__file__", None) or "")
+        elsewhere = not any(file.is_relative_to(folder) for folder in (package, *installed))
+        if elsewhere and file.suffix == ".py" and file.is_file():
+            files[file.name] = file
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for name, file in sorted(files.items())}
 
 
 def require_finite(agents: list[Agent]) -> None:

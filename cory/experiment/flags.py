@@ -55,10 +55,13 @@ class Parser(OneLineParser):
         known, unknown = self.parse_known_args(argv)
         config = self.config_class(**vars(known), agent_settings=self.own_settings(unknown))
         defaults = {f.name: f.default for f in fields(config)}
-        require_read(config, {name for name, x in vars(known).items()
-                              if x not in (defaults[name], self.get_default(name))})
-        for agent, own in config.agent_settings.items():
-            require_read(config.of_agent(agent), set(own))
+        given = {name for name, x in vars(known).items() if x not in (defaults[name], self.get_default(name))}
+        agents = {name: config.of_agent(name) for name in config.agent_settings}
+        read = {name for name in given if any(name not in own.unread() for own in agents.values())}
+        require_read(config, given - read)
+        for name, own in config.agent_settings.items():
+            before = self.agent_settings.get(name, {})
+            require_read(agents[name], {key for key, x in own.items() if before.get(key) != x})
         return config
 
     def own_settings(self, words: list[str]) -> dict[str, dict]:

@@ -153,7 +153,7 @@ class Run(ExitStack):
                    if then.get(name) != now]
         if changed:
             print(f"other versions than at the checkpoint, so that results may differ: {'; '.join(changed)}")
-        edited = [file for file, now in self.code.items() if state["code"].get(file, now) != now]
+        edited = [file for file, now in self.code.items() if state.get("code", {}).get(file, now) != now]
         if edited:
             print(f"other code than at the checkpoint, by which the run goes on: {', '.join(edited)}")
         self.roles = [self.agents[self.agent_names.index(name)] for name in state["roles"]]
@@ -224,11 +224,13 @@ class Run(ExitStack):
         """Once: responses were drawn from another distribution than the update takes them to be from, and
         nothing corrects for it.
         """
-        cfg, turn = self.cfg, max(turns, key=lambda turn: turn.rollout.sampling_gap)
+        uncorrected = [turn for turn in turns if turn.agent.cfg.importance_cap == 0]
+        if not uncorrected:
+            return
+        cfg, turn = self.cfg, max(uncorrected, key=lambda turn: turn.rollout.sampling_gap)
         gap, exact = turn.rollout.sampling_gap, cfg.dtype == cfg.head_precision == "float32"
         most = OFF_POLICY if exact and not cfg.load_in_4bit else OFF_POLICY_ROUNDED
-        corrected = turn.agent.cfg.importance_cap > 0
-        if gap > most and is_main() and not corrected and not self.warned_off_policy:
+        if gap > most and is_main() and not self.warned_off_policy:
             self.warned_off_policy = True
             print(f"\nwarning: sampling_gap is {gap:.2f} nats per token: {turn.role}'s responses were not "
                   "sampled from the policy that scores them (a filter, a penalty, dropout?). PPO's ratio is "

@@ -77,7 +77,7 @@ class StudyRun:
 
 def plan(study: Study, tasks: list[str], variants: list[str], seeds: range, preset: str, flags: list[str],
          out: Path) -> list[StudyRun]:
-    """Every run of a study. A variant's own flags override `flags`, which every run gets.
+    """Every run of a study. `flags` are those that every run gets.
 
     Runs of the same flags in two studies share a folder. Raises `UserError`, before anything runs, for flags
     that no run may have.
@@ -87,6 +87,10 @@ def plan(study: Study, tasks: list[str], variants: list[str], seeds: range, pres
         words = study.variants[variant].split()
         for name in setting_names([*flags, *words]) & OF_THE_STUDY:
             raise UserError("flag", f"--{name}", "is the study's to set; leave it out")
+        multiples = {word.partition("*")[0] for word in words if "*" in word}
+        for name in (setting_names(flags) & setting_names(words)) - multiples:
+            way_out = f"is set by the variant `{variant}`; leave it out, or choose other --variants"
+            raise UserError("flag", f"--{name}", way_out)
         otherwise = asdict(parse(*EXPERIMENTS[task], common))
         words = [multiplied(word, otherwise) for word in words]
         name = f"{task}-{slug([*words, '--preset', preset, *flags])}"

@@ -50,7 +50,7 @@ FAULTS = [
         ("wrong token or row", ", queries, a1.text)", ", queries, a1.text[1:] + a1.text[:1])", "gsm8k loop"),
         ("wrong agent or role", "collect_rollout(observer,", "collect_rollout(pioneer,", "loop"),
         ("reward", "r2 = task.reward(queries, a2.text)", "r2 = task.reward(prompts, a2.text)", "loop gsm8k"),
-        ("wrong agent or role", "= ppo_update(observer, a2,", "= ppo_update(observer, a1,", "loop"),
+        ("wrong agent or role", "= ppo_update(observer, a2,", "= ppo_update(observer, a1,", "flags"),
         ("off by one", "iteration % cfg.", "(iteration - 1) % cfg.", "loop"),
         ("metric", 'pioneer", pioneer, a1, r1, update1)', 'pioneer", pioneer, a1, score1, update1)', "loop"),
         ("wrong agent or role", "observer.reset()", "pioneer.reset()", "loop"),
