@@ -31,6 +31,10 @@ class Agent:
     def reset(self) -> None:
         """Resets all but the weights: Adam's moments, KL coefficient, and the random stream, which then
         repeats from its beginning.
+
+        Another optimizer goes here. `set_learning_rate` sets the rate of its groups, by their `is_critic`. A
+        checkpoint keeps what it holds for each parameter, and nothing that it holds for a group:
+        `tests/test_loop.py` shows whether a killed run still resumes to the same bits.
         """
         trained = self.policy.trained()
         groups = []

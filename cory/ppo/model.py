@@ -74,7 +74,9 @@ class LanguageModel(nn.Module):
         return out.last_hidden_state, out.past_key_values
 
     def logprobs(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) log-probabilities of the next token, in float32, for sampling and scoring."""
+        """(N, V) log-probabilities of the next token, in float32, for sampling and scoring. To train through,
+        take `logp_and_entropy`: products in bfloat16 on CUDA have no gradient here.
+        """
         head = self.lm.get_output_embeddings()
         logits_NV = head_logits(hidden_NH.float(), head.weight, head.bias, self.temperature,
                                 self.precision.head)
@@ -150,7 +152,9 @@ class PolicyWithValue(LanguageModel):
 
     The head (paper, sec. 3) reads the last hidden state, in float32. The policy is a copy of the base, or
     the base itself with an adapter of that name. DIFFERS: the value head starts at zero; the paper does not
-    say.
+    say. Of a deeper head only the last layer can start at zero: draw the others under
+    `torch.random.fork_rng`, by the agent's seed, so that no other random number moves. Tests of the head take
+    it to have one weight.
     """
 
     def __init__(self, base: LanguageModel, adapter: str | None = None, critic: bool = True):

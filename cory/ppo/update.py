@@ -83,9 +83,12 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
         loss = policy_loss + kl_coef k3 [kl_in loss] - ent_coef entropy + vf_coef value_loss [with a critic]
 
     hidden_NH (N, H): the policy's last hidden states of N response tokens; `old`: what the rollout knows of
-    them. N mixes responses and may end within one: a weight of each response belongs into `make_experience`.
-    A metric is logged as its mean over all tokens of the update: one more line here is one more curve.
+    them. A metric is logged as its mean over all tokens of the update: one more line here is one more curve.
     Of `critic_error`, `token_means` makes `value_error` and `explained_variance`.
+
+    N mixes responses and may end within one. So a weight of each response belongs into `make_experience`. A
+    ratio of whole responses under the policy as it is now needs a pass of its own in `add_gradient`, before
+    its chunks, and then a `clip_fraction` of its own here.
     """
     logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
     policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)
@@ -114,7 +117,7 @@ def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor,
 
     The head runs forward and backward for a few tokens at a time, down to the gradient of their hidden
     states; the transformer's backward pass follows once. So memory for (N, V) does not grow with N. A new
-    term or metric belongs into `losses`, and nothing changes here.
+    term or metric of tokens belongs into `losses`, and nothing changes here.
     """
     policy, real = agent.policy, mini_batch.mask_BT.bool()
     prompt_BP, prompt_mask_BP = mini_batch.prompt_BP, mini_batch.prompt_mask_BP
