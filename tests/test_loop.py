@@ -20,10 +20,13 @@ import train_imdb
 from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.experiment import checkpoint
 from cory.experiment.checkpoint import checkpoints_of, gathered, saved_tensors
+from cory.experiment.evaluation import evaluate
 from cory.experiment.flags import parse
 from cory.experiment.run import Run
+from cory.experiment.saved_config import load_config
 from cory.ppo.agent import Agent
 from cory.ppo.loading import load_language_model
+from cory.tasks.imdb import Imdb
 
 ROOT = Path(__file__).parents[1]
 
@@ -293,6 +296,17 @@ def test_final_models_load_in_plain_transformers(whole):
     saved, name = load_file(checkpoints_of(whole["cory"])[0]), "transformer.h.0.attn.c_attn.weight"
     assert torch.equal(model.get_parameter(name), saved[f"llm2/weights/lm.{name}"])
     assert load_file(final / "value_head.safetensors")["weight"].shape == (1, 32)
+
+
+def test_held_out_figures_are_of_each_agents_final_model(whole):
+    cfg, held_out = load_config(whole["cory"]), read(whole["cory"] / "eval.json")
+    base = load_language_model(cfg.model)
+    task = Imdb(cfg, Imdb.load_data(cfg), base)
+    for agent in ("llm1", "llm2"):
+        final = load_language_model(str(whole["cory"] / "final" / agent))
+        expected = {name: pytest.approx(x, rel=1e-5) for name, x in evaluate(final, base, task, cfg).items()}
+        assert held_out[agent] == held_out[agent] | expected
+    assert held_out["llm1"]["kl"] != held_out["llm2"]["kl"]
 
 
 def test_what_is_saved_of_a_divided_model_is_what_transformers_saves(small, tmp_path):
