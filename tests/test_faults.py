@@ -239,6 +239,7 @@ from cory.system.signals import Signals
 Signals().install().waiting = True
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
 child.start()
+time.sleep(1)                       # Python drops a signal that comes while it forks
 child.terminate()
 child.join(10)
 print(child.exitcode)
