@@ -106,12 +106,24 @@ def test_what_lies_beside_the_checkpoints_is_none(copy):
     assert checkpoints_of(copy) == found
 
 
-def test_a_log_that_lost_rows_is_refused(copy, capsys):
-    rows = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(rows[:-2]))
-    assert "metrics.jsonl lacks iterations" in resume(capsys, copy)
-    (copy / "metrics.jsonl").write_text(rows[0] + "[]\n" + rows[1])
-    assert "metrics.jsonl:2': is damaged (ValueError: no row of a log)" in resume(capsys, copy)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_a_log_that_is_not_the_checkpoints_is_refused(name, copy, capsys):
+    rows = (copy / name).read_text().splitlines(keepends=True)
+    changed = {"lost": rows[:-1], "doubled": [*rows, rows[-1]], "another order": rows[::-1], "none": [],
+               "a key": [*rows[:-1], rows[-1].replace('reward"', 'prize"', 1)],
+               "a digit": [*rows[:-1], rows[-1].replace(".", ".1", 1)]}
+    for edited in changed.values():
+        assert edited != rows
+        (copy / name).write_text("".join(edited))
+        assert "its metrics.jsonl or samples.jsonl is not as iteration 2 left it" in resume(capsys, copy)
+    (copy / name).write_text(rows[0] + "[]\n" + rows[1])
+    assert f"{name}:2': is damaged (ValueError: no row of a log)" in resume(capsys, copy)
+
+
+def test_config_and_checkpoint_of_two_runs_are_refused(copy, capsys):
+    saved = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(saved | {"run": "0" * 16}))
+    assert "its config.json and its checkpoint are of two runs" in resume(capsys, copy)
 
 
 def test_a_diverged_agent_is_not_saved(small_flags, tmp_path, capsys, monkeypatch):
@@ -196,7 +208,7 @@ def test_other_versions_are_said(copy, capsys, monkeypatch):
 
 def test_config_json_names_no_place_of_this_machine_and_finds_what_is_embedded(tmp_path):
     cfg = parse(ImdbConfig, IMDB_PRESETS, ["--reward_model", "/elsewhere/classifier"])
-    text = json.dumps(saved_config(cfg, ["llm1"], {}))
+    text = json.dumps(saved_config(cfg, ["llm1"], {}, "mark"))
     assert '"model": "embedded:imdb/lm"' in text and str(ROOT) not in text
     (tmp_path / "config.json").write_text(text)
     found = load_config(tmp_path)

@@ -251,7 +251,7 @@ def test_checkpoints_hold_the_kl_coefficients_and_every_random_generator(small, 
     base = load_language_model(str(small / "lm"))
     agents = [Agent(name, base, settings(), i) for i, name in enumerate(("llm1", "llm2"))]
     agents[0].kl_coef, agents[1].kl_coef = 0.125, 0.375
-    checkpoint.save_checkpoint(tmp_path, 3, agents, agents[::-1], "abc", {}, {})
+    checkpoint.save_checkpoint(tmp_path, 3, agents, agents[::-1], {}, {"wandb_id": "abc"})
 
     def draw():
         own = torch.rand(1, generator=agents[1].generator).item()
@@ -270,12 +270,11 @@ def test_a_finished_run_can_be_resumed_at_its_end_or_lengthened_but_not_shortene
     before = (folder / "eval.json").read_text()
     resume(folder)
     assert (folder / "eval.json").read_text() == before
-    rows = (folder / "metrics.jsonl").read_text().splitlines()
-    unevaluated = {k: v for k, v in json.loads(rows[-1]).items() if not k.startswith("eval/")}
-    (folder / "metrics.jsonl").write_text("\n".join([*rows[:-1], json.dumps(unevaluated)]) + "\n")
-    resume(folder)                              # an end that was none before has not been evaluated
+    longer = run(small_flags, tmp_path / "longer", "--iterations", "6", "--eval_every", "0")
+    checkpoints_of(longer)[0].unlink()
+    resume(longer, "--iterations", "5")         # an end that was none before has not been evaluated
     without_team = {name: value for name, value in json.loads(before).items() if name != "team"}
-    assert read(folder / "eval.json") == without_team
+    assert read(longer / "eval.json") == without_team
     assert "iterations is 4: the run" in refusal(capsys, folder, "--iterations", "4")
 
 

@@ -51,14 +51,15 @@ def make_problems(args):
 
 
 def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float, referenced: float,
-            right: float):
+            right: float, repeated: float):
     """((B, L) token ids padded with EOS, (B, L) mask: 1 = token that is learned: those of an answer, its
     EOS included).
 
     Each batch is of one kind: bare problems, problems with a reference, or plain sums, which teach
     arithmetic at fewer tokens. The first `sums_first` batches are sums alone: what is left to learn is
     then reading. There are `referenced` batches with a reference for four of bare problems, and a share
-    `right` of these references is right.
+    `right` of these references is right. A share `repeated` of the answers to them is the reference itself,
+    right or wrong; the others are right.
     """
     eos = tokenizer.eos_token_id
     told = lambda answer: answer if rng.random() < worked else answer[answer.index("####") :]
@@ -84,7 +85,9 @@ def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: f
                 references = [told(m.answer if rng.random() < right else wrong_answer(rng, m)) for m in made]
                 prompts, answers = (
                     [observer_prompt(m.question, r, example="") for m, r in zip(made, references)],
-                    [m.answer for m in made],
+                    [r if rng.random() < repeated else m.answer for m, r in zip(made, references)]
+                    if repeated
+                    else [m.answer for m in made],
                 )
         prompts = tokenizer(prompts)["input_ids"]
         answers = [
@@ -148,7 +151,8 @@ def make_lm(args):
     model.train()
     info = fit(
         model,
-        batches(tokenizer, args.rows, rng, args.sums_first, args.worked, args.references, args.right),
+        batches(tokenizer, args.rows, rng, args.sums_first, args.worked, args.references, args.right,
+                args.repeated),
         loss_of,
         args.steps,
         args.lr,
@@ -194,6 +198,9 @@ def main():
     )
     parser.add_argument("--references", type=float, default=2, help="batches with a reference for 4 without")
     parser.add_argument("--right", type=float, default=0.5, help="share of these references that are right")
+    parser.add_argument(
+        "--repeated", type=float, default=0, help="share of answers that repeat their reference, right or wrong"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)

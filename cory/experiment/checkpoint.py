@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from cory.config import Config
 from cory.errors import Diverged, UserError
+from cory.experiment.log import log_digest
 from cory.ppo.agent import Agent
 from cory.ppo.lora import activate
 from cory.system.distributed import broadcast, is_main
@@ -45,21 +46,22 @@ TENSOR = "tensor of the file"                               # stands for one in 
 
 
 # --- save ---
-def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent],
-                    wandb_id: str, memory: dict, code: dict[str, str]) -> None:
+def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent], memory: dict,
+                    about: dict) -> None:
     """`agents` are all of them; `roles` the same ones in the order of their roles in the next iteration;
-    `memory` is `run.state`, what the loop keeps; `code` is what `sources` returned when the run began.
+    `memory` is `run.state`, what the loop keeps; `about` are JSON values that tell whose checkpoint it is.
     Raises `UserError`, and leaves the older checkpoints, for weights that are not finite or a full disk.
     """
     require_finite(agents)
-    tensors, state = tensors_of(agents), json_state(iteration, agents, roles, wandb_id)
-    state |= {"memory": packed("state", memory, tensors), "code": code}
+    tensors, state = tensors_of(agents), about | json_state(iteration, agents, roles)
+    state["memory"] = packed("state", memory, tensors)
     tensors = gathered(tensors)
     broadcast(lambda: write(run_dir, tensors, state))           # all wait: one that ends, ends all
 
 
 def write(run_dir: Path, tensors: dict[str, Tensor], state: dict) -> None:
-    """Writes a checkpoint, and removes what is older than those kept."""
+    """Writes a checkpoint of the log as it stands, and removes what is older than those kept."""
+    state["log"] = log_digest(run_dir, state["iteration"])
     folder = own_folder(run_dir / "checkpoints")
     temporary = folder / "writing"
     with writable(temporary):
@@ -126,11 +128,10 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
-def json_state(iteration: int, agents: list[Agent], roles: list[Agent], wandb_id: str) -> dict:
+def json_state(iteration: int, agents: list[Agent], roles: list[Agent]) -> dict:
     kind, keys, *position = np.random.get_state()
     return {"iteration": iteration, "roles": [agent.name for agent in roles],
-            "kl_coef": {agent.name: agent.kl_coef for agent in agents}, "wandb_id": wandb_id,
-            "versions": versions(),
+            "kl_coef": {agent.name: agent.kl_coef for agent in agents}, "versions": versions(),
             "python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *position]}
 
 

@@ -1,4 +1,5 @@
 """What a run writes while it goes: metrics.jsonl, samples.jsonl, Weights & Biases, the progress bar."""
+import hashlib
 import json
 from pathlib import Path
 
@@ -9,13 +10,21 @@ from cory.experiment.weights_and_biases import WandB
 from cory.names import short_name
 from cory.system.files import append_jsonl, read_log, replace_text
 
+FILES = ("metrics.jsonl", "samples.jsonl")
+
+
+def log_digest(run_dir: Path, last: int) -> str:
+    """SHA-256 of the rows up to iteration `last`: a checkpoint holds that of the log that it belongs to."""
+    rows = [row for name in FILES for row in read_log(run_dir / name) if row["iteration"] <= last]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
 
 class RunLog:
     """Writes to all of them. A resumed log drops the rows past `start`, the last iteration that was saved."""
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, start: int, wandb_id: str):
         self.agents = agents
-        self.metrics, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
+        self.metrics, self.samples = (run_dir / name for name in FILES)
         for path in (self.metrics, self.samples):
             kept = [row for row in read_log(path) if row["iteration"] <= start] if start else []
             replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))

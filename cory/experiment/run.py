@@ -1,6 +1,7 @@
 """Everything around the loops: from a configuration to a finished run folder."""
 import json
 import os
+import secrets
 import signal
 import statistics
 import sys
@@ -26,7 +27,7 @@ from cory.experiment.checkpoint import (
 from cory.experiment.evaluation import EVALUATION_SEED, answer, checked, evaluate, require_same_reward
 from cory.experiment.fingerprints import of_run, require_same
 from cory.experiment.limit import embedded_rewards, limit_of, on_limit
-from cory.experiment.log import RunLog
+from cory.experiment.log import RunLog, log_digest
 from cory.experiment.plots import draw_curves
 from cory.experiment.saved_config import read_config, saved_config
 from cory.experiment.tables import results_table
@@ -118,11 +119,11 @@ class Run(ExitStack):
         broadcast(lambda: require_disk(cfg, self.run_dir, self.agents))
         for base in self.bases.values() if cfg.shard else ():
             shard(base.lm, cfg)                 # the agents have had their copies
-        self.state, self.code = {}, sources()
+        self.state, self.code, self.mark = {}, sources(), secrets.token_hex(8)
         self.start, self.wandb_id = self.resume() if cfg.resume else (0, "")
         self.warned_off_policy = False
         if is_main():
-            saved = saved_config(cfg, self.agent_names, self.fingerprints)
+            saved = saved_config(cfg, self.agent_names, self.fingerprints, self.mark)
             replace_text(self.run_dir / "config.json", json.dumps(saved, indent=1) + "\n")
             self.log = RunLog(cfg, self.agent_names, self.run_dir, self.start, self.wandb_id)
             self.wandb_id = self.log.wandb.id
@@ -134,6 +135,7 @@ class Run(ExitStack):
         Model, data and reward must be what they were. Other versions of packages are printed.
         """
         cfg, before = self.cfg, read_config(self.run_dir)
+        self.mark = before["run"]
         for name, fingerprint in self.fingerprints.items():
             require_same(cfg, before["fingerprints"], name, fingerprint)
         logged = {row["iteration"] for row in read_log(self.run_dir / "metrics.jsonl")}
@@ -146,8 +148,10 @@ class Run(ExitStack):
             return 0, ""
         done, then = state["iteration"], state["versions"]
         cfg.require("iterations", cfg.iterations >= done, f"the run has done {done}; ask for more")
-        way_out = f"its metrics.jsonl lacks iterations of the {done} in its checkpoint; put back a copy of it"
-        cfg.require("run_dir", logged >= {*range(done + 1)}, way_out)
+        way_out = "its config.json and its checkpoint are of two runs; put back its own"
+        cfg.require("run_dir", self.mark == state.get("run", ""), way_out)
+        way_out = f"its metrics.jsonl or samples.jsonl is not as iteration {done} left it; put back a copy"
+        cfg.require("run_dir", state.get("log") in (None, log_digest(self.run_dir, done)), way_out)
         require_same_reward(self.task, self.run_dir)
         changed = [f"{name} {then.get(name)} then, {now} now" for name, now in versions().items()
                    if then.get(name) != now]
@@ -195,8 +199,8 @@ class Run(ExitStack):
             self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = all_reduce_max(self.signals.received or 0)
         if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
-            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.wandb_id, self.state,
-                            self.code)
+            about = {"run": self.mark, "wandb_id": self.wandb_id, "code": self.code}
+            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.state, about)
         if received:
             self.stop(iteration, signal.Signals(received))
         self.clock = time.perf_counter()

@@ -7,13 +7,16 @@ from cory.errors import UserError
 from cory.names import find, name_of
 from cory.system.files import read_json, readable
 
-BESIDE_SETTINGS = {"config": str, "agents": list, "fingerprints": dict}     # in config.json, with types
+# In config.json, with types.
+BESIDE_SETTINGS = {"config": str, "run": str, "agents": list, "fingerprints": dict}
 
 
-def saved_config(cfg: Config, agents: list[str], fingerprints: dict[str, str]) -> dict:
-    """What config.json holds: settings, their class, the agents in order, fingerprints of data and model."""
-    class_name = name_of(type(cfg))
-    return {"config": class_name, "agents": agents, "fingerprints": fingerprints, **portable(asdict(cfg))}
+def saved_config(cfg: Config, agents: list[str], fingerprints: dict[str, str], mark: str) -> dict:
+    """What config.json holds: settings, their class, the agents in order, fingerprints of data and model, and
+    the mark of the run, which its checkpoints have too.
+    """
+    beside = {"config": name_of(type(cfg)), "run": mark, "agents": agents, "fingerprints": fingerprints}
+    return beside | portable(asdict(cfg))
 
 
 def portable(value):
@@ -41,7 +44,7 @@ def read_config(run_dir: Path) -> dict:
     if not path.exists():
         raise UserError("run_dir", str(run_dir), "holds no run (no config.json); name the folder of one")
     with readable(path):
-        saved = read_json(path)
+        saved = {"run": ""} | read_json(path)           # older runs have none
         if {name: type(saved[name]) for name in BESIDE_SETTINGS} != BESIDE_SETTINGS:
             raise ValueError("its config, agents or fingerprints are not what a run writes")
         if not saved["agents"] or not all(map(str.isidentifier, saved["agents"])):
