@@ -30,9 +30,9 @@ def trains(*agents: str, evaluate: Callable | None = None) -> Callable:
 def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | None, cfg: Config) -> Tensor:
     """Returns what an agent's responses are trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`.
 
-    Edit it to shape what both methods train on: `- 0.01 * rollout.length_B` is a length penalty. An agent
-    that has no partner, or adds nothing for it, has None as the partner's reward, not 0: a product or a
-    minimum with it would train on nothing.
+    Edit it to shape what both methods train on: `- 0.01 * rollout.length_B` is a length penalty. The
+    partner's reward is None, not 0, for an agent without a partner, and for an observer unless
+    `--partner_term sampled`: a product or a minimum with 0 would train on nothing.
     """
     partner_B = 0.0 if partner_reward_B is None else cfg.partner_reward * partner_reward_B
     return reward_B + partner_B
@@ -96,8 +96,9 @@ def evaluate_transfer(run: Run, roles: list[Agent]) -> dict[str, float]:
     """What the observer makes of the pioneer's answers to the held-out queries.
 
     observer_copies: share of its answers that are the pioneer's. observer_after_better, observer_after_worse:
-    its mean reward where the pioneer's was above its own mean, and where it was not. With rewards of 0 and 1
-    these are P(second right | first right) and P(second right | first wrong).
+    its mean reward where the pioneer's was above its own mean, and where it was not; neither where the
+    pioneer's rewards are all equal. With rewards of 0 and 1 these are P(second right | first right) and
+    P(second right | first wrong).
     """
     pioneer, observer = roles
     queries = run.task.held_out_queries
@@ -108,7 +109,7 @@ def evaluate_transfer(run: Run, roles: list[Agent]) -> dict[str, float]:
     copies = [a1.strip() == a2.strip() for a1, a2 in zip(first, second, strict=True)]
     metrics = {"observer_copies": fmean(copies)}
     for name, rows in (("better", better), ("worse", ~better)):
-        if rows.any():
+        if r1.min() < r1.max():
             metrics[f"observer_after_{name}"] = r2[rows].mean().item()
     return metrics
 

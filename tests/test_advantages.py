@@ -7,6 +7,7 @@ from toys import agent_of, bigram, close, generator, settings, train_on
 
 from cory.config import ADVANTAGES
 from cory.errors import UserError
+from cory.ppo import formulas
 from cory.ppo.advantages import estimator, gae, grpo, reinforce, rloo
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import collect_rollout
@@ -48,6 +49,19 @@ def test_grpo_by_hand():
     # equal returns: nothing to learn, also where their float mean misses them by an ulp
     for value, k in ((7.0, 4), (1.3, 8), (-0.1, 8)):
         assert grpo(torch.full((k, 1), value), torch.ones(k, 1), k).abs().max() == 0
+
+
+def signs(reward_BT, mask_BT):
+    """Of a user: whole numbers."""
+    return (reward_BT.sum(1, keepdim=True).sign() * mask_BT).long()
+
+
+def test_an_advantage_of_whole_numbers_is_whitened_as_any_other():
+    cfg = settings(advantage="test_advantages:signs", whiten_advantages="true")
+    agent = agent_of(bigram(), advantage="test_advantages:signs")
+    rollout, score_B = collect_rollout(agent, ["ab"] * 4, 3), torch.tensor([1.0, 2.0, -1.0, -2.0])
+    expected_BT = formulas.whiten(score_B.sign()[:, None] * rollout.mask_BT, rollout.mask_BT)
+    assert torch.equal(make_experience(rollout, score_B, 0.0, cfg).advantage_BT, expected_BT)
 
 
 # --- the bandit ---

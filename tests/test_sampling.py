@@ -258,12 +258,13 @@ def test_nothing_between_two_looks_waits_for_a_gpu(model, monkeypatch):
 def test_top_p_and_temperature_against_arithmetic():
     logp = torch.tensor([[0.2, 0.5, 0.3]]).log()
     # squares 0.04, 0.25, 0.09 over their sum 0.38
-    assert sampling_logprobs(logp, 0.5).exp()[0].tolist() == pytest.approx([4 / 38, 25 / 38, 9 / 38])
+    cold = sampling_logprobs(logp, settings(sampling_temperature=0.5)).exp()
+    assert cold[0].tolist() == pytest.approx([4 / 38, 25 / 38, 9 / 38])
     # 0.5 alone does not hold 0.6, and with 0.3 it does
-    assert sampling_logprobs(logp, 1.0, 0.6).exp()[0].tolist() == pytest.approx([0, 5 / 8, 3 / 8])
+    assert sampling_logprobs(logp, settings(top_p=0.6)).exp()[0].tolist() == pytest.approx([0, 5 / 8, 3 / 8])
     # the likeliest token stays, however small top_p
-    assert sampling_logprobs(logp, 1.0, 1e-9).exp()[0].tolist() == [0, 1, 0]
-    assert sampling_logprobs(logp) is logp
+    assert sampling_logprobs(logp, settings(top_p=1e-9)).exp()[0].tolist() == [0, 1, 0]
+    assert sampling_logprobs(logp, settings()) is logp
 
 
 def test_what_is_recorded_is_what_was_drawn_from():
@@ -275,7 +276,7 @@ def test_what_is_recorded_is_what_was_drawn_from():
                          whiten_advantages="false", init_kl_coef=0.0)
     turn = collect_rollout(agent, ["a"] * 64, 3)
     logp_UV = agent.policy.lm.head.weight.T.log_softmax(-1)
-    q_UV = sampling_logprobs(logp_UV, 0.7, 0.8)
+    q_UV = sampling_logprobs(logp_UV, agent.cfg)
     before_BT = torch.cat([turn.prompt_BP, turn.response_BT[:, :-1]], 1)
     real = turn.mask_BT.bool()
     logp_N, q_N = (x_UV[before_BT[real], turn.response_BT[real]] for x_UV in (logp_UV, q_UV))

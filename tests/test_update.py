@@ -308,9 +308,11 @@ def test_an_entropy_bonus_written_into_the_loss_has_its_gradient(small, monkeypa
 
 @pytest.mark.parametrize("edit, says", [
     (lambda loss_N, metrics: (loss_N.mean(), metrics), "loss is 'a tensor of shape"),
-    (lambda loss_N, metrics: (loss_N, metrics | {"kl2": loss_N.sum()}), "kl2 is 'a tensor of shape")])
-def test_a_mean_taken_too_early_is_refused(edit, says, small, monkeypatch):
-    """It would be divided by the tokens again, or weigh each group of tokens alike."""
+    (lambda loss_N, metrics: (loss_N, metrics | {"kl2": loss_N.sum()}), "kl2 is 'a tensor of shape"),
+    (lambda loss_N, metrics: (loss_N, metrics | {"kl2": loss_N.detach().numpy()}), "kl2 is 'a ndarray'"),
+    (lambda loss_N, metrics: (loss_N, metrics | {"kl_coef": loss_N}), "'kl_coef': is one of the update's")])
+def test_a_mean_taken_too_early_or_a_name_that_is_taken_is_refused(edit, says, small, monkeypatch):
+    """It would be divided by the tokens again, or weigh each group of tokens alike; it would hide another."""
     agent, rollout = ragged_rollout(small)
     edited(monkeypatch, edit)
     with pytest.raises(UserError, match=says):

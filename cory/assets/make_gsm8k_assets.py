@@ -199,7 +199,10 @@ def main():
     parser.add_argument("--references", type=float, default=2, help="batches with a reference for 4 without")
     parser.add_argument("--right", type=float, default=0.5, help="share of these references that are right")
     parser.add_argument(
-        "--repeated", type=float, default=0, help="share of answers that repeat their reference, right or wrong"
+        "--repeated",
+        type=float,
+        default=0,
+        help="share of answers that repeat their reference, right or wrong",
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

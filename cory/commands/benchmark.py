@@ -77,8 +77,7 @@ class Bench:
         for turn in self.turns:
             prompts = Prompts(turn.rollout.prompt_BP, turn.rollout.prompt_mask_BP)
             cfg = turn.agent.cfg
-            sample(turn.agent.policy, prompts, cfg.max_response_length, turn.agent.generator,
-                   temperature=cfg.sampling_temperature, top_p=cfg.top_p)
+            sample(turn.agent.policy, prompts, cfg.max_response_length, turn.agent.generator, cfg=cfg)
 
     def timed(self, work, times: int) -> list[float]:
         """Seconds of each call of `work()`."""

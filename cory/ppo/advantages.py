@@ -3,7 +3,8 @@
 `--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the
 names of its parameters (`OFFERED`). With value_BT the run trains a critic, towards advantage + V: do not
 normalise then, whitening follows. The group_size responses to a query stand in consecutive rows. An estimator
-returns the advantages, (B, T), 0 on padding.
+returns the advantages, (B, T), 0 on padding. `Config` in cory/config.py knows by name which of them are
+whitened (`whitens`) and have a critic (`has_critic`).
 """
 import inspect
 from typing import Callable
@@ -44,7 +45,7 @@ def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
     Whitening over the batch (`--whiten_advantages auto`) then gives it the batch mean as baseline.
     """
     # GAE with V = 0 and lam = 1
-    return gae(reward_BT * mask_BT, torch.zeros_like(reward_BT), mask_BT, gamma, lam=1.0)
+    return gae(reward_BT, torch.zeros_like(reward_BT), mask_BT, gamma, lam=1.0)
 
 
 def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:

@@ -13,9 +13,9 @@ SEED_STEP = 2 * 0x4F1BBCDD          # twice an odd number: it comes back to 0 af
 class Agent:
     """One LLM of the team (`llm1`, `llm2`, ...), whichever role it plays.
 
-    It owns its settings `cfg`, its base model `reference`, its policy, its value head if the advantage needs
-    a critic, Adam, the KL coefficient and the random stream that it samples and shuffles with. Its policy
-    starts as a copy of the reference, or with LoRA as an adapter on it.
+    It has its settings `cfg`, its base model `reference` (which agents of equal bases share), its policy, its
+    value head if the advantage needs a critic, Adam, the KL coefficient and the random stream that it samples
+    and shuffles with. Its policy starts as a copy of the reference, or with LoRA as an adapter on it.
     """
 
     def __init__(self, name: str, reference: LanguageModel, cfg: Config, index: int):
@@ -34,7 +34,8 @@ class Agent:
 
         Another optimizer goes here. `set_learning_rate` sets the rate of its groups, by their `is_critic`. A
         checkpoint keeps what it holds for each parameter, and nothing that it holds for a group:
-        `tests/test_loop.py` shows whether a killed run still resumes to the same bits.
+        `tests/test_loop.py` shows whether a killed run still resumes to the same bits. `require_disk` and
+        `python -m cory plan` count two such tensors for each weight.
         """
         trained = self.policy.trained()
         groups = []

@@ -59,18 +59,20 @@ def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
 
 
 def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
-    """`k1 = log pi(a) - log pi0(a)` of the sampled token (Schulman 2020). (N,), any sign; mean `kl_full`.
+    """`k1 = log pi(a) - log pi0(a)` of the sampled token (Schulman 2020). (N,), any sign.
 
-    Charged as a reward, the policy gradient with rewards-to-go is exactly the gradient of the response's KL.
+    Its expectation is `kl_full`. Charged as a reward, the policy gradient with rewards-to-go is exactly the
+    gradient of the response's KL.
     """
     return logp_N - ref_logp_N
 
 
 def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
-    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), never below 0; mean as `kl_k1`.
+    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), never below 0.
 
-    As a loss (GRPO, `--kl_in loss`) its gradient at a sampled token is `(1 - r) grad log pi(a)`, in the mean
-    that of KL(pi0 || pi), which agrees with that of KL(pi || pi0) to first order around pi = pi0.
+    Its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`) its gradient at a sampled token is
+    `(1 - r) grad log pi(a)`, in the mean that of KL(pi0 || pi), which agrees with that of KL(pi || pi0) to
+    first order around pi = pi0.
     """
     log_r = ref_logp_N - logp_N
     return log_r.exp() - 1 - log_r

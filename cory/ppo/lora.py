@@ -20,7 +20,8 @@ from cory.system.hub import quiet, short_message
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     """Puts a new adapter into the model's layers, in place, in float32. `seed` draws its A. Returns the name.
 
-    Raises `UserError` for targets that name no layer between embedding and head.
+    Dropout would do nothing: models stay in eval mode. Raises `UserError` for targets that name no layer
+    between embedding and head.
     """
     # here: it takes 2 s and 100 MiB, which most runs need not spend
     from peft import LoraConfig
@@ -95,5 +96,7 @@ def activate(lm: nn.Module, name: str | None) -> None:
 
 
 def adapter_parameters(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """The A and B of one agent, by their names in the model."""
+    """The A and B of one agent, by their names in the model: what it trains and saves. Other parameters of an
+    adapter, such as DoRA's magnitude, belong here, too.
+    """
     return {path: p for path, p in lm.named_parameters() if re.search(rf"\.lora_[AB]\.{name}\.", path)}

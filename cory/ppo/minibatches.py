@@ -1,4 +1,6 @@
-"""Which rows share a forward pass, and which tokens a call of the head. Results change by rounding alone."""
+"""Which rows share an optimizer step, which of these a forward pass, and which tokens a call of the head. The
+last two change results by rounding alone.
+"""
 from dataclasses import dataclass, fields, replace
 from typing import Iterator
 

@@ -153,8 +153,9 @@ class PolicyWithValue(LanguageModel):
     The head (paper, sec. 3) reads the last hidden state, in float32. The policy is a copy of the base, or
     the base itself with an adapter of that name. DIFFERS: the value head starts at zero; the paper does not
     say. Of a deeper head only the last layer can start at zero: draw the others under
-    `torch.random.fork_rng`, by the agent's seed, so that no other random number moves. Tests of the head take
-    it to have one weight.
+    `torch.random.fork_rng`, by the agent's seed, so that no other random number moves. Tests of the head
+    (test_model, test_update, test_loop) take it to have one weight. A critic with a transformer of its own
+    changes `local_rollout` and `add_gradient`, too: they have the policy's hidden states alone.
     """
 
     def __init__(self, base: LanguageModel, adapter: str | None = None, critic: bool = True):

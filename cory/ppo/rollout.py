@@ -67,8 +67,7 @@ def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Roll
     """`collect_rollout` of this process's prompts."""
     policy, reference, cfg = agent.policy, agent.reference, agent.cfg
     encoded = encode_prompts(policy, prompts, max_new_tokens)
-    sampled = sample(policy, encoded, max_new_tokens, agent.generator, is_local=True,
-                     temperature=cfg.sampling_temperature, top_p=cfg.top_p)
+    sampled = sample(policy, encoded, max_new_tokens, agent.generator, is_local=True, cfg=cfg)
     mask_BT = sampled.mask_BT
 
     logp_BT, ref_logp_BT, kl_BT = (torch.zeros_like(mask_BT) for _ in range(3))

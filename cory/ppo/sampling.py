@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from cory.config import Config
 from cory.errors import Diverged, UserError
 from cory.ppo import formulas
 from cory.ppo.cache import GrowingLayer
@@ -53,22 +54,25 @@ def decode(model: LanguageModel, response_BT: Tensor, mask_BT: Tensor) -> list[s
     return model.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def sampling_logprobs(logp_BV: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
-    """log q, the distribution that tokens are drawn from, of the policy's log pi, both (B, V) in nats.
+def sampling_logprobs(logp_BV: Tensor, cfg: Config) -> Tensor:
+    """log q, the distribution that a rollout's tokens are drawn from, of the policy's log pi, both (B, V) in
+    nats.
 
-        q ~ pi^(1 / temperature) over the fewest tokens that hold `top_p` of its probability (Holtzman et al.,
-        arXiv:1904.09751), 0 elsewhere
+        q ~ pi^(1 / sampling_temperature) over the fewest tokens that hold `top_p` of its probability
+        (Holtzman et al., arXiv:1904.09751), 0 elsewhere
 
     To sample in another way, change this function and leave `draw` alone: what stands here is recorded, so
-    that `sampling_gap` shows how far q is from pi, and `--importance_cap` corrects for it.
+    that `sampling_gap` shows how far q is from pi, and `--importance_cap` corrects for it. Evaluation draws
+    from pi, and never comes here.
     """
-    if temperature != 1.0:
-        logp_BV = (logp_BV / temperature).log_softmax(-1)
-    if top_p < 1.0:
+    if cfg.sampling_temperature != 1.0:
+        logp_BV = (logp_BV / cfg.sampling_temperature).log_softmax(-1)
+    if cfg.top_p < 1.0:
         sorted_BV, token_BV = logp_BV.sort(-1, descending=True)
         p_BV = sorted_BV.exp()
         above_BV = p_BV.cumsum(-1) - p_BV                       # what more likely tokens hold together
-        logp_BV = logp_BV.scatter(-1, token_BV, sorted_BV.where(above_BV < top_p, -torch.inf)).log_softmax(-1)
+        logp_BV = logp_BV.scatter(-1, token_BV, sorted_BV.where(above_BV < cfg.top_p, -torch.inf))
+        logp_BV = logp_BV.log_softmax(-1)
     return logp_BV
 
 
@@ -90,12 +94,12 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator | None,
-           is_local: bool = False, temperature: float = 1.0, top_p: float = 1.0) -> Sample:
+           is_local: bool = False, cfg: Config | None = None) -> Sample:
     """Samples `a ~ pi(. | prompt)` until EOS or `max_new_tokens`; greedily without a generator.
 
-    The distribution is that of `model.logprobs`, the very one that scoring and the update use, unless
-    `temperature` or `top_p` make another of it (`sampling_logprobs`). There is no repetition penalty
-    (DIFFERS: the released code samples with one and scores without). Each step takes B numbers from
+    The distribution is that of `model.logprobs`, the very one that scoring and the update use. Given `cfg`,
+    as a rollout gives it, `sampling_logprobs` makes another of it. There is no repetition penalty (DIFFERS:
+    the released code samples with one and scores without). Each step takes B numbers from
     `generator`, on the CPU, whichever rows still run: one for each prompt, those of other processes included
     if the prompts are this process's (`is_local`).
 
@@ -106,10 +110,9 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     before = None if generator is None else generator.get_state()
     uniform_TB = None if generator is None else uniforms(generator, max_new_tokens, B)[:, rows]
     with model.autocast():                      # once for all steps, so that each weight is cast once
-        sampled = sampling_loop(model, prompts, max_new_tokens, uniform_TB, temperature, top_p)
+        sampled = sampling_loop(model, prompts, max_new_tokens, uniform_TB, cfg)
     if generator is not None:
-        # The stream goes on behind the numbers of the longest response, of all processes: those of steps that
-        # were not needed are given back.
+        # The stream moves on by the longest response alone, of all processes.
         steps = sampled.mask_BT.shape[1]
         generator.set_state(before)
         uniforms(generator, all_reduce_max(steps) if is_local else steps, B)
@@ -126,7 +129,7 @@ def uniforms(generator: torch.Generator, steps: int, B: int) -> Tensor:
 
 
 def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
-                  uniform_TB: Tensor | None, temperature: float, top_p: float) -> Sample:
+                  uniform_TB: Tensor | None, cfg: Config | None) -> Sample:
     """`sample` as a function of one uniform number for each token, or greedy without them.
 
     R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the
@@ -144,7 +147,9 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
     cache = Cache(layer_class_to_replicate=GrowingLayer)
     for t in range(max_new_tokens):
         hidden, cache = model.body(ids, mask, position_ids, cache)
-        logp_RV = sampling_logprobs(model.logprobs(hidden[:, -1]), temperature, top_p)
+        logp_RV = model.logprobs(hidden[:, -1])
+        if cfg is not None:
+            logp_RV = sampling_logprobs(logp_RV, cfg)
         token_R = logp_RV.argmax(-1) if uniform_TB is None else draw(logp_RV, uniform_TB[t, row_R])
         token_R = torch.where(running_R, token_R, eos)
         response_BT[row_R, t] = token_R

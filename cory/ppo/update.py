@@ -47,7 +47,10 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) 
     if cfg.adap_kl_ctrl:
         kl, n = rollout.kl_B.mean().item(), len(score_B)
         agent.kl_coef = formulas.adapted_kl_coef(agent.kl_coef, kl, cfg.kl_target, cfg.kl_horizon, n)
-    return token_means(seen, experience) | metrics
+    means = token_means(seen, experience)
+    for name in means.keys() & metrics.keys():
+        raise UserError("metric of the loss", name, "is one of the update's own; give it another name")
+    return means | metrics
 
 
 def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Config) -> Experience:
@@ -62,6 +65,7 @@ def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Conf
     estimate = estimator(cfg.advantage, cfg.responses_per_query)
     advantage_BT = estimate(**{name: offered[name] for name in parameter_names(estimate)})
     require_shape(f"advantage {cfg.advantage}", advantage_BT, mask_BT.shape, "like reward_BT")
+    advantage_BT = advantage_BT.to(mask_BT)             # of whole numbers, say
 
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
     if cfg.whitens:
@@ -84,7 +88,8 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
 
     hidden_NH (N, H): the policy's last hidden states of N response tokens; `old`: what the rollout knows of
     them. A metric is logged as its mean over all tokens of the update: one more line here is one more curve.
-    Of `critic_error`, `token_means` makes `value_error` and `explained_variance`.
+    Return the same names at every call. Of `critic_error`, `token_means` makes `value_error` and
+    `explained_variance`.
 
     N mixes responses and may end within one. So a weight of each response belongs into `make_experience`. A
     ratio of whole responses under the policy as it is now needs a pass of its own in `add_gradient`, before
@@ -95,7 +100,8 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
     loss_N = policy_loss_N.clone()          # a copy: `loss_N -= ...` leaves the metric as it is
     unclipped_N = -(logp_N - old.logp_N).exp() * old.advantage_N
     metrics = {"policy_loss": policy_loss_N, "entropy": entropy_N,
-               "clip_fraction": policy_loss_N != unclipped_N,           # whatever clips, it is counted
+               # whatever clips -ratio A is counted; a loss that is none of it needs a line of its own
+               "clip_fraction": policy_loss_N != unclipped_N,
                "approx_kl": formulas.kl_k3(old.logp_N, logp_N)}         # estimates KL(pi_old || pi)
     if cfg.kl_in == "loss":
         kl_loss_N = formulas.kl_k3(logp_N, old.ref_logp_N)
@@ -131,13 +137,13 @@ def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor,
         for name, x_N in metrics.items():
             require_shape(name, x_N, loss_N.shape, "one value per token; take no mean or sum")
             seen[name].append(x_N.detach())
-    activate(policy.lm, policy.adapter)     # `losses` may have called the reference, or another agent
+    activate(policy.lm, policy.adapter)     # an edit of `losses` may have run another adapter of this model
     hidden_NH.backward(leaf_NH.grad)
 
 
 def require_shape(name: str, x: Tensor, shape: torch.Size, what: str) -> None:
     """Raises `UserError` for what a user's own function has returned, unless it is a tensor of that shape."""
-    actual = getattr(x, "shape", None)
+    actual = x.shape if isinstance(x, Tensor) else None
     if actual != shape:
         found = f"a {type(x).__name__}" if actual is None else f"a tensor of shape {tuple(actual)}"
         raise UserError(name, found, f"must be a tensor of shape {tuple(shape)}: {what}")
@@ -154,8 +160,8 @@ def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     parameters = [p for p in trained if p.grad is not None]
     norm = sharding.gradient_norm(parameters)
     if not norm.isfinite():
-        way_out = ("the gradient was not applied. Start a new run with a lower --learning_rate or with "
-                   "--max_grad_norm 1")
+        way_out = ("the gradient was not applied. Mend a score, advantage or loss of your own, or start "
+                   "a new run with a lower --learning_rate or with --max_grad_norm 1")
         raise Diverged("grad_norm", norm.item(), agent.name, way_out)
     if max_grad_norm > 0:
         for group in sharding.by_placement(parameters):
@@ -170,13 +176,13 @@ def set_learning_rate(agent: Agent, iteration: int) -> float:
     cfg = agent.cfg
     schedule = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)
     bases = cfg.learning_rate, cfg.critic_learning_rate or cfg.learning_rate
+    way_out = "must be a function from progress (0 to 1) to a factor of 0 or more"
     try:
         rate, critic_rate = (float(formulas.learning_rate(base, iteration, cfg.iterations,
                                                           cfg.warmup_iterations, schedule)) for base in bases)
-    except (TypeError, ValueError):                     # the schedule takes no number, or returns none
-        rate = math.nan
+    except (TypeError, ValueError) as error:            # the schedule takes no number, or returns none
+        raise UserError("lr_schedule", cfg.lr_schedule, f"{way_out} ({error})") from error
     if not 0 <= rate < math.inf:
-        way_out = "must be a function from progress (0 to 1) to a factor of 0 or more"
         raise UserError("lr_schedule", cfg.lr_schedule, way_out)
     for group in agent.optimizer.param_groups:
         group["lr"] = critic_rate if group["is_critic"] else rate
