@@ -177,6 +177,8 @@ class Config:
         for name, known in NAMED.items():
             value = getattr(self, name, "another:Task's")
             self.require(name, value in known or ":" in value, unknown(value, known))
+        for tag in self.wandb_tags.split(","):
+            self.require("wandb_tags", len(tag.strip()) <= 64, "a tag has at most 64 characters")
         project = self.wandb_project
         self.require("wandb_project", 0 < len(project) <= 128 and not {*"/\\#?%:"} & {*project},
                      "must have 1 to 128 characters, none of them / \\ # ? % or :")

@@ -73,6 +73,7 @@ BAD = [                                 # one case of each kind
     ("--zzz", ["--zzz", "--help"]),
     ("--learning_rate fast", ["--learning_rate", "'fast'"]),
     ("--knowledge_transfer maybe", ["--knowledge_transfer", "maybe"]),
+    (f"--wandb_tags a,{'x' * 65}", ["wandb_tags is ", "at most 64"]),
     ("--kl_in rewards", ["--kl_in", "rewards"]),
     ("--method grpo", ["method is 'grpo'", "choose from ppo, cory, or name one of your own as module:Name"]),
     ("--advantage rlo", ["advantage is 'rlo'", "did you mean rloo?", "gae, rloo, grpo, reinforce"]),

@@ -26,6 +26,7 @@ from cory.experiment.checkpoint import checkpoints_of
 from cory.experiment.flags import parse
 from cory.experiment.log import RunLog
 from cory.experiment.saved_config import load_config, saved_config
+from cory.ppo.update import ppo_update
 from cory.system import files, folder
 from cory.system.signals import Signals
 
@@ -330,6 +331,24 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(where, copy, capsys, mo
     assert "cannot be written (No space left on device)" in line
     for path, content in before.items():
         assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("happens", ["moved", "emptied"])
+def test_a_folder_that_goes_away_is_one_line(happens, copy, tmp_path, capsys, monkeypatch):
+    """While its run goes on: nothing is begun anew under the old name."""
+    def update(*args):
+        if happens == "moved":
+            copy.rename(tmp_path / "elsewhere")
+        else:
+            shutil.rmtree(copy / "checkpoints")
+            [path.unlink() for path in copy.iterdir() if path.is_file()]
+        monkeypatch.setattr("cory.train.ppo_update", ppo_update)
+        return ppo_update(*args)
+
+    monkeypatch.setattr("cory.train.ppo_update", update)
+    line = refused(capsys, "--resume", "--run_dir", copy, "--iterations", "3")
+    assert "metrics.jsonl': cannot be written (No such file or directory)" in line
+    assert not copy.exists() or not (copy / "eval.json").exists()
 
 
 def test_the_libraries_words_for_a_full_disk_are_understood(tmp_path):

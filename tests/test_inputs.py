@@ -24,6 +24,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.loading import load_language_model
 from cory.ppo.lora import load_adapter
 from cory.system import hub
+from cory.tasks import data
 from cory.tasks.data import load_columns
 from cory.tasks.imdb import SentimentReward
 
@@ -118,6 +119,14 @@ def test_broken_data_names_file_and_row(case, tmp_path):
     break_it, *arguments, says = DATA[case]
     break_it(tmp_path, *arguments)
     assert says in refusal(lambda: load_columns(str(tmp_path), ["text"]), "dataset")
+
+
+def test_a_folder_of_everything_is_not_walked(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "MOST_FILES", 3)
+    for number in range(4):
+        write(tmp_path, f"{number}.txt", b"text")
+    line = refusal(lambda: load_columns(str(tmp_path), ["text"]), "dataset")
+    assert "holds more than 3 files; name the folder of the data alone" in line
 
 
 def test_links_and_zero_bytes_in_text_are_fine(small, tmp_path):
@@ -285,6 +294,8 @@ MODELS = {
     "half of the weights": (halve, WEIGHTS, "could not be loaded (SafetensorError"),
     "deep tokenizer": (write, TOKENIZER, DEEP, "its tokenizer.json cannot be read (RecursionError"),
     "half a generation config": (halve, GENERATION, "its generation_config.json cannot be read (JSONDecode"),
+    "fewer layers": (changing(CONFIG, n_layer=1), "tensors would be left out (transformer.h.1."),
+    "no decoder": (changing(TOKENIZER, decoder=None), "does not give back the text that it has read"),
     "words: 10^9": (changing(CONFIG, vocab_size=10**9), "its weights have other shapes than its config.json")}
 
 

@@ -230,6 +230,7 @@ def test_what_a_loop_may_not_hand_over(turns, roles, update, metrics, says, play
 @pytest.mark.parametrize("body, says", [
     ("def metrics(self, queries, responses):\n        return {'distinct_1': 0.0}", "metrics is 'distinct_1'"),
     ("def metrics(self, queries, responses):\n        pass", "metrics is None: are no dict"),
+    ("def reward_of(self, queries, responses):\n        raise SystemExit", "would end the run as if it were"),
     ("def reward(self, queries, responses):\n        return [0.0] * len(queries)", "name it reward_of")])
 def test_what_a_task_may_not_define_or_return(body, says, here, small_flags, capsys):
     here("own", MINE + f"    {body}\n")
@@ -271,6 +272,7 @@ NO_SCORE = "8,\\): a number for each response"
     (dict(lr_schedule="test_names:nothing"), torch.zeros(8), "'test_names:nothing': must be a function"),
     (dict(lr_schedule="test_names:RESUME"), torch.zeros(8), "'test_names:RESUME': must be a function"),
     (dict(advantage="test_names:column"), torch.zeros(8), "test_names:column is 'a tensor of shape"),
+    (dict(advantage="torch:relu"), torch.zeros(8), "'torch:relu': has no parameters that Python knows"),
     ({}, torch.zeros(8, 1), NO_SCORE), ({}, [0.0] * 8, NO_SCORE)])
 def test_schedules_estimators_and_scores_that_are_nonsense_are_one_line(changes, score, says):
     agent = agent_of(bigram())

@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     if frame.empty:
         raise SystemExit(1 if failed else 0)
     rows.require_comparable(frame)
-    out = own_folder(args.out / (f"{args.name}-quick" if args.quick else args.name))
+    out = own_folder(args.out / (f"{args.name}-quick" if args.quick else args.name), parents=True)
     replace_text(out / "rows.csv", frame.to_csv(index=False))
     command = shlex.join(["python", "-m", "cory", "study", *argv])
     print(page.write(args.name, study, rows.read([out / "rows.csv"]), failed, command, out))
@@ -99,7 +99,7 @@ def plan(study: Study, args: argparse.Namespace, flags: list[str]) -> list[Study
 
 def make(planned: list[StudyRun], args: argparse.Namespace) -> tuple[pd.DataFrame, list[str]]:
     """Makes the runs. Returns the rows of those that ended, and a line for each that failed."""
-    own_folder(args.out / "runs")
+    own_folder(args.out / "runs", parents=True)
     rows.require_comparable(rows.of_runs(planned))          # before hours are spent on the others
     unfinished = len(runs.to_make(planned))
     print(f"{args.name}: {len(planned)} runs, {unfinished} to make, {args.jobs} at a time", flush=True)

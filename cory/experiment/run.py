@@ -283,6 +283,7 @@ class Run(ExitStack):
     def finish(self) -> None:
         """Writes the final models, eval.json and curves.png, and prints the held-out table."""
         rows = broadcast(lambda: read_log(self.run_dir / "metrics.jsonl"))
+        self.cfg.require("run_dir", rows, "its metrics.jsonl is gone; put back a copy, then --resume")
         last, done = rows[-1], rows[-1]["iteration"]
         self.cfg.require("method", done >= self.cfg.iterations,
                          f"stopped after iteration {done}; call run.finish_iteration in each")

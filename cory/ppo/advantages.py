@@ -86,8 +86,10 @@ def grouped_returns(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tens
 def estimator(advantage: str, responses_per_query: int) -> Callable[..., Tensor]:
     """The estimator of that name. Raises `UserError` if it asks for what is not offered."""
     function = find("advantage", advantage, ADVANTAGES)
-    if not callable(function):
-        raise UserError("advantage", advantage, "is no function; name one")
+    try:
+        parameter_names(function)
+    except (TypeError, ValueError) as error:            # of PyTorch's own, say
+        raise UserError("advantage", advantage, "has no parameters that Python knows; wrap it") from error
     unknown = sorted(parameter_names(function) - OFFERED)
     if unknown:
         way_out = f"asks for {', '.join(unknown)}; it can have {', '.join(sorted(OFFERED))}"

@@ -45,6 +45,8 @@ def load_language_model(name: str, temperature: float = 1.0, precision: Precisio
         if tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id or tokenizer.eos_token_id is None:
             raise refused("its tokenizer has no EOS token, or adds it to every text; set eos_token and unset "
                           "add_eos_token in tokenizer_config.json")
+        if "good film" not in tokenizer.decode(tokenizer("a good film")["input_ids"]):
+            raise refused("its tokenizer does not give back the text that it has read; mend its decoder")
         model = LanguageModel(lm if storage == "4bit" else lm.to(device), tokenizer, temperature, precision)
         model.requires_grad_(False)
         try_out(refused, model)
@@ -71,6 +73,12 @@ def load_pretrained(refused: Callable, auto_class, name: str, dtype: torch.dtype
     if missing:
         raise refused(f"its weights lack {len(missing)} tensors of a {type(model).__name__} ("
                       f"{', '.join(missing[:3])}, ...); pass a model saved with this head and config.json")
+    patterns = {numberless(path) for path in model.state_dict()}
+    dropped = [key for key in info["unexpected_keys"]
+               if any(path.endswith(numberless(key)) for path in patterns)]
+    if dropped:
+        raise refused(f"its config.json makes a smaller model than its weights are of: {len(dropped)} "
+                      f"tensors would be left out ({min(dropped)}, ...); use the weights' own config.json")
     for path, p in model.named_parameters():
         if p.is_floating_point() and not p.isfinite().all():
             raise refused(f"its weights are not all finite numbers (see {path}); load an earlier copy")
@@ -82,6 +90,11 @@ def load_pretrained(refused: Callable, auto_class, name: str, dtype: torch.dtype
         raise refused(f"its tokenizer has {len(tokenizer)} tokens and its embedding {rows} rows; use the "
                       "tokenizer that the model was trained with")
     return model, tokenizer
+
+
+def numberless(path: str) -> str:
+    """The path of a tensor with a sign for each number, so that those of all layers are alike."""
+    return re.sub(r"\d+", "#", path)
 
 
 def model_config(name: str) -> PretrainedConfig:

@@ -152,6 +152,7 @@ def make(runs: list[StudyRun], jobs: int) -> list[StudyRun]:
     def work(run: StudyRun) -> None:
         status, core_seconds = process(run, threads)
         if run.started:
+            (run.folder / "cost.jsonl").touch()
             append_jsonl(run.folder / "cost.jsonl", [{"core_seconds": core_seconds}])
         if status == 0:
             run.log.unlink(missing_ok=True)

@@ -93,8 +93,10 @@ def read_log(path: Path) -> list[dict]:
 
 # --- write ---
 def append_jsonl(path: Path, rows: list[dict]) -> None:
+    """Adds to a file that is there. Raises `UserError` if it is gone: what follows would be half a log."""
     require_plain(path)
-    with writable(path), path.open("a") as file:
+    with writable(path), path.open("r+") as file:
+        file.seek(0, os.SEEK_END)
         file.writelines(json.dumps(row) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())                     # no checkpoint may outlive the rows it follows
@@ -146,10 +148,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def own_folder(path: Path) -> Path:
-    """A folder inside a run folder, made if need be. Raises `UserError` for a link or a file of that name."""
+def own_folder(path: Path, parents: bool = False) -> Path:
+    """A folder inside a run folder, made if need be. Raises `UserError` for a link or a file of that name, or
+    where the run's folder is gone, unless `parents` may be made, too.
+    """
     if path.is_symlink():
         raise UserError("file", str(path), "must be a folder of the run, not a link; remove it")
     with writable(path):
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=parents, exist_ok=True)
     return path

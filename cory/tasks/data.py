@@ -10,6 +10,7 @@ from cory.errors import UserError
 from cory.system import hub
 
 DataError = partial(UserError, "dataset")           # DataError(place, way_out)
+MOST_FILES = 10_000                                 # of a folder: `datasets` walks through all, even of /
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a pair of UTF-16, which no tokenizer takes
 
 
@@ -56,6 +57,11 @@ def read_with_datasets(dataset: str, subset: str) -> dict[str, list[dict]]:
     logging.getLogger("datasets").setLevel(logging.CRITICAL)    # what goes wrong is raised, in one line
     path, inner = Path(dataset), Path(dataset) / subset         # the Hub's layout: a folder per subset
     path = inner if os.path.isdir(inner) else path
+    files = 0
+    for _, _, names in os.walk(path):
+        files += len(names)
+        if files > MOST_FILES:
+            raise DataError(dataset, f"holds more than {MOST_FILES} files; name the folder of the data alone")
     hub.reach(dataset)
     try:
         if path.is_dir():

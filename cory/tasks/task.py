@@ -150,7 +150,13 @@ class Task:
         if len(queries) != len(responses):
             way_out = f"for {len(queries)} queries; the task's prompts must be as many as the queries"
             raise UserError("prompts", f"{len(responses)} responses", way_out)
-        values = self.reward_of(queries, responses)
+        try:
+            values = self.reward_of(queries, responses)
+        except SystemExit as stop:
+            if stop.code:                               # a signal, say
+                raise
+            way_out = "would end the run as if it were done; raise an error there"
+            raise UserError("reward_of", "sys.exit()", way_out) from stop
         try:
             reward_B = torch.as_tensor(values, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
