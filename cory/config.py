@@ -191,7 +191,8 @@ class Config:
         """The settings of one agent: the run's, with its own in their place. Raises `UserError`."""
         own = self.agent_settings.get(name, {})
         if not {*own} <= PER_AGENT:
-            raise UserError("agent_settings", name, f"may have for itself {', '.join(sorted(PER_AGENT))}")
+            raise UserError("agent_settings", name, f"may have for itself what PER_AGENT in config.py lists: "
+                            f"{', '.join(sorted(PER_AGENT))}")
         return replace(self, agent_settings={}, **own) if own else self
 
     def base_columns(self, agents: list[str]) -> dict[str, str]:

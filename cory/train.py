@@ -83,8 +83,7 @@ def train_ppo(run: Run, score: Callable = score) -> None:
 def observer_prompts(run: Run, queries: list[str], texts: list[str]) -> list[str]:
     """What the observer reads: each query, and with knowledge transfer the pioneer's answer to it.
 
-    To show more, such as the pioneer's reward, append it after `cut`, which would truncate it, and leave
-    room for it in the context.
+    To show more, such as the pioneer's reward, append it after `cut`, and leave room for it in the context.
     """
     task = run.task
     if run.cfg.knowledge_transfer:

@@ -1,8 +1,10 @@
 """Agents that differ in base and settings, and a loop's memory."""
 import json
+import random
 import shutil
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from conftest import save_llama
@@ -119,13 +121,15 @@ def train_with_memory(run):
         r = run.task.reward(queries, a.text)
         memory["means"].append(r.mean().item())
         memory["tensors"]["sum"] += r[:2]
+        memory["twice"] = [memory["tensors"]["sum"], memory["tensors"]["sum"][:1]]      # of one memory
+        drawn = random.random() + np.random.rand() + torch.rand(1).item()
         update = ppo_update(agent, a, r - sum(memory["means"]) / len(memory["means"]), iteration)
         turns = [Turn("pioneer", agent, a, r, update)]
         run.finish_iteration(iteration, queries, max_new_tokens, turns, [agent],
-                             {"remembered": memory["tensors"]["sum"].sum()})
+                             {"remembered": memory["tensors"]["sum"].sum(), "drawn": drawn})
 
 
-def test_a_memory_is_there_after_a_resume(small_flags, tmp_path):
+def test_a_memory_and_a_loops_own_random_numbers_are_there_after_a_resume(small_flags, tmp_path):
     flags = [*small_flags, "--method", "test_agents:train_with_memory", "--save_every", "1",
              "--eval_every", "1"]
     train_imdb.main([*flags, "--iterations", "4", "--run_dir", str(tmp_path / "whole")])
@@ -133,6 +137,8 @@ def test_a_memory_is_there_after_a_resume(small_flags, tmp_path):
     train_imdb.main(["--resume", "--iterations", "4", "--run_dir", str(tmp_path / "part")])
     whole, part = (rows(tmp_path / name) for name in ("whole", "part"))
     assert whole == part and len({row["remembered"] for row in whole[1:]}) == 4
+    train_imdb.main([*flags, "--iterations", "4", "--run_dir", str(tmp_path / "again")])
+    assert rows(tmp_path / "again") == whole                # the seed's, not the clock's
 
 
 def test_what_is_remembered_comes_back_as_it_was(tmp_path):

@@ -84,8 +84,12 @@ def test_observers_see_the_pioneers_answer(problem_flags, tmp_path, monkeypatch)
 
 
 def test_a_response_that_grew_as_text_is_cut_for_the_observer(problems):
-    """Sampled bytes that are no UTF-8 become signs of three bytes each; the prompt keeps its bound."""
+    """Sampled bytes that are no UTF-8 become signs of three bytes each; the prompt keeps within the context,
+    and what leaves room there is not cut.
+    """
     task, grown = gsm8k(problems), "\ufffd" * 12
+    assert task.room >= 36 and task.cut(grown) == grown
+    task.room = 12
     tokens = [len(task.tokenizer(text)["input_ids"]) for text in (grown, task.cut(grown))]
     assert tokens[0] == 36 and 8 <= tokens[1] <= 12 and task.cut("x" * 12) == "x" * 12
     run = SimpleNamespace(task=task, cfg=SimpleNamespace(knowledge_transfer=True))

@@ -79,6 +79,9 @@ def test_roles_follow_the_exchange_and_figures_stand_under_role_and_identity(who
         assert [row["iteration"] for row in rows if f"eval/{agent}/kl" in row] == [3, 6, 7]
     samples = metrics(whole["cory"], "samples.jsonl")
     assert len(samples) == 7 * 4 and samples[-1]["pioneer_agent"] == "llm2"
+    for row in samples:                         # what each has read
+        assert row["pioneer_prompt"] == row["query"]
+        assert row["query"] in row["observer_prompt"] and row["pioneer"] in row["observer_prompt"]
     assert {"base", "base_reward", "observer_reward"} <= samples[0].keys()
 
 

@@ -413,6 +413,25 @@ def test_groups_follow_methods_and_bases_as_they_are():
                                           "PPO LLM1, model gpt2": [0, 1], "PPO LLM1, model xl": [0]}
 
 
+def test_groups_are_of_each_agents_own_settings_and_of_its_team():
+    config = {"method": "cory", "agents": ["llm1", "llm2"], "seed": 0, "learning_rate": 0.1,
+              "agent_settings": {"llm2": {"learning_rate": 0.2}}}
+    of_name = {"base": {"kl": 0}, "iteration": 3, "llm1": {"kl": 1}, "llm2": {"kl": 2}, "team": {"copies": 3}}
+    other = config | {"agent_settings": {}}
+    runs = [(config, of_name), (other, of_name)]
+    assert grouped(runs[:1], ["learning_rate"]) == {
+        "base": [{"kl": 0}], "CORY LLM1, learning_rate 0.1": [{"kl": 1}],
+        "CORY LLM2, learning_rate 0.2": [{"kl": 2}], "CORY TEAM, learning_rate 0.1": [{"copies": 3}]}
+    assert len(grouped(runs, ["agent_settings"])) == 1 + 2 * 3      # each value a group of its own
+
+
+def test_a_metric_of_the_team_has_a_panel_of_its_own():
+    rows = [{"iteration": 1, "eval/llm1/accuracy": 0.5, "eval/team/accuracy": 0.7}]
+    curves = plots.curves_of(rows, "llm1", "base", first=True)
+    assert curves["eval/accuracy"] == {1: 0.5} and curves["eval/team: accuracy"] == {1: 0.7}
+    assert plots.metric_names([curves]) == ["accuracy", "team: accuracy"]
+
+
 @pytest.mark.parametrize("name, text, says", [
     ("eval.json", "[]", "is damaged"), ("eval.json", "{}", "is damaged (KeyError: 'base')"),
     ("eval.json", '{"iteration": 1, "base": {"kl": 0}, "llm1": {"kl": 0}}', "is damaged (KeyError: 'llm2')"),

@@ -89,7 +89,7 @@ def evaluate_run(run_dir: Path, saved: dict, args: argparse.Namespace) -> dict[s
     task = task_class(cfg, data, bases["base"])
     for name, fingerprint in of_run(data, bases, task).items():
         if name == "data" or cfg.storage == trained.storage:    # in another its weights have other bits
-            require_same(cfg, saved["fingerprints"], name, fingerprint)
+            require_same(cfg, saved, name, fingerprint)
     evaluation.require_same_reward(task, run_dir)
     if args.queries:
         task = task_class(replace(cfg, eval_queries=args.queries), data, bases["base"])

@@ -92,7 +92,7 @@ def packed(name: str, value, tensors: dict[str, Tensor]):
     would not come back as it is: tuples, sets, objects, keys that are no text.
     """
     if isinstance(value, Tensor):
-        tensors[name] = value.detach()
+        tensors[name] = value.detach().clone()              # two of one memory could not be saved
         return {TENSOR: name, "device": value.device.type}
     if type(value) is dict and all(type(key) is str for key in value):
         return {key: packed(f"{name}/{key}", item, tensors) for key, item in value.items()}

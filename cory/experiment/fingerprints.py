@@ -41,9 +41,10 @@ def of_run(data: Data, bases: dict[str, LanguageModel], task: Task) -> dict[str,
                                       for column, base in bases.items()}
 
 
-def require_same(cfg: Config, before: dict[str, str], name: str, now: str) -> None:
-    """`data` or a base has the fingerprint that its run noted. Raises `UserError`."""
-    if before.get(name) != now:
-        value = cfg.dataset if name == "data" else cfg.of_agent(name.removeprefix("base_")).model
+def require_same(cfg: Config, saved: dict, name: str, now: str) -> None:
+    """`data` or a base has the fingerprint that stands in the run's config.json. Raises `UserError`."""
+    if saved["fingerprints"].get(name) != now:
+        agent = saved["agents"][0] if name == "model" else name.removeprefix("base_")
+        value = cfg.dataset if name == "data" else cfg.of_agent(agent).model
         way_out = f"the {name} of this run was another; put it back as it was, or start a new run"
         raise UserError("dataset" if name == "data" else "model", value, way_out)

@@ -21,9 +21,10 @@ BASE = {"color": "gray", "linestyle": ":", "linewidth": 1.2}
 FIRST = {"task_reward": "task reward", "kl": "KL per response (nats)", "combined_reward": "combined reward",
          "entropy": "entropy per token (nats)", "explained_variance": "explained variance"}
 # The other metrics of every update and evaluation. A metric that stands neither here nor above has a panel.
-WITHOUT_PANEL = {"task_reward_std", "length", "sampling_gap", "policy_loss", "value_loss", "value_error",
-                 "clip_fraction", "approx_kl", "kl_loss", "grad_norm", "kl_coef", "learning_rate",
-                 "distinct_1", "distinct_2", "repeated_tokens", "base_perplexity", "iteration", "seconds"}
+WITHOUT_PANEL = {"task_reward_std", "length", "sampling_gap", "score", "policy_loss", "value_loss",
+                 "value_error", "clip_fraction", "approx_kl", "kl_loss", "grad_norm", "kl_coef",
+                 "learning_rate", "distinct_1", "distinct_2", "repeated_tokens", "base_perplexity",
+                 "iteration", "seconds"}
 
 
 def curves_of(rows: list[dict], agent: str, base: str, first: bool) -> dict[str, dict[int, float]]:
@@ -33,7 +34,7 @@ def curves_of(rows: list[dict], agent: str, base: str, first: bool) -> dict[str,
     team, counts as the `first` agent's.
     """
     kinds = {agent: "", f"eval/{agent}": "eval/", f"eval/{base}": "eval/"}
-    kinds |= {"": "", "eval/team": "eval/"} if first else {}
+    kinds |= {"": "", "eval/team": "eval/team: "} if first else {}
     curves = defaultdict(dict)
     for row in rows:
         for key, value in row.items():

@@ -1,6 +1,7 @@
 """Everything around the loops: from a configuration to a finished run folder."""
 import json
 import os
+import random
 import secrets
 import signal
 import statistics
@@ -10,6 +11,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from typing import Iterable, Iterator, NamedTuple
 
+import numpy as np
 import torch
 
 from cory import names
@@ -100,13 +102,16 @@ class Run(ExitStack):
     def prepare(self, cfg: Config) -> None:
         """Device, task, models, agents; the state of a resumed run; the log. What is refused comes first."""
         self.device = prepare_device(cfg)
+        random.seed(cfg.seed)               # for loops and tasks that draw from these; agents have their own
+        np.random.seed(cfg.seed)
+        torch.manual_seed(cfg.seed)
         self.loop = names.find("method", cfg.method, METHODS)
         task_class = find_task(cfg)
         self.agent_names = agents_of(cfg, self.loop)
         self.columns = cfg.base_columns(self.agent_names)
         for name in {*self.agent_names, *cfg.agent_settings}:
             require_agent(cfg, name, self.agent_names)
-        print(first_lines(cfg, self.device), flush=True)
+        print(first_lines(cfg, self.agent_names, self.device), flush=True)
         storage_options(cfg.storage, self.device)
         data = task_class.load_data(cfg)
         self.bases = load_bases(cfg, self.columns, self.device)
@@ -137,7 +142,7 @@ class Run(ExitStack):
         cfg, before = self.cfg, read_config(self.run_dir)
         self.mark = before["run"]
         for name, fingerprint in self.fingerprints.items():
-            require_same(cfg, before["fingerprints"], name, fingerprint)
+            require_same(cfg, before, name, fingerprint)
         logged = {row["iteration"] for row in read_log(self.run_dir / "metrics.jsonl")}
         state = load_checkpoint(self.run_dir, self.agents)
         if not state:
@@ -270,7 +275,8 @@ class Run(ExitStack):
         for turn in turns:
             for row, i in zip(rows, kept, strict=True):
                 row |= {turn.role: turn.rollout.text[i], f"{turn.role}_agent": turn.agent.name,
-                        f"{turn.role}_reward": turn.reward_B[i].item()}
+                        f"{turn.role}_reward": turn.reward_B[i].item(),
+                        f"{turn.role}_prompt": prompt_of(turn, i)}
         for column, base in self.bases.items():
             with unsharded(base):
                 prompts = self.task.pioneer_prompts(asked)
@@ -315,6 +321,12 @@ class Run(ExitStack):
         replace_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_curves(self.run_dir)
         print(results_table(held_out))
+
+
+def prompt_of(turn: Turn, row: int) -> str:
+    """What the agent has read, as text."""
+    real = turn.rollout.prompt_mask_BP[row].bool()
+    return turn.agent.policy.tokenizer.decode(turn.rollout.prompt_BP[row][real], skip_special_tokens=True)
 
 
 def require_agent(cfg: Config, name: str, agents: list[str]) -> None:
@@ -363,9 +375,10 @@ def find_task(cfg: Config) -> type[Task]:
     return task
 
 
-def first_lines(cfg: Config, device: torch.device) -> str:
+def first_lines(cfg: Config, agents: list[str], device: torch.device) -> str:
+    models = ", ".join(dict.fromkeys(cfg.of_agent(name).model for name in agents))
     line = (f"{names.short_name(cfg.method).upper()} on {names.short_name(cfg.task)}: preset {cfg.preset}, "
-            f"model {cfg.model}, data {cfg.dataset}.")
+            f"model {models}, data {cfg.dataset}.")
     if cfg.paper_preset and ":" not in cfg.task + cfg.method:
         flags = f"--method {cfg.method} --preset {cfg.paper_preset}"
         line += f" The paper's setting: python train_{cfg.task}.py {flags}"

@@ -24,17 +24,24 @@ def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, 
     if len({*short.values()}) < len(methods):       # a:train_chain and b:train_chain
         short = {method: method for method in methods}
     bases, groups = {}, defaultdict(list)
-    runs = sorted(runs, key=lambda run: [(isinstance(run[0][name], str), run[0][name]) for name in order])
-    for config, of_name in runs:
-        values = "".join(f", {name} {config[name]}" for name in by)
-        for base in (name for name in of_name if name.startswith("base")):
-            bases.setdefault(f"{base}{values}", [of_name[base]])
-        for agent in config["agents"]:
-            groups[f"{short[config['method']]} {agent.upper()}{values}"].append(of_name[agent])
+    for config, of_name in sorted(runs, key=lambda run: [sortable(run[0][name]) for name in order]):
+        for name in of_name:
+            own = config.get("agent_settings", {}).get(name, {})
+            values = "".join(f", {setting} {own.get(setting, config[setting])}" for setting in by)
+            if name.startswith("base"):
+                bases.setdefault(f"{name}{values}", [of_name[name]])
+            elif name in (*config["agents"], "team"):
+                groups[f"{short[config['method']]} {name.upper()}{values}"].append(of_name[name])
     first, *others = bases.values() or [None]
     if first and all(base == first for base in others):
         bases = {"base": first}
     return bases | groups
+
+
+def sortable(setting) -> tuple:
+    """Numbers in order, then all else by its text."""
+    is_number = isinstance(setting, (int, float))
+    return (not is_number, setting if is_number else str(setting))
 
 
 def results_table(held_out: dict) -> str:

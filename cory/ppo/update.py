@@ -42,7 +42,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) 
             for mini_batch in mini_batches:
                 add_gradient(agent, mini_batch, step_tokens, seen)
             grad_norms.append(optimizer_step(agent, cfg.max_grad_norm))
-    metrics = {"kl_coef": agent.kl_coef, "learning_rate": rate,
+    metrics = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "learning_rate": rate,
                "grad_norm": sum(grad_norms) / len(grad_norms)}
     if cfg.adap_kl_ctrl:
         kl, n = rollout.kl_B.mean().item(), len(score_B)

@@ -13,7 +13,8 @@ from cory.config import Config
 from cory.errors import UserError
 from cory.system.files import read_text, remove, replace_text, require_plain
 
-OF_LOCK = {".lock", ".process"}         # what `locked` puts into the folder
+# What a run puts into its folder before config.json is there, and what a kill may leave of it.
+BEFORE_A_RUN = {".lock", ".process", ".process.writing", "config.json.writing"}
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def claimed(cfg: Config) -> Iterator[Path]:
 
 
 def is_empty(folder: Path) -> bool:
-    return {path.name for path in folder.iterdir()} <= OF_LOCK
+    return {path.name for path in folder.iterdir()} <= BEFORE_A_RUN
 
 
 @contextmanager

@@ -74,6 +74,7 @@ class Task:
             if getattr(own, name) is getattr(Task, name):
                 raise UserError("task", own.__name__, f"defines no {name}(self, queries, responses); add it")
         self.cfg, self.train = cfg, data.train
+        self.room = model.context_length            # tokens for a response in an observer's prompt
         self.tokenizer, self.device = model.tokenizer, model.device
         rng = random.Random("held-out queries")     # the same for every seed: all seeds share one yardstick
         rows = getattr(data, cfg.eval_split)
@@ -174,20 +175,21 @@ class Task:
         """Refuses responses too long for the context: an observer's prompt has up to so many tokens beside
         the pioneer's response, and is followed by its own.
         """
-        limit, room = self.cfg.max_response_length, model.context_length
-        self.cfg.require("max_response_length", prompt_tokens + 2 * limit <= room, "an observer's prompt has "
-                         f"up to {prompt_tokens} tokens, two responses come on top, the context has {room}; "
-                         f"{way_out}")
+        limit, context = self.cfg.max_response_length, model.context_length
+        self.cfg.require("max_response_length", prompt_tokens + 2 * limit <= context,
+                         f"an observer's prompt has up to {prompt_tokens} tokens, two responses come on top, "
+                         f"the context has {context}; {way_out}")
+        self.room = context - prompt_tokens - limit
 
     def cut(self, response: str) -> str:
-        """A response for another agent's prompt: its first max_response_length tokens. It was sampled with no
-        more of them, but bytes that are no text become signs of several tokens each.
+        """A response for another agent's prompt, without what would leave the answer no room in the context.
+        It can have more tokens than were sampled: bytes that are no text become signs of several tokens each,
+        and another model's tokenizer reads smaller pieces.
         """
-        limit = self.cfg.max_response_length
         ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
-        if len(ids) <= limit:
+        if len(ids) <= self.room:
             return response
-        return self.tokenizer.decode(ids[:max(0, limit - 2)], clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(ids[:max(0, self.room - 2)], clean_up_tokenization_spaces=False)
 
 
 @lru_cache(maxsize=4)

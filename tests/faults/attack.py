@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import pty
 import random
 import re
 import shutil
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import fields
@@ -152,6 +154,157 @@ def signals(attack: Attack) -> None:
         said = f"{sent.name}, status {process.returncode}: {err[-200:]}"
         attack.held(sound and results(folder) == expected, said)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def renames(attack: Attack) -> None:
+    """SIGKILL just before, or just after, each file of a run gets its name, the first checkpoint's included;
+    resumed to its end: the same log, samples and models
+    """
+    code = ("import os, pathlib, signal, train_imdb\n"
+            "left, rename = {number}, pathlib.Path.replace\n"
+            "def replace(path, target):\n"
+            "    global left\n"
+            "    left -= 1\n"
+            "    if left == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "    rename(path, target)\n"
+            "    left -= 1\n"
+            "    if left == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "pathlib.Path.replace = replace\n"
+            "train_imdb.main()")
+    expected = results(attack.whole())
+    for number in attack.count(40):
+        folder = attack.folder / f"rename{number}"
+        words = [*attack.flags, "--iterations", "7", "--run_dir", str(folder)]
+        killed = subprocess.run([sys.executable, "-c", code.format(number=number + 1), *words], cwd=ROOT,
+                                capture_output=True, text=True)
+        err = attack.go_on(folder) if not (folder / "eval.json").exists() else ""
+        same = (folder / "eval.json").exists() and results(folder) == expected
+        attack.held(same, f"rename {number}, status {killed.returncode}: {err[-200:]}")
+        shutil.rmtree(folder)
+
+
+def terminals(attack: Attack) -> None:
+    """A terminal that closes at a random moment: exit 129, a checkpoint; resumed to the same results"""
+    expected = results(attack.whole())
+    for number in attack.count(20):
+        folder = attack.folder / f"terminal{number}"
+        command = [sys.executable, str(ROOT / "train_imdb.py"), *attack.flags, "--iterations", "7"]
+        child, terminal = pty.fork()
+        if not child:
+            os.execv(sys.executable, [*command, "--run_dir", str(folder)])
+        threading.Thread(target=read_until_closed, args=(terminal,), daemon=True).start()
+        while not (folder / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 3.0))
+        os.kill(child, signal.SIGHUP)                       # what closing does, beside this
+        os.dup2(os.open(os.devnull, os.O_RDWR), terminal)
+        status, err = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ""
+        ended = (folder / "eval.json").exists()
+        if not ended:
+            err = attack.go_on(folder)
+        sound = (status == 129 or ended) and results(folder) == expected
+        attack.held(sound, f"status {status}: {err[-200:]}")
+        shutil.rmtree(folder)
+
+
+def read_until_closed(terminal: int) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
+
+
+def forking_rewards(attack: Attack) -> None:
+    """A reward that starts processes and ends them, interrupted by SIGTERM: exit 143, no process left"""
+    module = ("import multiprocessing, time\nfrom cory.tasks.imdb import Imdb\n"
+              "fork = multiprocessing.get_context('fork')\n"
+              "class Forking(Imdb):\n"
+              "    def reward_of(self, queries, responses):\n"
+              "        slow = fork.Process(target=time.sleep, args=(600,))\n"
+              "        slow.start(); slow.join(0.02); slow.terminate(); slow.join()\n"
+              "        with fork.Pool(2) as pool:\n"
+              "            return pool.map(len, responses)\n")
+    for number in attack.count(12):
+        place = attack.folder / f"forking{number}"
+        place.mkdir()
+        (place / "forking.py").write_text(module)
+        words = [*attack.flags, "--task", "forking:Forking", "--iterations", "1000"]
+        words += ["--run_dir", str(place / "r")]
+        process = subprocess.Popen([sys.executable, str(ROOT / "train_imdb.py"), *words], cwd=place,
+                                   stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while process.poll() is None and not (place / "r/metrics.jsonl").exists():
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 3.0))
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(120)
+        left = subprocess.run(["pgrep", "-f", str(place)], capture_output=True, text=True).stdout
+        saved = [*place.glob("r/checkpoints/iteration_*")] or not (place / "r/metrics.jsonl").read_text()[1:]
+        attack.held(process.returncode == 143 and not left and bool(saved), f"status {process.poll()} {left}")
+        process.kill()
+        shutil.rmtree(place)
+
+
+def one_new_folder(attack: Attack) -> None:
+    """Several runs started at once on one new folder: one of them runs, the others say in one line that it is
+    taken
+    """
+    expected = results(attack.whole())
+    for number in attack.count(8):
+        folder = attack.folder / f"new{number}"
+        processes = [attack.start(*attack.flags, "--iterations", "7", "--run_dir", folder) for _ in range(4)]
+        ends = [(process.communicate()[1], process.returncode) for process in processes]
+        one = [status for _, status in ends].count(0) == 1
+        others = all(is_one_line(status, err) for err, status in ends if status)
+        attack.held(one and others and results(folder) == expected, str(ends)[-300:])
+        shutil.rmtree(folder)
+
+
+def others_files(attack: Attack) -> None:
+    """A run's log, checkpoints or config.json replaced by another run's; its log edited; its data or weights
+    changed: refused in one line at resume, and where they matter to it at evaluation
+    """
+    run, other = attack.whole(), attack.folder / "other"
+    process = attack.start(*attack.flags, "--iterations", "7", "--seed", "1", "--run_dir", other)
+    assert process.wait() == 0, process.communicate()
+    resume = ["train_imdb.py", "--resume", "--iterations", "8", "--run_dir"]
+    evaluate = ["-m", "cory", "evaluate", "--samples", "1", "--k", "1"]
+
+    def refused(folder: Path, what: str, *words) -> None:
+        done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+        attack.held(is_one_line(done.returncode, done.stderr), f"{what}: {done.stderr[-200:]}")
+
+    for number in attack.count(4):
+        for name in ("metrics.jsonl", "samples.jsonl", "checkpoints", "config.json"):
+            folder = attack.folder / f"mixed-{number}-{name}"
+            shutil.copytree(run, folder, ignore=shutil.ignore_patterns(name))
+            copy = shutil.copytree if (other / name).is_dir() else shutil.copy
+            copy(other / name, folder / name)
+            refused(folder, f"{name} of another run", *resume, folder)
+            shutil.rmtree(folder)
+    folder = attack.folder / "edited"
+    shutil.copytree(run, folder)
+    for number in attack.count(20):
+        name = ["metrics.jsonl", "samples.jsonl"][number % 2]
+        before = (folder / name).read_text()
+        lines = before.splitlines(keepends=True)
+        row = random.randrange(len(lines))
+        digits = [place for place, sign in enumerate(lines[row]) if sign.isdigit()]
+        place = random.choice(digits)
+        digit = str((int(lines[row][place]) + 1) % 10)
+        changed = lines[row][:place] + digit + lines[row][place + 1:]
+        above, below = lines[:row], lines[row + 1:]
+        edits = [above + below, [*lines, lines[row]], [*above, changed, *below]]
+        (folder / name).write_text("".join(edits[number % 3]))
+        refused(folder, f"{name}, row {row}, edit {number % 3}", *resume, folder)
+        (folder / name).write_text(before)
+    for name in ("lm/model.safetensors", "openings/test.jsonl", "classifier/model.safetensors"):
+        content = (attack.assets / name).read_bytes()
+        # a letter of the first row; a bit in the last weight
+        at = 15 if name.endswith("jsonl") else len(content) - 2
+        (attack.assets / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
+        refused(folder, f"{name} at resume", *resume, folder)
+        refused(folder, f"{name} at evaluation", *evaluate, folder)
+        (attack.assets / name).write_bytes(content)
 
 
 def flips(attack: Attack) -> None:
@@ -387,7 +540,8 @@ def bad_runs(attack: Attack) -> None:
         shutil.rmtree(folder)
 
 
-ATTACKS = {f.__name__: f for f in (kills, signals, flips, two_processes, full_disk, links, weights_and_biases,
+ATTACKS = {f.__name__: f for f in (kills, renames, signals, terminals, forking_rewards, flips, two_processes,
+                                   one_new_folder, others_files, full_disk, links, weights_and_biases,
                                    bad_command_lines, bad_data, bad_models, bad_runs)}
 
 
