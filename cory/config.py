@@ -177,6 +177,8 @@ class Config:
         for name, known in NAMED.items():
             value = getattr(self, name, "another:Task's")
             self.require(name, value in known or ":" in value, unknown(value, known))
+        experiment, _ = EXPERIMENTS.get(self.task, (Config, {}))
+        self.require("task", isinstance(self, experiment), f"has its own script, train_{self.task}.py")
         for tag in self.wandb_tags.split(","):
             self.require("wandb_tags", len(tag.strip()) <= 64, "a tag has at most 64 characters")
         project = self.wandb_project
@@ -193,7 +195,10 @@ class Config:
         if not {*own} <= PER_AGENT:
             raise UserError("agent_settings", name, f"may have for itself what PER_AGENT in config.py lists: "
                             f"{', '.join(sorted(PER_AGENT))}")
-        return replace(self, agent_settings={}, **own) if own else self
+        try:
+            return replace(self, agent_settings={}, **own) if own else self
+        except UserError as error:
+            raise UserError.of(f"{name}: {error}") from error
 
     def base_columns(self, agents: list[str]) -> dict[str, str]:
         """{agent: what its base is called in logs}: `base` is the first agent's, `base_llm2` another one that
@@ -267,8 +272,10 @@ class Config:
             (own_loop or self.partner_reward != 0, "a --partner_reward that is not 0", ["partner_term"]),
             (self.lora, "--lora true", ["lora_rank", "lora_alpha", "lora_targets"]),
             (self.adap_kl_ctrl, "--adap_kl_ctrl true", ["kl_target", "kl_horizon"]),
+            (self.init_kl_coef > 0, "--init_kl_coef above 0", ["adap_kl_ctrl", "kl_in"]),
             (has_critic, "a critic, as of --advantage gae",
-             ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"])]
+             ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
+            (self.vf_coef > 0, "--vf_coef above 0", ["cliprange_value", "critic_learning_rate"])]
         return {name: what for holds, what, names in waiting if not holds for name in names}
 
     def require(self, name: str, holds: bool, way_out: str) -> None:

@@ -267,6 +267,19 @@ def test_checkpoints_hold_the_kl_coefficients_and_every_random_generator(small, 
     assert state["roles"] == ["llm2", "llm1"] and state["iteration"] == 3 and state["wandb_id"] == "abc"
 
 
+def test_numbers_that_an_optimizer_keeps_come_back_as_numbers(small, tmp_path):
+    agent = Agent("llm1", load_language_model(str(small / "lm")), settings(), 0)
+    parameter = next(iter(agent.policy.trained().values()))
+    kept = {"count": 3, "rate": 0.1, "flag": True, "exp_avg": torch.full_like(parameter, 2)}
+    agent.optimizer.state[parameter] = dict(kept)
+    checkpoint.save_checkpoint(tmp_path, 1, [agent], [agent], {}, {})
+    agent.reset()
+    checkpoint.load_checkpoint(tmp_path, [agent])
+    back = agent.optimizer.state[parameter]
+    assert torch.equal(back.pop("exp_avg"), kept.pop("exp_avg"))
+    assert back == kept and all(type(back[name]) is type(x) for name, x in kept.items())
+
+
 def test_a_finished_run_can_be_resumed_at_its_end_or_lengthened_but_not_shortened(
         small_flags, tmp_path, capsys):
     folder = run(small_flags, tmp_path / "r", "--iterations", "5", "--eval_every", "0")

@@ -1,6 +1,7 @@
 """What a run shows: log, Weights & Biases, held-out metrics, pictures, tables; and the comparison of runs."""
 import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -370,6 +371,11 @@ def test_rates_are_grouped_and_never_averaged(rates, tmp_path, capsys):
     assert len(labels(figure)) == 7 and "CORY LLM2, learning_rate 0.00141 (n = 2)" in labels(figure)
 
 
+@dataclass
+class WithBonus(ImdbConfig):
+    bonus: float = 0.0
+
+
 def test_a_setting_that_a_run_is_older_than_has_its_default(tmp_path, capsys):
     old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new", top_p=0.5)
     out = str(tmp_path / "c.png")
@@ -377,6 +383,9 @@ def test_a_setting_that_a_run_is_older_than_has_its_default(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"{old} is older than --top_p: taken as its default, 1.0" in shown
     assert "CORY LLM1, top_p 1.0" in shown and "CORY LLM1, top_p 0.5" in shown
+    other = write_run(tmp_path / "other", config="test_report:WithBonus", bonus=0.1)
+    report.main([str(old), str(other), "--out", out, "--by", "bonus"])
+    assert "| CORY LLM1, bonus 0.1 | CORY LLM2, bonus 0.1 | CORY LLM1, bonus None" in capsys.readouterr().out
     assert "in top_p; make a group" in error_line(report.main, [old, new, "--out", out], capsys)
 
 

@@ -131,7 +131,8 @@ def main(argv: list[str]) -> None:
     for name, value, least in (("k", min(args.k), 1), ("samples", args.samples, max(args.k)),
                                ("queries", args.queries, 0)):
         if value < least:
-            raise UserError(name, value, f"must be {least} or more")
+            why = ", the largest --k" if name == "samples" else ""
+            raise UserError(name, value, f"must be {least} or more{why}")
     saved = finished(args.run_dirs)
     require_same_settings(args.run_dirs, saved, args.by)
     if args.out:

@@ -39,7 +39,7 @@ def finished(run_dirs: list[Path]) -> list[dict]:
             missing = {name: defaults[name] for name in sorted(known - {*config}) if name in defaults}
             for name, default in missing.items():
                 print(f"{run_dir} is older than --{name}: taken as its default, {default}")
-            config |= missing
+            config |= dict.fromkeys(known - {*config}) | missing        # None: of another class of settings
     return configs
 
 

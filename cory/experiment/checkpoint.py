@@ -4,7 +4,7 @@ and the final models, for plain transformers.
 A checkpoint is one safetensors file, `checkpoints/iteration_000012-CHECKSUM.safetensors`:
 
     llm1/weights/NAME               a weight that llm1 trains
-    llm1/moments/NAME/exp_avg       what Adam keeps of it
+    llm1/moments/NAME/exp_avg       what Adam keeps of it; numbers/NAME/... what is no tensor there
     llm1/random, random/cpu         states of random generators
     state/NAME                      a tensor of `run.state`, what the loop keeps
     "state" in the file's header    all else, as JSON (`json_state`)
@@ -83,7 +83,9 @@ def tensors_of(agents: list[Agent]) -> dict[str, Tensor]:
         for name, parameter in agent.policy.trained().items():
             tensors[f"{agent.name}/weights/{name}"] = parameter
             for moment, x in agent.optimizer.state[parameter].items():
-                tensors[f"{agent.name}/moments/{name}/{moment}"] = torch.as_tensor(x)
+                kind = "moments" if isinstance(x, Tensor) else "numbers"
+                exact = x if isinstance(x, Tensor) else torch.from_numpy(np.array(x))
+                tensors[f"{agent.name}/{kind}/{name}/{moment}"] = exact
     return tensors
 
 
@@ -242,15 +244,19 @@ def require_same_agents(checkpoint: Path, file: safe_open, agents: list[Agent]) 
 def put_back(file: safe_open, agent: Agent) -> None:
     """The inverse of `tensors_of`; each process reads one tensor at a time, and keeps its part."""
     agent.generator.set_state(file.get_tensor(f"{agent.name}/random"))
-    trained, moments = agent.policy.trained(), f"{agent.name}/moments/"
+    trained = agent.policy.trained()
     for name, parameter in trained.items():
         saved = file.get_tensor(f"{agent.name}/weights/{name}")
         parameter.data.copy_(shard_like(saved, parameter))
     for key in file.keys():
-        if key.startswith(moments):
-            name, _, moment = key.removeprefix(moments).rpartition("/")
-            parameter, saved = trained[name], file.get_tensor(key).clone()          # not a view of the file
-            agent.optimizer.state[parameter][moment] = shard_like(saved.to(parameter.device), parameter)
+        name, _, moment = key.rpartition("/")
+        who, _, name = name.partition("/")
+        kind, _, name = name.partition("/")
+        if who != agent.name or kind not in ("moments", "numbers"):
+            continue
+        parameter, saved = trained[name], file.get_tensor(key).clone()              # not a view of the file
+        x = saved.item() if kind == "numbers" else shard_like(saved.to(parameter.device), parameter)
+        agent.optimizer.state[parameter][moment] = x
 
 
 # --- final models ---

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Iterable, Iterator, NamedTuple
 
 import numpy as np
@@ -162,6 +163,9 @@ class Run(ExitStack):
                    if then.get(name) != now]
         if changed:
             print(f"other versions than at the checkpoint, so that results may differ: {'; '.join(changed)}")
+        added = [f"--{name}: {value}" for name, value in asdict(cfg).items() if name not in before]
+        if added:
+            print(f"settings that the run is older than have their defaults: {', '.join(added)}")
         edited = [file for file, now in self.code.items() if state.get("code", {}).get(file, now) != now]
         if edited:
             print(f"other code than at the checkpoint, by which the run goes on: {', '.join(edited)}")
@@ -332,7 +336,8 @@ def prompt_of(turn: Turn, row: int) -> str:
 def require_agent(cfg: Config, name: str, agents: list[str]) -> None:
     """An agent whose settings can be used. Raises `UserError`."""
     if name not in agents:
-        raise UserError("flag", f"--{name}", f"names no agent of this run; it has {', '.join(agents)}")
+        raise UserError("flag", f"--{name}", "names no agent of this run; it has "
+                        f"{', '.join(agents)}{' (--share_weights true)' * cfg.share_weights}")
     own = cfg.of_agent(name)
     names.find("lr_schedule", own.lr_schedule, LR_SCHEDULES)
     own.require("mini_batch_size", own.rows_per_optimizer_step % world_size() == 0,

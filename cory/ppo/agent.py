@@ -33,7 +33,7 @@ class Agent:
         repeats from its beginning.
 
         Another optimizer goes here. `set_learning_rate` sets the rate of its groups, by their `is_critic`. A
-        checkpoint keeps what it holds for each parameter, and nothing that it holds for a group:
+        checkpoint keeps the tensors and numbers that its `state` has for each parameter, and nothing else.
         `tests/test_loop.py` shows whether a killed run still resumes to the same bits. `require_disk` and
         `python -m cory plan` count two such tensors for each weight.
         """
