@@ -27,12 +27,12 @@ def rows_of(name: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("task, method, iterations, learning_rate, eval_queries, gain, paper_preset", [
-    ("imdb", "cory", 5, "4e-3", 64, 0.2, "gpt2-large"), ("gsm8k", "ppo", 3, "1e-4", 128, 0.05, "llama2-7b")])
+    ("imdb", "cory", 4, "6e-3", 64, 0.1, "gpt2-large"), ("gsm8k", "ppo", 3, "2e-4", 64, 0.03, "llama2-7b")])
 def test_the_commands_of_the_readme_learn(task, method, iterations, learning_rate, eval_queries, gain,
                                           paper_preset, tmp_path):
     """A short version of each, with larger steps: held-out rewards of all agents rise above the base's."""
     flags = (f"--method {method} --iterations {iterations} --learning_rate {learning_rate} --eval_every 0 "
-             f"--eval_queries {eval_queries} --wandb disabled --run_dir {tmp_path / 'run'}")
+             f"--eval_queries {eval_queries} --batch_size 64 --wandb disabled --run_dir {tmp_path / 'run'}")
     command = [sys.executable, f"train_{task}.py", *flags.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
