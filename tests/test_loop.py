@@ -82,7 +82,9 @@ def test_roles_follow_the_exchange_and_figures_stand_under_role_and_identity(who
     for row in samples:                         # what each has read
         assert row["pioneer_prompt"] == row["query"]
         assert row["query"] in row["observer_prompt"] and row["pioneer"] in row["observer_prompt"]
-    assert {"base", "base_reward", "observer_reward"} <= samples[0].keys()
+    assert {"pioneer_reward", "observer_reward"} <= samples[0].keys()
+    with_base = {row["iteration"] for row in samples if {"base", "base_reward"} <= row.keys()}
+    assert with_base == {3, 6, 7}               # at evaluations
 
 
 def test_two_exchanges_are_the_identity_bit_for_bit(small_flags, tmp_path, monkeypatch):

@@ -129,6 +129,17 @@ def test_a_run_says_and_keeps_what_it_is_computed_by(small_flags, tmp_path, caps
     prepare_device(settled(settings(device="cpu")))                         # what the other tests run by
 
 
+def test_a_gpu_whose_driver_is_too_old_is_named(monkeypatch, tmp_path, capsys):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "GPU", tmp_path / "nvidia0")
+    for cuda, device, warns in (("13.0", "auto", True), (None, "auto", False), ("13.0", "cpu", False)):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        prepare_device(settled(settings(device=device)))
+        said = capsys.readouterr().err
+        assert ("(CUDA 13.0) cannot use the GPU; is its driver too old?" in said) == warns
+
+
 def test_only_what_every_system_has_is_imported_at_the_start():
     """`resource` and its like are Unix's; where one is used, it is imported there and may be missing."""
     unix = r"^(?:import|from) (?:resource|fcntl|pwd|grp|termios|syslog|posix|curses|readline)\b"

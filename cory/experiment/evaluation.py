@@ -125,10 +125,11 @@ def require_same_reward(task: Task, run_dir: Path) -> None:
     if not rows:
         print("the run kept no samples: that its reward is still the same was not checked", flush=True)
         return
-    queries = [row["query"] for row in rows]
-    for role in [key.removesuffix("_reward") for key in rows[0] if key.endswith("_reward")]:
-        now = task.reward(queries, [row[role] for row in rows]).tolist()
-        for row, reward in zip(rows, now, strict=True):
+    keys = dict.fromkeys(key for row in rows for key in row if key.endswith("_reward"))
+    for role in [key.removesuffix("_reward") for key in keys]:
+        answered = [row for row in rows if role in row]         # bases answer at evaluations alone
+        now = task.reward([row["query"] for row in answered], [row[role] for row in answered]).tolist()
+        for row, reward in zip(answered, now, strict=True):
             before = row[f"{role}_reward"]
             if not math.isclose(reward, before, rel_tol=2e-3, abs_tol=2e-3):
                 raise UserError("task", type(task).__name__, f"gives {reward:.4g} to {row[role][:40]!r}, and "

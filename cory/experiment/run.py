@@ -199,9 +199,10 @@ class Run(ExitStack):
         row = self.metrics_of(queries, turns)
         taken = {*RESERVED, *(word for key in row for word in key.split("/"))}
         row |= checked(metrics or {}, taken)
-        samples = self.samples(iteration, queries, max_new_tokens, turns)
         row["seconds"] = time.perf_counter() - self.clock
-        if last or cfg.eval_every and iteration % cfg.eval_every == 0:
+        evaluates = last or cfg.eval_every and iteration % cfg.eval_every == 0
+        samples = self.samples(iteration, queries, max_new_tokens, turns, self.bases if evaluates else {})
+        if evaluates:
             row |= self.evaluate_agents() | self.evaluate_team()
         self.roles = roles
         if is_main():
@@ -269,8 +270,9 @@ class Run(ExitStack):
         metrics = checked(measure(self, self.roles)) if measure else {}
         return {f"eval/team/{name}": value for name, value in metrics.items()}
 
-    def samples(self, iteration: int, queries: list[str], limit: int, turns: list[Turn]) -> list[dict]:
-        """A few different queries with the responses of each role and of the bases, and their rewards."""
+    def samples(self, iteration: int, queries: list[str], limit: int, turns: list[Turn],
+                bases: dict[str, LanguageModel]) -> list[dict]:
+        """A few different queries with the responses of each role and of these bases, and their rewards."""
         kept = range(0, len(queries), self.cfg.responses_per_query)[:self.cfg.sample_rows]
         asked = [queries[i] for i in kept]
         if not asked:
@@ -281,7 +283,7 @@ class Run(ExitStack):
                 row |= {turn.role: turn.rollout.text[i], f"{turn.role}_agent": turn.agent.name,
                         f"{turn.role}_reward": turn.reward_B[i].item(),
                         f"{turn.role}_prompt": prompt_of(turn, i)}
-        for column, base in self.bases.items():
+        for column, base in bases.items():
             with unsharded(base):
                 prompts = self.task.pioneer_prompts(asked)
                 texts = answer(base, prompts, limit, seed=EVALUATION_SEED + iteration)

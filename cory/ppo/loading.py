@@ -34,7 +34,8 @@ WAYS_OUT = {
 
 def load_language_model(name: str, temperature: float = 1.0, precision: Precision = FLOAT32,
                         device: str = "cpu", storage: str = "float32") -> LanguageModel:
-    """Loads a local folder or a Hub name: safetensors only, remote code never. Raises `UserError`.
+    """Loads a local folder, or `NAME@REVISION` of the Hub: safetensors only, remote code never. Raises
+    `UserError`.
 
     `storage` is what the frozen weights are kept in: float32, bfloat16 or 4bit; the head is float32 always.
     A head that is tied to the embedding is then a copy of its own, and the embedding stays as it is stored.
@@ -65,10 +66,12 @@ def load_pretrained(refused: Callable, auto_class, name: str, dtype: torch.dtype
     tokenizer that is not the model's.
     """
     config = model_config(name)
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    place, revision = hub.with_revision(name)
+    safely = {"revision": revision or "main", "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(place, **safely)
     transformers_logging.disable_progress_bar()
-    model, info = auto_class.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True,
-                                             trust_remote_code=False, output_loading_info=True, **kwargs)
+    model, info = auto_class.from_pretrained(place, config=config, dtype=dtype, use_safetensors=True,
+                                             output_loading_info=True, **safely, **kwargs)
     missing = sorted(info["missing_keys"])
     if missing:
         raise refused(f"its weights lack {len(missing)} tensors of a {type(model).__name__} ("
@@ -99,7 +102,8 @@ def numberless(path: str) -> str:
 
 def model_config(name: str) -> PretrainedConfig:
     hub.reach(name)
-    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    place, revision = hub.with_revision(name)
+    config = AutoConfig.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
     if getattr(config, "activation_function", None) == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"        # the same, in one operation instead of eight
     return config

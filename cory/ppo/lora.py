@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.errors import UserError
-from cory.system.hub import quiet, short_message
+from cory.system.hub import quiet, short_message, with_revision
 
 
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
@@ -44,6 +44,7 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     base = Path(lm.name_or_path)
     if base.exists():                                   # to be found from any folder
         lm.peft_config[name].base_model_name_or_path = str(base.resolve())
+    lm.peft_config[name].revision = with_revision(cfg.model)[1]
     lm.active = "unknown"                               # peft has just activated the new one
     activate(lm, None)
     return name

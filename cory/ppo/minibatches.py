@@ -64,7 +64,7 @@ class Tokens:
 
     @classmethod
     def of(cls, experience: Experience) -> "Tokens":
-        real = experience.mask_BT.bool()
+        real = experience.mask_BT.bool().nonzero(as_tuple=True)      # once: a GPU is waited for there
         columns = {f.name: getattr(experience, f.name.replace("_N", "_BT")) for f in fields(cls)}
         return cls(**{name: None if x is None else x[real] for name, x in columns.items()})
 

@@ -20,13 +20,21 @@ FIRST, LATER = constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT
 asked: set[str] = set()         # endpoints that were asked in this process
 
 
+def with_revision(name: str) -> tuple[str, str | None]:
+    """`gpt2@REVISION` as (`gpt2`, `REVISION`): a commit, a branch or a tag of the Hub. Without one, and for a
+    path that is there, (`name`, None).
+    """
+    place, at, revision = name.rpartition("@")
+    return (place, revision) if at and not os.path.lexists(name) else (name, None)
+
+
 def require_hub_name(field: str, name: str) -> None:
     """A name that is nothing here can be one of the Hub's. Raises `UserError` for a mistyped path."""
     folder, way_out = os.path.dirname(name), "no such file or folder; mend the path"
     if os.path.lexists(name):
         raise UserError(field, name, "is a link to nothing, or to itself; mend the link")
     try:
-        validate_repo_id(name)
+        validate_repo_id(with_revision(name)[0])
     except HFValidationError as error:
         raise UserError(field, name[:200], way_out) from error
     if name.endswith((".jsonl", ".json", ".csv", ".parquet", ".safetensors")):

@@ -14,6 +14,8 @@ from cory.config import Config
 from cory.errors import UserError
 from cory.system import onednn
 
+GPU = Path("/dev/nvidia0")          # Linux shows it there, whatever the driver can do
+
 
 class Processor(NamedTuple):
     name: str
@@ -98,6 +100,9 @@ def prepare_device(cfg: Config) -> torch.device:
         # and it plans for tens of milliseconds at each new shape, which sampling meets at every token.
         torch.backends.cuda.enable_cudnn_sdp(False)
         return device
+    if cfg.device == "auto" and torch.version.cuda and GPU.exists():
+        print(f"warning: this PyTorch (CUDA {torch.version.cuda}) cannot use the GPU; is its driver too old? "
+              "Update it, install PyTorch for an older CUDA, or say --device cpu", file=sys.stderr)
     keep_freed_memory()
     onednn.install() if cfg.cpu_matmul == "onednn" else onednn.remove()
     return device

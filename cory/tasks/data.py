@@ -67,7 +67,9 @@ def read_with_datasets(dataset: str, subset: str) -> dict[str, list[dict]]:
         if path.is_dir():
             splits = load_dataset(str(path))
         else:
-            splits = load_dataset(dataset, subset if subset in get_dataset_config_names(dataset) else None)
+            place, revision = hub.with_revision(dataset)
+            subsets = get_dataset_config_names(place, revision=revision)
+            splits = load_dataset(place, subset if subset in subsets else None, revision=revision)
         return {split: rows.to_list() for split, rows in splits.items()}
     except Exception as error:                                  # each file format raises errors of its own
         fetch = f"`hf download {dataset} --repo-type dataset --local-dir DIR`"
