@@ -42,6 +42,9 @@ TUNED = {"cory": CORY, "no partner's reward": NO_PARTNER,
 TWICE_THE_BATCH = f"{PPO} --batch_size batch_size*2 --mini_batch_size mini_batch_size*2"
 TWICE_THE_ITERATIONS = f"{PPO} --iterations iterations*2"
 
+# Half of a preset's responses, as `search` has them.
+HALF = "--iterations iterations*0.5"
+
 # The paper's algorithm on IMDB, beside a preset's model, sizes and learning rate.
 PAPER = ("--kl_penalty full --adap_kl_ctrl true --kl_target 6 --init_kl_coef 0.3 --lam 0.95 --iterations 120 "
          "--lr_schedule constant")
@@ -103,10 +106,10 @@ STUDIES = {
         baseline="ppo, twice the batch"),
     "sanity": Study(
         "How much KL does noise alone make, with each method?",
-        {"ppo, reward 0": f"{LOOPS}train_zero_ppo",
-         "cory, reward 0": f"{LOOPS}train_zero_cory",
-         "ppo, shuffled": f"{LOOPS}train_shuffled_ppo",
-         "cory, shuffled": f"{LOOPS}train_shuffled_cory"},
+        {"ppo, reward 0": f"{LOOPS}train_zero_ppo {HALF}",
+         "cory, reward 0": f"{LOOPS}train_zero_cory {HALF}",
+         "ppo, shuffled": f"{LOOPS}train_shuffled_ppo {HALF}",
+         "cory, shuffled": f"{LOOPS}train_shuffled_cory {HALF}"},
         baseline="ppo, reward 0", baselines={"cory, shuffled": "ppo, shuffled"}, seeds=range(3)),
     # With `-- --eval_split validation`: draws for the settings of `tuned`, and of its baseline.
     "search": Study(
@@ -114,25 +117,35 @@ STUDIES = {
         {f"{name} {i}": f"{flags} {drawn(i, 2 if name in TUNED else 1)}"
          for i in range(DRAWS) for name, flags in {"ppo": PPO, **TUNED}.items()},
         baseline="ppo 0", seeds=range(50, 51)),
-    # Put what the search chose into each line. These seeds are for reporting alone.
+    # Put what the search chose into each line, in place of HALF. These seeds are for reporting alone.
     "tuned": Study(
         "Which method is best with settings of its own, on seeds and queries that chose none of them?",
-        {"ppo, twice the batch": TWICE_THE_BATCH,
-         "ppo": PPO,
-         **TUNED},
+        {"ppo, twice the batch": f"{TWICE_THE_BATCH} {HALF}",
+         "ppo": f"{PPO} {HALF}",
+         **{name: f"{flags} {HALF}" for name, flags in TUNED.items()}},
         baseline="ppo, twice the batch", seeds=range(200, 210)),
     "paper": Study(
         "What does the paper's algorithm as it stands do: exact KL, steered to 6 nats?",
         {"ppo": f"{PPO} {PAPER}", "cory": f"{CORY} {PAPER}"},
         baseline="ppo", tasks=("imdb",)),
+    # One base after the other: `-- --model DIR`.
+    "transfer": Study(
+        "Does CORY gain where the base can use a reference?",
+        {"ppo, twice the batch": f"{TWICE_THE_BATCH} {HALF}",
+         "cory": f"{CORY} {HALF}",
+         "no transfer": f"{NO_TRANSFER} {HALF}",
+         "no partner's reward": f"{NO_PARTNER} {HALF}",
+         "observer on its own reward": f"{CORY} --partner_term sampled_to_pioneer {HALF}"},
+        baseline="ppo, twice the batch", tasks=("gsm8k",)),
+    # With what the search chose for CORY in each line, in place of HALF.
     "parts": Study(
         "Which part of CORY helps: transfer, exchange, or the shared reward?",
-        {"cory": CORY,
-         "no transfer": NO_TRANSFER,
-         "no exchange": NO_EXCHANGE,
-         "no partner's reward": NO_PARTNER,
-         "another query's reward": f"{LOOPS}train_strangers_cory",
-         "partner's reward, centred": f"{LOOPS}train_centred_cory",
-         "ppo": PPO},
-        baseline="cory"),
+        {"cory": f"{CORY} {HALF}",
+         "no transfer": f"{NO_TRANSFER} {HALF}",
+         "no exchange": f"{NO_EXCHANGE} {HALF}",
+         "no partner's reward": f"{NO_PARTNER} {HALF}",
+         "another query's reward": f"{LOOPS}train_strangers_cory {HALF}",
+         "partner's reward, centred": f"{LOOPS}train_centred_cory {HALF}",
+         "ppo": f"{PPO} {HALF}"},
+        baseline="cory", seeds=range(200, 205)),
 }
