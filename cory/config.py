@@ -68,7 +68,7 @@ class Config:
     lora_rank: int = setting(16, "rank r of each adapter's matrices (ours)", least=1)
     lora_alpha: float = setting(32.0, "adapters are scaled by lora_alpha / lora_rank (ours)", least=ABOVE_0)
     lora_targets: str = setting("all-linear", "modules with an adapter, separated by commas (ours)")
-    load_in_4bit: bool = setting(False, "a frozen base in 4 bits by bitsandbytes, on CUDA (paper: Llama-2)")
+    load_in_4bit: bool = setting(False, "a frozen base in 4 bits, by bitsandbytes (paper: Llama-2)")
     shard: bool = setting(False, "divide layers and Adam's moments among torchrun's processes (ours)")
     # the agents
     role_exchange_every: int = setting(5, "T_REx, iterations between exchanges; 0: never (paper: 5)", least=0)

@@ -8,6 +8,7 @@ from toys import error_line, rows
 
 import cory.train as loop
 import train_gsm8k
+from cory.commands.evaluate import main as evaluate_main
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
 from cory.experiment.evaluation import evaluate
@@ -157,8 +158,6 @@ BAD = {
     "checker": (None, ["--checker", "regex"], "checker is 'regex': unknown; choose from last_number, strict"),
     "context": (None, ["--max_response_length", "600"],
                 "max_response_length is 600: an observer's prompt has up to"),
-    "4 bits without CUDA": (None, ["--lora", "true", "--load_in_4bit", "true"],
-                            "load_in_4bit is True: needs a CUDA GPU"),
     "chat": (None, ["--chat_template", "true"], "chat_template is True: the tokenizer"),
 }
 
@@ -175,9 +174,19 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(case, problem_flags,
     assert not (tmp_path / "run").exists()
 
 
+def test_four_bits_train_resume_and_are_evaluated_on_a_cpu(problem_flags, tmp_path):
+    pytest.importorskip("bitsandbytes", "0.50")
+    flags = [*problem_flags, "--lora", "true", "--load_in_4bit", "true", "--num_ppo_epochs", "1"]
+    train_gsm8k.main([*flags, "--iterations", "2", "--run_dir", str(tmp_path / "whole")])
+    train_gsm8k.main([*flags, "--iterations", "1", "--run_dir", str(tmp_path / "part")])
+    train_gsm8k.main(["--resume", "--iterations", "2", "--run_dir", str(tmp_path / "part")])
+    assert rows(tmp_path / "part")[2] == rows(tmp_path / "whole")[2]
+    evaluate_main([str(tmp_path / "whole"), "--samples", "1", "--k", "1"])
+
+
 def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install bitsandbytes"):
+    with pytest.raises(UserError, match="pip install .bitsandbytes>=0.50"):
         loading.storage_options("4bit", "cuda")
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: object())
     options = loading.storage_options("4bit", "cuda")
