@@ -1,7 +1,9 @@
 """What a machine decides of a run's settings, and that it runs where Unix's own modules are missing."""
 import ctypes
 import importlib
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,8 @@ from cory.ppo.sampling import encode_prompts, sample
 from cory.system import machine
 from cory.system.machine import Processor, choose_device, peak_memory, prepare_device, settled, settled_anew
 
+ROOT = Path(__file__).parents[1]
+VCUDA = ROOT.parent / "shared" / "vcuda"
 EPYC = Processor("AMD EPYC", True, ["AVX-512", "bfloat16"])
 OLD_AMD = Processor("AMD Ryzen", True, [])
 XEON = Processor("Intel Xeon", False, ["AVX-512"])
@@ -127,6 +131,19 @@ def test_a_run_says_and_keeps_what_it_is_computed_by(small_flags, tmp_path, caps
     config = read(tmp_path / "r" / "config.json")
     assert [config[k] for k in ("dtype", "head_precision", "cpu_matmul")] == ["float32", "float32", "onednn"]
     prepare_device(settled(settings(device="cpu")))                         # what the other tests run by
+
+
+@pytest.mark.skipif(not VCUDA.exists(), reason="no imitated card at ../shared/vcuda")
+def test_no_tensor_is_on_a_wrong_device(small_flags, tmp_path):
+    """On an imitated card, which refuses what mixes devices."""
+    words = " ".join(small_flags).replace("--device cpu", "--device cuda --dtype bfloat16")
+    words = words.replace("--lora false", "--lora true --iterations 1")
+    command = [sys.executable, "train_imdb.py", *words.split()]
+    environment = {**os.environ, "VCUDA": "1", "PYTHONPATH": str(VCUDA)}
+    done = subprocess.run([*command, "--run_dir", str(tmp_path / "r")], cwd=ROOT, env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "bfloat16, head in tf32" in done.stdout and "| kl " in done.stdout
 
 
 def test_a_gpu_whose_driver_is_too_old_is_named(monkeypatch, tmp_path, capsys):
