@@ -4,6 +4,7 @@ import re
 import runpy
 import shlex
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,6 +198,15 @@ def test_a_setting_of_ones_own_is_a_flag_on_record(folder, flags, quick, plain, 
 
 
 # --- what an agent is trained on ----------------------------------------------------------------------------
+def test_a_reward_in_processes_has_its_time_limit(folder, flags, quick):
+    graded = importlib.import_module("timed")
+    start = time.monotonic()
+    assert graded.Timed.reward_of(None, ["", ""], ["four", "five!"]) == [4.0, -1.0]
+    assert 1 < time.monotonic() - start < 20
+    done = run("timed", *flags, *command("timed:Timed"), "--iterations", "1", "--eval_queries", "2")
+    assert rows(done)[-1]["llm1/task_reward"] > -1
+
+
 def test_a_length_penalty_moves_the_agents_and_not_the_logged_reward(folder, flags, quick, plain, capsys):
     penalised = run("penalised", *flags, *command("penalised:train_cory"), "--iterations", "2")
     first, plain_first = rows(penalised)[1], rows(plain)[1]
