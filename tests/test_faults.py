@@ -180,6 +180,7 @@ def test_a_terminal_that_closes_costs_nothing_and_a_folder_has_one_process(small
         time.sleep(0.05)
     assert f"is in use by process {child}" in refused(capsys, "--resume", "--run_dir", run_dir)
     os.close(terminal)
+    os.kill(child, signal.SIGHUP)               # once more, as from a shell
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGHUP
     done = len(log.read_text().splitlines()) - 1
     assert checkpoints_of(run_dir)[0].name.startswith(f"iteration_{done:06d}-")

@@ -7,12 +7,14 @@ import threading
 from cory.system.distributed import is_main, world_size
 
 NUMBERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+HANGUP = getattr(signal, "SIGHUP", None)                # Windows has none
 
 
 class Signals:
     """From `install` to `remove`: a signal outside `waiting` ends the program at once. While `waiting` it is
     noted in `received`, and the run ends itself after the iteration; a second one ends the program at once,
-    except under torchrun, which may pass on what has reached its processes already.
+    except under torchrun, which may pass on what has reached its processes already, and except SIGHUP, which
+    terminal and shell may both send.
 
     Exit status: 128 + the signal's number, as a shell has it. What nohup has ignored stays ignored.
     """
@@ -43,8 +45,8 @@ class Signals:
             say(f"stopped by {self.received.name}")
             raise SystemExit(self.status)
         if world_size() == 1:
-            for each in self.before:
-                signal.signal(each, signal.SIG_DFL)                     # a second one ends the run at once
+            for each in self.before:                                    # a second one ends the run at once
+                signal.signal(each, signal.SIG_IGN if each == HANGUP else signal.SIG_DFL)
         say(f"{self.received.name}: this iteration is finished and saved first")
 
     @property

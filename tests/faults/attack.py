@@ -196,8 +196,8 @@ def terminals(attack: Attack) -> None:
         while not (folder / "metrics.jsonl").exists():
             time.sleep(0.01)
         time.sleep(random.uniform(0, 3.0))
-        os.kill(child, signal.SIGHUP)                       # what closing does, beside this
-        os.dup2(os.open(os.devnull, os.O_RDWR), terminal)
+        os.dup2(os.open(os.devnull, os.O_RDWR), terminal)   # closes it, which sends SIGHUP
+        os.kill(child, signal.SIGHUP)                       # and so does a shell
         status, err = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), ""
         ended = (folder / "eval.json").exists()
         if not ended:
