@@ -165,6 +165,11 @@ class Config:
             return self.advantage not in ("rloo", "grpo")
         return self.whiten_advantages == "true"
 
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantage has a critic; one of the user's own may have."""
+        return self.advantage == "gae" or self.advantage not in ADVANTAGES
+
     def __post_init__(self):
         hints = get_type_hints(type(self))
         for f in fields(self):
@@ -246,8 +251,7 @@ class Config:
             self.require("gamma", self.gamma == 1, f"is not used by {self.advantage}; leave it at 1")
         self.require("whiten_advantages", self.advantage != "grpo" or self.whiten_advantages != "true",
                      "and grpo already divides by its group's standard deviation; use one of both")
-        self.require("partner_term", self.partner_term != "critic" or self.advantage == "gae"
-                     or self.advantage not in ADVANTAGES,
+        self.require("partner_term", self.partner_term != "critic" or self.has_critic,
                      f"needs a critic, which {self.advantage} has not; use --advantage gae")
         self.require("shard", not (self.shard and self.load_in_4bit),
                      "4 bits cannot be divided among processes; add --load_in_4bit false")
@@ -262,7 +266,6 @@ class Config:
         """
         team = ["role_exchange_every", "knowledge_transfer", "partner_reward", "partner_term",
                 "share_weights", "reset_on_exchange"]
-        has_critic = self.advantage == "gae" or self.advantage not in ADVANTAGES
         own_loop, exchanges = self.method not in METHODS, self.role_exchange_every > 0
         waiting = [
             (self.method != "ppo", "a method of two agents", team),
@@ -273,7 +276,7 @@ class Config:
             (self.lora, "--lora true", ["lora_rank", "lora_alpha", "lora_targets"]),
             (self.adap_kl_ctrl, "--adap_kl_ctrl true", ["kl_target", "kl_horizon"]),
             (self.init_kl_coef > 0, "--init_kl_coef above 0", ["adap_kl_ctrl", "kl_in"]),
-            (has_critic, "a critic, as of --advantage gae",
+            (self.has_critic, "a critic, as of --advantage gae",
              ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
             (self.vf_coef > 0, "--vf_coef above 0", ["cliprange_value", "critic_learning_rate"])]
         return {name: what for holds, what, names in waiting if not holds for name in names}

@@ -19,7 +19,8 @@ def trains(*agents: str, evaluate: Callable | None = None) -> Callable:
     """Decorator that names the agents a loop trains. The run makes one for each name, in this order.
 
     `evaluate(run, roles)`, if given, measures the agents as a team at each held-out evaluation: `roles` are
-    those of the iteration before it. It returns numbers by name, which are logged as `eval/team/NAME`.
+    those of the iteration that has just ended. It returns numbers by name, which are logged as
+    `eval/team/NAME`.
     """
     def decorator(loop):
         loop.agents, loop.evaluate = agents, evaluate
@@ -108,7 +109,7 @@ def evaluate_transfer(run: Run, roles: list[Agent]) -> dict[str, float]:
     copies = [a1.strip() == a2.strip() for a1, a2 in zip(first, second, strict=True)]
     metrics = {"observer_copies": fmean(copies)}
     for name, rows in (("better", better), ("worse", ~better)):
-        if r1.min() < r1.max():
+        if better.any() and not better.all():
             metrics[f"observer_after_{name}"] = r2[rows].mean().item()
     return metrics
 
@@ -117,8 +118,10 @@ def evaluate_transfer(run: Run, roles: list[Agent]) -> dict[str, float]:
 def train_cory(run: Run, score: Callable = score) -> None:
     """Algorithm 1 of the paper: pioneer and observer, who sees its answer; one reward; roles exchanged.
 
-    With `--share_weights true` both roles are the same agent. The pioneer's update comes first, so that its
-    rollout is exactly on-policy. The observer's rollout is older than that update: its first ratio is not 1.
+    `score` may be another: recipes and studies pass their own. Both rewards come between rollouts and
+    updates, where `python -m cory benchmark` divides its timings. With `--share_weights true` both roles are
+    one agent. The pioneer's update comes first, so that its rollout is exactly on-policy. The observer's
+    rollout is older than that update: its first ratio is not 1.
     """
     cfg, task = run.cfg, run.task
     pioneer, observer = run.roles

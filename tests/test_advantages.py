@@ -109,8 +109,8 @@ def test_only_gae_has_a_critic(name):
 
 
 # --- one's own ---
-def half(reward_BT, mask_BT, group_size):
-    return rloo(reward_BT, mask_BT, group_size) / 2
+def half(reward_BT, mask_BT, group_size, share=0.5):            # asks for three, and has one of its own
+    return rloo(reward_BT, mask_BT, group_size) * share
 
 
 def with_critic(reward_BT, value_BT):

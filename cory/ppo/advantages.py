@@ -1,10 +1,10 @@
 """Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
 
-`--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the
-names of its parameters (`OFFERED`). With value_BT the run trains a critic, towards advantage + V: do not
-normalise then, whitening follows. The group_size responses to a query stand in consecutive rows. An estimator
-returns the advantages, (B, T), 0 on padding. `Config` in cory/config.py knows by name which of them are
-whitened (`whitens`) and have a critic (`has_critic`).
+`--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the names of
+its parameters (`OFFERED`); others need a default. If it asks for value_BT, a critic is trained towards
+advantage + V: return such advantages unnormalised, whitening comes later. The group_size responses to a query
+stand in consecutive rows. An estimator returns the advantages, (B, T), 0 on padding. `Config` knows those of
+this file by name: `whitens`, `has_critic` and `require_combinations` in cory/config.py.
 """
 import inspect
 from typing import Callable
@@ -101,4 +101,6 @@ def estimator(advantage: str, responses_per_query: int) -> Callable[..., Tensor]
 
 
 def parameter_names(function: Callable) -> set[str]:
-    return set(inspect.signature(function).parameters)
+    """What an estimator asks for: parameters that are offered, or that have no default."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.name in OFFERED or p.default is p.empty}

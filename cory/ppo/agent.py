@@ -24,7 +24,7 @@ class Agent:
         adapter = add_adapter(reference.lm, name, cfg, self.seed) if cfg.lora else None
         critic = "value_BT" in parameter_names(estimator(cfg.advantage, cfg.responses_per_query))
         self.policy = PolicyWithValue(reference, adapter, critic)
-        if cfg.shard and not cfg.lora:
+        if cfg.shard and not cfg.lora:              # else the run shards the base, with all adapters in it
             shard(self.policy.lm, cfg)
         self.reset()
 

@@ -1,5 +1,5 @@
-"""Which rows share an optimizer step, which of these a forward pass, and which tokens a call of the head. The
-last two change results by rounding alone.
+"""Divides rows into optimizer steps, these into forward passes, and tokens into calls of the head. The last
+two change results by rounding alone.
 """
 from dataclasses import dataclass, fields, replace
 from typing import Iterator

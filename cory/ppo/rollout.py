@@ -119,6 +119,8 @@ def all_gather_rollout(rollout: Rollout, pad_id: int) -> Rollout:
 def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor,
                     ref_hidden_NH: Tensor, token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from both models' hidden states.
+
+    Another KL is another value of `kl_penalty`: held-out evaluation asks for "full".
     """
     # a few tokens at a time: nothing of size (B, T, V) is made
     size, parts = logit_chunk_size(policy), []

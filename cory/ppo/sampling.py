@@ -24,7 +24,7 @@ class Prompts(NamedTuple):
 
 class Sample(NamedTuple):
     response_BT: Tensor  # sampled ids; EOS on padding
-    mask_BT: Tensor      # float, 1 = real response token; a row's first EOS is real, what follows it is not
+    mask_BT: Tensor      # float, 1 = real response token: up to a row's first of `end_ids`, it included
     logp_BT: Tensor      # log q of each sampled token, the distribution it was drawn from; 0 on padding
 
 
@@ -97,9 +97,9 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
            is_local: bool = False, cfg: Config | None = None) -> Sample:
     """Samples `a ~ pi(. | prompt)` until EOS or `max_new_tokens`; greedily without a generator.
 
-    The distribution is that of `model.logprobs`, the very one that scoring and the update use. Given `cfg`,
-    as a rollout gives it, `sampling_logprobs` makes another of it. There is no repetition penalty (DIFFERS:
-    the released code samples with one and scores without). Each step takes B numbers from
+    The distribution is that of `model.logprobs`, the very one that scoring and the update use. With `cfg`, in
+    rollouts alone, tokens are drawn from `sampling_logprobs` instead. There is no repetition penalty
+    (DIFFERS: the released code samples with one and scores without). Each step takes B numbers from
     `generator`, on the CPU, whichever rows still run: one for each prompt, those of other processes included
     if the prompts are this process's (`is_local`).
 

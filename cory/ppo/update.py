@@ -91,16 +91,17 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
     Return the same names at every call. Of `critic_error`, `token_means` makes `value_error` and
     `explained_variance`.
 
-    N mixes responses and may end within one. So a weight of each response belongs into `make_experience`. A
-    ratio of whole responses under the policy as it is now needs a pass of its own in `add_gradient`, before
-    its chunks, and then a `clip_fraction` of its own here.
+    The N tokens are of several responses, and may end within one. So a weight of each response belongs into
+    `make_experience`, on the advantages, after whitening. A ratio of whole responses under the policy as it
+    is now needs a pass of its own in `add_gradient`, before its chunks, and then a `clip_fraction` of its own
+    here.
     """
     logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
     policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)
     loss_N = policy_loss_N.clone()          # a copy: `loss_N -= ...` leaves the metric as it is
     unclipped_N = -(logp_N - old.logp_N).exp() * old.advantage_N
     metrics = {"policy_loss": policy_loss_N, "entropy": entropy_N,
-               # whatever clips -ratio A is counted; a loss that is none of it needs a line of its own
+               # tokens whose loss is not exactly -ratio A; a loss of another form counts for itself
                "clip_fraction": policy_loss_N != unclipped_N,
                "approx_kl": formulas.kl_k3(old.logp_N, logp_N)}         # estimates KL(pi_old || pi)
     if cfg.kl_in == "loss":
