@@ -275,7 +275,6 @@ class Config:
             (own_loop or self.partner_reward != 0, "a --partner_reward that is not 0", ["partner_term"]),
             (self.lora, "--lora true", ["lora_rank", "lora_alpha", "lora_targets"]),
             (self.adap_kl_ctrl, "--adap_kl_ctrl true", ["kl_target", "kl_horizon"]),
-            (self.init_kl_coef > 0, "--init_kl_coef above 0", ["adap_kl_ctrl", "kl_in"]),
             (self.has_critic, "a critic, as of --advantage gae",
              ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
             (self.vf_coef > 0, "--vf_coef above 0", ["cliprange_value", "critic_learning_rate"])]

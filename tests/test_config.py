@@ -111,7 +111,6 @@ BAD = [                                 # one case of each kind
     ("--share_weights true --role_exchange_every 3", ["role_exchange_every is 3", "--share_weights false"]),
     ("--partner_reward 0 --partner_term critic", ["partner_term is 'critic'", "that is not 0"]),
     ("--lora false --lora_rank 4", ["lora_rank is 4", "--lora true"]),
-    ("--init_kl_coef 0 --kl_in loss", ["kl_in is 'loss'", "--init_kl_coef above 0"]),
     ("--vf_coef 0 --cliprange_value 1", ["cliprange_value is 1.0", "--vf_coef above 0"]),
     ("--task gsm8k", ["task is 'gsm8k'", "has its own script, train_gsm8k.py"]),
     ("--partner_term critic --llm1 advantage=reinforce", ["llm1: partner_term is 'critic'"]),

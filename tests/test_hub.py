@@ -13,7 +13,9 @@ from conftest import save_small
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from cory.system.hub import with_revision
+from cory.errors import UserError
+from cory.system.hub import require_hub_name, with_revision
+from cory.tasks.data import load_columns
 
 ROOT = Path(__file__).parents[1]
 FAKE = ROOT.parent / "shared" / "vcuda" / "fakehub.py"
@@ -92,3 +94,8 @@ def test_a_path_may_hold_an_at(tmp_path):
     (tmp_path / "x@y").mkdir()
     assert with_revision(str(tmp_path / "x@y")) == (str(tmp_path / "x@y"), None)
     assert constants.HF_HUB_OFFLINE         # of these tests' own process
+    for name in (f"{tmp_path}/x@y@v1", "gpt2@"):
+        with pytest.raises(UserError, match="only a name of the Hub can have a revision"):
+            require_hub_name("model", name)
+    with pytest.raises(UserError, match="needs the Hub for its revision; .* `hf download a/b --revision v1"):
+        load_columns("a/b@v1", ["text"])

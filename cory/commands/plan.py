@@ -23,6 +23,7 @@ from cory.experiment.tables import table
 from cory.ppo.loading import model_config, model_errors
 from cory.ppo.lora import linear_layers
 from cory.ppo.minibatches import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE
+from cory.system.hub import with_revision
 
 GELU = dict(activation_function="gelu_pytorch_tanh")    # as `model_config` loads them
 SHAPES = {
@@ -83,7 +84,7 @@ class Plan:
         """What lasts: the reference, and of all agents the weights and Adam's two moments."""
         cfg = self.cfg
         base = self.held(FLOAT)
-        if cfg.lora and cfg.dtype == "bfloat16":
+        if cfg.lora and (cfg.dtype == "bfloat16" or cfg.load_in_4bit):
             base = self.held(HALF) + (FLOAT - HALF) * self.head     # which is in float32
             base += HALF * self.head if self.config.tie_word_embeddings else 0      # beside the embedding
         if cfg.load_in_4bit:
@@ -162,7 +163,8 @@ def main(argv: list[str]) -> None:
     if cfg.dtype == "auto":
         cfg.dtype = "float32" if cfg.device == "cpu" else "bfloat16"
     with model_errors("model", cfg.model):
-        plan = Plan(cfg, SHAPES.get(cfg.model) or model_config(cfg.model), args.prompt, args.gpus)
+        shape = SHAPES.get(with_revision(cfg.model)[0]) or model_config(cfg.model)
+        plan = Plan(cfg, shape, args.prompt, args.gpus)
     phases = plan.phases()
     sizes = [f"{size / 2**30:.1f}" for size in phases.values()]
     print(table([[f"{cfg.model}, {plan.weights / 1e6:.0f}M, {cfg.dtype}", *phases, "card"],

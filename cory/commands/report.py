@@ -74,7 +74,8 @@ def read_eval(run_dir: Path, agents: list[str]) -> dict:
     path = run_dir / "eval.json"
     with readable(path):
         held_out = read_json(path)
-        return held_out | {name: dict(held_out[name]) for name in ("base", *agents)}
+        names = ["base", *agents, *{"team"} & held_out.keys()]
+        return held_out | {name: dict(held_out[name]) for name in names}
 
 
 @exit_on_user_error

@@ -54,7 +54,9 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: l
     """
     require_finite(agents)
     tensors, state = tensors_of(agents), about | json_state(iteration, agents, roles)
-    state["memory"] = packed("state", memory, tensors)
+    kept = {}
+    state["memory"] = packed("state", memory, kept)
+    tensors |= {name: x.clone() for name, x in kept.items()}        # two of one memory could not be saved
     tensors = gathered(tensors)
     broadcast(lambda: write(run_dir, tensors, state))           # all wait: one that ends, ends all
 
@@ -94,7 +96,7 @@ def packed(name: str, value, tensors: dict[str, Tensor]):
     would not come back as it is: tuples, sets, objects, keys that are no text.
     """
     if isinstance(value, Tensor):
-        tensors[name] = value.detach().clone()              # two of one memory could not be saved
+        tensors[name] = value.detach()
         return {TENSOR: name, "device": value.device.type}
     if type(value) is dict and all(type(key) is str for key in value):
         return {key: packed(f"{name}/{key}", item, tensors) for key, item in value.items()}

@@ -117,6 +117,8 @@ class Run(ExitStack):
         data = task_class.load_data(cfg)
         self.bases = load_bases(cfg, self.columns, self.device)
         self.task = task_class(cfg, data, self.bases["base"])
+        contexts = [base.context_length for base in self.bases.values()]
+        self.task.room = max(cfg.max_response_length, self.task.room - contexts[0] + min(contexts))
         # of the bases as they were loaded: LoRA's agents put their adapters into them
         self.fingerprints = of_run(data, self.bases, self.task)
         self.agents = [Agent(name, self.bases[self.columns[name]], cfg.of_agent(name), i)
@@ -157,7 +159,8 @@ class Run(ExitStack):
         way_out = "its config.json and its checkpoint are of two runs; put back its own"
         cfg.require("run_dir", self.mark == state.get("run", ""), way_out)
         way_out = f"its metrics.jsonl or samples.jsonl is not as iteration {done} left it; put back a copy"
-        cfg.require("run_dir", state.get("log") in (None, log_digest(self.run_dir, done)), way_out)
+        as_left = logged >= {*range(done + 1)} and state.get("log") in (None, log_digest(self.run_dir, done))
+        cfg.require("run_dir", as_left, way_out)
         require_same_reward(self.task, self.run_dir)
         changed = [f"{name} {then.get(name)} then, {now} now" for name, now in versions().items()
                    if then.get(name) != now]

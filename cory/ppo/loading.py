@@ -178,4 +178,4 @@ def why_not(error: Exception, name: str) -> str:
     if os.path.exists(name) or not isinstance(error, OSError):
         return f"could not be loaded ({hub.short_message(error)}); save or fetch it again, or pass another"
     return ("is neither a local folder nor to be had from the Hub now; with a network run "
-            f"`hf download {name} --local-dir DIR`, then pass DIR")
+            f"`hf download {name.replace('@', ' --revision ')} --local-dir DIR`, then pass DIR")

@@ -33,8 +33,11 @@ def require_hub_name(field: str, name: str) -> None:
     folder, way_out = os.path.dirname(name), "no such file or folder; mend the path"
     if os.path.lexists(name):
         raise UserError(field, name, "is a link to nothing, or to itself; mend the link")
+    place, revision = with_revision(name)
+    if revision is not None and (os.path.exists(place) or not revision):
+        raise UserError(field, name, "only a name of the Hub can have a revision; leave out the @")
     try:
-        validate_repo_id(with_revision(name)[0])
+        validate_repo_id(place)
     except HFValidationError as error:
         raise UserError(field, name[:200], way_out) from error
     if name.endswith((".jsonl", ".json", ".csv", ".parquet", ".safetensors")):

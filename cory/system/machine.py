@@ -1,5 +1,6 @@
 """The machine a run is on: what it is, what it decides of a run's settings, and its memory."""
 import ctypes
+import os
 import platform
 import re
 import sys
@@ -100,7 +101,8 @@ def prepare_device(cfg: Config) -> torch.device:
         # and it plans for tens of milliseconds at each new shape, which sampling meets at every token.
         torch.backends.cuda.enable_cudnn_sdp(False)
         return device
-    if cfg.device == "auto" and torch.version.cuda and GPU.exists():
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if cfg.device == "auto" and torch.version.cuda and GPU.exists() and not hidden:
         print(f"warning: this PyTorch (CUDA {torch.version.cuda}) cannot use the GPU; is its driver too old? "
               "Update it, install PyTorch for an older CUDA, or say --device cpu", file=sys.stderr)
     keep_freed_memory()

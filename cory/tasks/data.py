@@ -10,7 +10,7 @@ from cory.errors import UserError
 from cory.system import hub
 
 DataError = partial(UserError, "dataset")           # DataError(place, way_out)
-MOST_FILES = 10_000                                 # of a folder: `datasets` walks through all, even of /
+MOST_FILES = 200_000                                # of a folder: `datasets` walks through all, even of /
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")      # half of a pair of UTF-16, which no tokenizer takes
 
 
@@ -63,16 +63,18 @@ def read_with_datasets(dataset: str, subset: str) -> dict[str, list[dict]]:
         if files > MOST_FILES:
             raise DataError(dataset, f"holds more than {MOST_FILES} files; name the folder of the data alone")
     hub.reach(dataset)
+    place, revision = hub.with_revision(dataset)
+    fetch = f"`hf download {dataset.replace('@', ' --revision ')} --repo-type dataset --local-dir DIR`"
+    if revision and hub.constants.is_offline_mode():            # the cache may hold another one
+        raise DataError(dataset, f"needs the Hub for its revision; with a network run {fetch}, then pass DIR")
     try:
         if path.is_dir():
             splits = load_dataset(str(path))
         else:
-            place, revision = hub.with_revision(dataset)
             subsets = get_dataset_config_names(place, revision=revision)
             splits = load_dataset(place, subset if subset in subsets else None, revision=revision)
         return {split: rows.to_list() for split, rows in splits.items()}
     except Exception as error:                                  # each file format raises errors of its own
-        fetch = f"`hf download {dataset} --repo-type dataset --local-dir DIR`"
         way_out = "mend its files" if path.is_dir() else f"with a network run {fetch}, then pass DIR"
         why = hub.short_message(error.__cause__ or error)
         raise DataError(dataset, f"could not be read ({why}); {way_out}") from error

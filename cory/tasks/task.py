@@ -74,7 +74,8 @@ class Task:
             if getattr(own, name) is getattr(Task, name):
                 raise UserError("task", own.__name__, f"defines no {name}(self, queries, responses); add it")
         self.cfg, self.train = cfg, data.train
-        self.room = model.context_length            # tokens for a response in an observer's prompt
+        # tokens for a response in an observer's prompt: half of the context is left to all else
+        self.room = max(cfg.max_response_length, model.context_length // 2 - cfg.max_response_length)
         self.tokenizer, self.device = model.tokenizer, model.device
         rng = random.Random("held-out queries")     # the same for every seed: all seeds share one yardstick
         rows = getattr(data, cfg.eval_split)
