@@ -217,6 +217,16 @@ def test_config_json_names_no_place_of_this_machine_and_finds_what_is_embedded(t
     assert found == cfg and found.dataset == str(ASSETS / "imdb/openings")
 
 
+def test_a_setting_that_a_run_is_older_than_can_be_given_at_resume(copy, capsys):
+    saved = json.loads((copy / "config.json").read_text())
+    del saved["importance_cap"]
+    (copy / "config.json").write_text(json.dumps(saved))
+    flags = ["--resume", "--run_dir", copy, "--iterations", "3", "--importance_cap", "2"]
+    train_imdb.main([*map(str, flags)])
+    assert "older than, from here on: --importance_cap: 2.0" in capsys.readouterr().out
+    assert json.loads((copy / "config.json").read_text())["importance_cap"] == 2
+
+
 @pytest.mark.parametrize("change, says", [
     ({"iterations": "7"}, "iterations is '7': must be of type int"), ({"agents": []}, "its agents are []"),
     ({"warp": 9}, "unexpected keyword argument 'warp'"), ({"agents": ["../x"]}, "its agents are ['../x']"),

@@ -430,7 +430,7 @@ def test_groups_are_of_each_agents_own_settings_and_of_its_team():
     runs = [(config, of_name), (other, of_name)]
     assert grouped(runs[:1], ["learning_rate"]) == {
         "base": [{"kl": 0}], "CORY LLM1, learning_rate 0.1": [{"kl": 1}],
-        "CORY LLM2, learning_rate 0.2": [{"kl": 2}], "CORY TEAM, learning_rate 0.1": [{"copies": 3}]}
+        "CORY LLM2, learning_rate 0.2": [{"kl": 2}], "CORY TEAM, learning_rate 0.1/0.2": [{"copies": 3}]}
     assert len(grouped(runs, ["agent_settings"])) == 1 + 2 * 3      # each value a group of its own
 
 

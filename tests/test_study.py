@@ -327,3 +327,7 @@ def test_a_loop_of_a_study_trains(small_flags, tmp_path):
     assert row["pioneer/task_reward"] != 0.0
 
 
+def test_an_agents_own_metric_wins_over_its_teams():
+    log = [{"iteration": 1, "eval/llm1/kl": 1.0, "eval/team/kl": 9.0, "eval/team/copies": 2.0}]
+    run = SimpleNamespace(finished=False)
+    assert rows.evaluations(run, "llm1", "base", log) == {1: {"kl": 1.0, "copies": 2.0}}

@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from cory.config import PER_AGENT, Config
 from cory.errors import UserError
-from cory.experiment.saved_config import load_config
+from cory.experiment.saved_config import load_config, read_config
 from cory.names import guess, name_of
 
 # These, and what concerns W&B, may differ in a continuation: none changes what an iteration computes. Of
@@ -129,8 +129,9 @@ def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Conf
         raise UserError("run_dir", run_dir, way_out)
     config = Parser(config_class, asdict(saved)).parse(argv)
     old, new = fixed(asdict(saved)), fixed(asdict(config))
+    known = read_config(Path(run_dir))              # without settings that the run is older than
     changed = "; ".join(f"{name} was {old[name]!r}, now {new[name]!r}" for name in new
-                        if new[name] != old[name])
+                        if name in known and new[name] != old[name])
     if changed:
         raise UserError("resume", run_dir, f"has other settings: {changed}; leave these out, or start anew")
     if config.iterations != saved.iterations and config.lr_schedule != "constant":

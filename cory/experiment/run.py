@@ -168,7 +168,7 @@ class Run(ExitStack):
             print(f"other versions than at the checkpoint, so that results may differ: {'; '.join(changed)}")
         added = [f"--{name}: {value}" for name, value in asdict(cfg).items() if name not in before]
         if added:
-            print(f"settings that the run is older than have their defaults: {', '.join(added)}")
+            print(f"settings that the run is older than, from here on: {', '.join(added)}")
         edited = [file for file, now in self.code.items() if state.get("code", {}).get(file, now) != now]
         if edited:
             print(f"other code than at the checkpoint, by which the run goes on: {', '.join(edited)}")

@@ -26,8 +26,8 @@ def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, 
     bases, groups = {}, defaultdict(list)
     for config, of_name in sorted(runs, key=lambda run: [sortable(run[0][name]) for name in order]):
         for name in of_name:
-            own = config.get("agent_settings", {}).get(name, {})
-            values = "".join(f", {setting} {own.get(setting, config[setting])}" for setting in by)
+            whose = config["agents"] if name == "team" else [name]
+            values = "".join(f", {setting} {values_of(config, whose, setting)}" for setting in by)
             if name.startswith("base"):
                 bases.setdefault(f"{name}{values}", [of_name[name]])
             elif name in (*config["agents"], "team"):
@@ -36,6 +36,12 @@ def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, 
     if first and all(base == first for base in others):
         bases = {"base": first}
     return bases | groups
+
+
+def values_of(config: dict, agents: list[str], setting: str) -> str:
+    """A setting's value of these agents, or their values with strokes between them."""
+    own = [config.get("agent_settings", {}).get(name, {}) for name in agents]
+    return "/".join(dict.fromkeys(str(settings.get(setting, config[setting])) for settings in own))
 
 
 def sortable(setting) -> tuple:

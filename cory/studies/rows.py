@@ -60,8 +60,8 @@ def evaluations(run: StudyRun, agent: str, base: str, log: list[dict]) -> dict[i
     evaluated = {}
     for row in log:
         name = agent if row["iteration"] else base
-        metrics = {key.split("/", 2)[2]: value for key, value in row.items()
-                   if key.startswith((f"eval/{name}/", "eval/team/"))}
+        metrics = {key.removeprefix(prefix): value for prefix in ("eval/team/", f"eval/{name}/")
+                   for key, value in row.items() if key.startswith(prefix)}         # the agent's own win
         if metrics:
             evaluated[row["iteration"]] = metrics
     if run.finished:
