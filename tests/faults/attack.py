@@ -299,9 +299,9 @@ def others_files(attack: Attack) -> None:
         (folder / name).write_text(before)
     for name in ("lm/model.safetensors", "openings/test.jsonl", "classifier/model.safetensors"):
         content = (attack.assets / name).read_bytes()
-        # a letter of the first row; a bit in the last weight
-        at = 15 if name.endswith("jsonl") else len(content) - 2
-        (attack.assets / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1:])
+        # a letter of the first row; the exponent of the last weight: rewards are compared to 0.002
+        at, bit = (15, 1) if name.endswith("jsonl") else (len(content) - 1, 64)
+        (attack.assets / name).write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1:])
         refused(folder, f"{name} at resume", *resume, folder)
         refused(folder, f"{name} at evaluation", *evaluate, folder)
         (attack.assets / name).write_bytes(content)
