@@ -22,12 +22,12 @@ from cory.tasks.imdb import Imdb  # noqa: E402
 
 
 class Faulty(Imdb):
-    """The eighth call of its reward kills process 1."""
+    """The seventh call of its reward kills process 1."""
     calls = 0
 
     def reward_of(self, queries, responses):
         type(self).calls += 1
-        if self.calls == 8 and os.environ["RANK"] == "1":
+        if self.calls == 7 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().reward_of(queries, responses)
 

@@ -113,7 +113,8 @@ def test_two_processes_compute_what_one_computes(runs, name, of):
     samples = [rows(runs / run, "samples.jsonl") for run in (name, of)]
     assert len(samples[0]) > 4
     for row, expected in zip(*samples, strict=True):
-        assert all(row[role] == expected[role] for role in ("pioneer", "observer", "base"))
+        assert row.keys() == expected.keys()            # the base answers at evaluations alone
+        assert all(row[role] == expected[role] for role in ("pioneer", "observer", "base") if role in row)
     checkpoint, expected = (load_file(checkpoints_of(runs / run)[-1]) for run in (name, of))
     assert checkpoint.keys() == expected.keys()
     for key, x in expected.items():
