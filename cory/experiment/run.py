@@ -172,7 +172,9 @@ class Run(ExitStack):
         edited = [file for file, now in self.code.items() if state.get("code", {}).get(file, now) != now]
         if edited:
             print(f"other code than at the checkpoint, by which the run goes on: {', '.join(edited)}")
-        self.roles = [self.agents[self.agent_names.index(name)] for name in state["roles"]]
+        agents = dict(zip(self.agent_names, self.agents, strict=True))
+        self.roles = [agents[name] for name in state["roles"]]
+        self.played = [agents[name] for name in state.get("played", state["roles"])]
         self.state = state["memory"]
         return done, state["wandb_id"]
 
@@ -181,7 +183,7 @@ class Run(ExitStack):
         if self.start == 0:
             metrics = {f"eval/{column}/{name}": value for column, base in self.bases.items()
                        for name, value in evaluate(base, base, self.task, self.cfg).items()}
-            metrics |= self.evaluate_team()
+            metrics |= self.evaluate_team(self.roles)
             if is_main():
                 self.log.iteration(0, metrics, [], {})
         self.clock, self.signals.waiting = time.perf_counter(), True
@@ -206,13 +208,14 @@ class Run(ExitStack):
         evaluates = last or cfg.eval_every and iteration % cfg.eval_every == 0
         samples = self.samples(iteration, queries, max_new_tokens, turns, self.bases if evaluates else {})
         if evaluates:
-            row |= self.evaluate_agents() | self.evaluate_team()
-        self.roles = roles
+            row |= self.evaluate_agents() | self.evaluate_team(self.roles)
+        self.played, self.roles = self.roles, roles
         if is_main():
             self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = all_reduce_max(self.signals.received or 0)
         if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
-            about = {"run": self.mark, "wandb_id": self.wandb_id, "code": self.code}
+            about = {"run": self.mark, "wandb_id": self.wandb_id, "code": self.code,
+                     "played": [agent.name for agent in self.played]}
             save_checkpoint(self.run_dir, iteration, self.agents, roles, self.state, about)
         if received:
             self.stop(iteration, signal.Signals(received))
@@ -267,10 +270,10 @@ class Run(ExitStack):
         return {f"eval/{agent.name}/{name}": value for agent in self.agents
                 for name, value in evaluate(agent.policy, agent.reference, self.task, agent.cfg).items()}
 
-    def evaluate_team(self) -> dict[str, float]:
+    def evaluate_team(self, roles: list[Agent]) -> dict[str, float]:
         """What the loop measures of its agents together, in the roles of the iteration that has ended."""
         measure = getattr(self.loop, "evaluate", None)
-        metrics = checked(measure(self, self.roles)) if measure else {}
+        metrics = checked(measure(self, roles)) if measure else {}
         return {f"eval/team/{name}": value for name, value in metrics.items()}
 
     def samples(self, iteration: int, queries: list[str], limit: int, turns: list[Turn],
@@ -305,7 +308,8 @@ class Run(ExitStack):
         save_final(self.run_dir, self.agents)
         metrics = {key: value for key, value in rows[0].items() if not key.startswith("eval/team/")} | last
         if f"eval/{self.agent_names[0]}/kl" not in last:
-            metrics |= self.evaluate_agents()           # resumed at its end, which was not an end before
+            # resumed at its end, which was not an end before
+            metrics |= self.evaluate_agents() | self.evaluate_team(self.played)
         if is_main():
             self.log.bar.close()
             self.write_results(done, metrics)

@@ -181,7 +181,7 @@ FAULTS = [
         ("wrong agent or role", "evaluate(agent.policy,", "evaluate(self.agents[0].policy,", "loop"),
         ("off by one", "yield from range(self.start + 1,", "yield from range(self.start or 1,", "loop"),
         ("wrong agent or role",
-         'self.roles = [self.agents[self.agent_names.index(name)] for name in state["roles"]]',
+         'self.roles = [agents[name] for name in state["roles"]]',
          "self.roles = self.agents", "loop"),
         ("wrong agent or role", 'role}_reward": turn.reward_B[', 'role}_reward": turns[0].reward_B[', "loop"),
     ),
