@@ -99,6 +99,11 @@ def test_a_checkpoint_of_other_agents_is_refused(case, copy, capsys):
     assert "is of other agents" in line and says in line
 
 
+def test_a_checkpoint_of_another_optimizer_is_refused(copy, capsys, monkeypatch):
+    monkeypatch.setattr(torch.optim, "Adam", torch.optim.AdamW)
+    assert "'llm1': 'Adam'" in (line := resume(capsys, copy)) and "now {'llm1': 'AdamW'" in line
+
+
 def test_what_lies_beside_the_checkpoints_is_none(copy):
     """A file that a kill has left, a copy under another name."""
     found = checkpoints_of(copy)

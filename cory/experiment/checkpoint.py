@@ -135,8 +135,13 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def json_state(iteration: int, agents: list[Agent], roles: list[Agent]) -> dict:
     kind, keys, *position = np.random.get_state()
     return {"iteration": iteration, "roles": [agent.name for agent in roles],
-            "kl_coef": {agent.name: agent.kl_coef for agent in agents}, "versions": versions(),
+            "kl_coef": {agent.name: agent.kl_coef for agent in agents}, "optimizers": optimizers_of(agents),
+            "versions": versions(),
             "python_random": random.getstate(), "numpy_random": [kind, keys.tolist(), *position]}
+
+
+def optimizers_of(agents: list[Agent]) -> dict[str, str]:
+    return {agent.name: type(agent.optimizer).__name__ for agent in agents}
 
 
 @functools.cache
@@ -218,7 +223,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     broadcast(lambda: require_whole(*checkpoints))
     state = read_state(newest)
     with readable(newest), safe_open(newest, "pt") as file:
-        require_same_agents(newest, file, agents)
+        require_same_agents(newest, file, state, agents)
         version, inner, gauss = state["python_random"]
         random.setstate((version, tuple(inner), gauss))
         np.random.set_state(state["numpy_random"])
@@ -232,14 +237,20 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     return state
 
 
-def require_same_agents(checkpoint: Path, file: safe_open, agents: list[Agent]) -> None:
-    """The weights in a checkpoint are these agents', by name and shape. Raises `UserError`."""
+def require_same_agents(checkpoint: Path, file: safe_open, state: dict, agents: list[Agent]) -> None:
+    """The weights in a checkpoint are these agents', by name and shape, and so are the kinds of optimizers.
+    Raises `UserError`.
+    """
     saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if "/weights/" in key}
     wanted = {f"{agent.name}/weights/{name}": tuple(parameter.shape)
               for agent in agents for name, parameter in agent.policy.trained().items()}
     if saved != wanted:
         name, shape = min(saved.items() ^ wanted.items())
         way_out = f"is of other agents, which differ in {name} of shape {shape}; put back this run's"
+        raise UserError("checkpoint", str(checkpoint), way_out)
+    before, now = state.get("optimizers"), optimizers_of(agents)
+    if before not in (None, now):                               # older checkpoints do not say
+        way_out = f"is of the optimizers {before}, now {now}; undo that edit, or start a new run"
         raise UserError("checkpoint", str(checkpoint), way_out)
 
 
