@@ -2,6 +2,8 @@
 import os
 import sys
 import time
+from contextlib import contextmanager
+from typing import IO, Iterator
 
 DIVERGED = "has diverged"
 speaks = os.environ.get("RANK", "0") == "0"             # of processes with the same fault one says it
@@ -34,8 +36,46 @@ class Diverged(UserError):
         super().__init__(field, value, f"{who} {DIVERGED}: {way_out}")
 
 
+class LastingOutput:
+    """stdout or stderr that never raises. A closed terminal, `| head -1` or a full disk must not end a run:
+    after the first error what is written goes nowhere.
+    """
+
+    def __init__(self, stream: IO[str]):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        self.attempt(self.stream.write, text)
+
+    def flush(self) -> None:
+        self.attempt(self.stream.flush)
+
+    def attempt(self, call, *text: str) -> None:
+        try:
+            call(*text)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """A block in which no print raises. What the terminal's encoding lacks is written as an escape."""
+    before = sys.stdout, sys.stderr
+    if hasattr(sys.stdout, "reconfigure"):                  # a notebook's has no encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = map(LastingOutput, before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
 def exit_on_user_error(main):
     """Decorator for scripts: a `UserError` becomes one line on stderr and exit status 2; Ctrl-C exits 130."""
+    @lasting_output()
     def run(*args, **kwargs):
         try:
             return main(*args, **kwargs)

@@ -20,7 +20,7 @@ from toys import error_line, mend_checksum, settings
 
 import train_imdb
 from cory.config import ASSETS, IMDB_PRESETS, ImdbConfig
-from cory.errors import UserError
+from cory.errors import UserError, exit_on_user_error
 from cory.experiment import checkpoint, run
 from cory.experiment.checkpoint import checkpoints_of
 from cory.experiment.flags import parse
@@ -61,6 +61,27 @@ def resume(capsys, run_dir, *more) -> str:
 
 def kept_files(run_dir: Path) -> list[Path]:
     return [*run_dir.glob("*.jsonl"), *run_dir.glob("checkpoints/iteration*")]
+
+
+# --- output ---
+@pytest.mark.parametrize("output", ["/dev/full", "a closed pipe", "a closed terminal"])
+def test_no_print_ends_a_program(output, monkeypatch):
+    """As with `> /dev/full`, `| head -1`, and when a terminal closes."""
+    if output == "/dev/full":
+        end = os.open(output, os.O_WRONLY)
+    else:
+        other, end = os.pipe() if output == "a closed pipe" else pty.openpty()
+        os.close(other)
+    with open(end, "w", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert exit_on_user_error(lambda: [print("a line", flush=True) for _ in range(3)])() == [None] * 3
+
+
+def test_a_letter_that_the_terminal_lacks_is_escaped(tmp_path, monkeypatch):
+    with (tmp_path / "out").open("w", encoding="latin-1") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        exit_on_user_error(print)("1 – 2")
+    assert (tmp_path / "out").read_text() == "1 \\u2013 2\n"
 
 
 # --- checkpoints ---

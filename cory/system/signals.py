@@ -55,11 +55,5 @@ class Signals:
 
 
 def say(line: str) -> None:
-    """Prints a line. Where the terminal is gone, as at SIGHUP, this and all later lines go nowhere."""
-    try:
-        if is_main():
-            print(f"\n{line}", file=sys.stderr, flush=True)
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for output in (1, 2):
-            os.dup2(nowhere, output)
+    if is_main():
+        print(f"\n{line}", file=sys.stderr, flush=True)

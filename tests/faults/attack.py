@@ -202,7 +202,7 @@ def terminals(attack: Attack) -> None:
         ended = (folder / "eval.json").exists()
         if not ended:
             err = attack.go_on(folder)
-        sound = (status == 129 or ended) and results(folder) == expected
+        sound = (status in (129, -1) or ended) and results(folder) == expected      # a shell has 129 for both
         attack.held(sound, f"status {status}: {err[-200:]}")
         shutil.rmtree(folder)
 
