@@ -9,7 +9,6 @@ COMMANDS = {
     "study": "many variants over seeds, compared",
     "plan": "memory of a run, and the card that holds it",
     "benchmark": "seconds and memory of an iteration",
-    "gpu_check": "everything to run first on a GPU",
 }
 
 

@@ -8,9 +8,8 @@ from toys import error_line
 
 from cory.__main__ import COMMANDS
 from cory.__main__ import main as command
-from cory.commands import benchmark, gpu_check
-from cory.config import IMDB_PRESETS, ImdbConfig
-from cory.experiment.flags import parse
+from cory.commands import benchmark
+from cory.config import ImdbConfig
 
 
 @pytest.fixture(autouse=True)
@@ -57,31 +56,6 @@ def test_floor_counts_the_operations_of_a_forward_pass(small):
 
 def test_one_iteration_is_too_few(flags, capsys):
     assert "the first is left out" in error_line(benchmark.main, [*flags, "--iterations", "1"], capsys)
-
-
-def test_the_check_of_a_gpu_names_what_fails_and_goes_on(monkeypatch, capsys):
-    seconds = {"total": 2, "sample": 0.5, "score": 0.5, "update": 1}
-    result = json.dumps({"seconds": seconds, "peak_gib": 3.0, "share_of_floor": {"total": 0.6}})
-    asked = []
-
-    def last_line(*words: str) -> str:
-        asked.append(words)
-        return result if "ppo" in words else "FAILED, status 1"
-
-    monkeypatch.setattr(gpu_check, "last_line", last_line)
-    monkeypatch.setattr(gpu_check, "choose_device", lambda cfg: None)
-    monkeypatch.setattr(gpu_check, "write_gpt2_large", lambda folder: None)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
-    gpu_check.main([])
-    out = capsys.readouterr().out.splitlines()
-    assert out[1].startswith("a GPU, torch ") and "tests: FAILED, status 1" in out
-    assert "| ppo, tf32 | 2.00 | 0.50 | 0.50 | 1.00 | 3.0 | 60% |" in out
-    assert out[-1] == "| cory, bfloat16 | FAILED, status 1 |"
-    for words in asked:                                     # each command's flags are flags
-        if words[0].startswith("train_imdb"):
-            parse(ImdbConfig, IMDB_PRESETS, [*words[1:]])
-        elif "benchmark" in words:
-            parse(ImdbConfig, benchmark.PRESETS, [*words[3:]])
 
 
 @pytest.mark.parametrize("words, status, says", [

@@ -75,25 +75,31 @@ def solved_metrics(task: Task, rounds: list[dict], ks: list[int]) -> dict[str, f
     return metrics
 
 
-def evaluate_run(run_dir: Path, saved: dict, args: argparse.Namespace) -> dict[str, dict]:
-    """Evaluates base and agents of one run into RUN_DIR/evaluation. Returns {name: metrics}.
-
-    `saved` is its config.json. Raises `UserError` if data, base or reward are not what it was trained with.
+def reopened(run_dir: Path, saved: dict, device: str,
+             queries: int = 0) -> tuple[Config, Task, dict[str, LanguageModel]]:
+    """Settings on this machine, task and bases of a finished run; `saved` is its config.json. The task has
+    `queries` held-out queries if that is not 0. Raises `UserError` if data, base or reward are not what the
+    run was trained with.
     """
     trained = load_config(run_dir)
-    cfg = settled_anew(replace(trained, device=args.device))    # it may have been trained on another machine
+    cfg = settled_anew(replace(trained, device=device))         # it may have been trained on another machine
     task_class = find_task(cfg)
     data = task_class.load_data(cfg)            # divided as in the run: nothing it trained on is held out now
-    columns = cfg.base_columns(saved["agents"])
-    bases = load_bases(cfg, columns, prepare_device(cfg))
+    bases = load_bases(cfg, cfg.base_columns(saved["agents"]), prepare_device(cfg))
     task = task_class(cfg, data, bases["base"])
     for name, fingerprint in of_run(data, bases, task).items():
         if name == "data" or cfg.storage == trained.storage:    # in another its weights have other bits
             require_same(cfg, saved, name, fingerprint)
     evaluation.require_same_reward(task, run_dir)
-    if args.queries:
-        task = task_class(replace(cfg, eval_queries=args.queries), data, bases["base"])
+    if queries:
+        task = task_class(replace(cfg, eval_queries=queries), data, bases["base"])
+    return cfg, task, bases
 
+
+def evaluate_run(run_dir: Path, saved: dict, args: argparse.Namespace) -> dict[str, dict]:
+    """Evaluates base and agents of one run into RUN_DIR/evaluation. Returns {name: metrics}."""
+    cfg, task, bases = reopened(run_dir, saved, args.device, args.queries)
+    columns = cfg.base_columns(saved["agents"])
     folder, metrics = broadcast(lambda: own_folder(run_dir / "evaluation")), {}
     for name in [*bases, *saved["agents"]]:
         model = bases.get(name) or final_model(run_dir, name, cfg, bases[columns[name]])

@@ -3,11 +3,11 @@
     python -m cory limit RUN_DIR ...        # finished runs: eval.json and curves.png then show it
 """
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
+from cory.commands.evaluate import reopened
 from cory.commands.report import finished
 from cory.config import Config
 from cory.errors import exit_on_user_error
@@ -16,21 +16,15 @@ from cory.experiment.fingerprints import of_model
 from cory.experiment.flags import OneLineParser
 from cory.experiment.limit import Limit, made_with, on_limit
 from cory.experiment.plots import draw_curves
-from cory.experiment.run import find_task
-from cory.experiment.saved_config import load_config
 from cory.experiment.tables import results_table
-from cory.ppo.loading import load_language_model
+from cory.ppo.model import LanguageModel
 from cory.system.files import read_json, replace_text
 from cory.system.folder import locked
-from cory.system.machine import prepare_device, settled_anew
+from cory.tasks.task import Task
 
 
-def base_rewards(cfg: Config, n: int = 64) -> dict:
+def base_rewards(cfg: Config, task: Task, base: LanguageModel, n: int = 64) -> dict:
     """What limit.json holds: n rewards of the base's answers to each held-out query, and the first answer."""
-    task_class = find_task(cfg)
-    data, cfg = task_class.load_data(cfg), settled_anew(replace(cfg, device="auto"))
-    base = load_language_model(cfg.model, cfg.temperature, cfg.precision, prepare_device(cfg), cfg.storage)
-    task = task_class(cfg, data, base)
     examples, rewards, queries = [], [], task.held_out_queries
     at_once = max(1, rows_at_once(256, cfg.max_response_length) // n)
     for at in tqdm(range(0, len(queries), at_once), desc="the base's answers", dynamic_ncols=True):
@@ -48,11 +42,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
     run_dirs = parser.parse_args(argv).run_dirs
     for run_dir, saved in zip(run_dirs, finished(run_dirs), strict=True):
-        cfg, agents = load_config(run_dir), saved["agents"]
         with locked(run_dir):
-            answers = base_rewards(replace(cfg, model=cfg.of_agent(agents[0]).model))
+            cfg, task, bases = reopened(run_dir, saved, device="auto")
+            answers = base_rewards(cfg, task, bases["base"])
             limit = Limit(answers["rewards"], cfg.init_kl_coef)
-            held_out = limit.with_shares(read_json(run_dir / "eval.json"), on_limit(cfg, agents))
+            held_out = limit.with_shares(read_json(run_dir / "eval.json"), on_limit(cfg, saved["agents"]))
             replace_text(run_dir / "limit.json", json.dumps(answers))
             replace_text(run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
             draw_curves(run_dir)
