@@ -47,10 +47,15 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
     return Prompts(ids.to(model.device), mask.to(model.device))
 
 
+def real_ids(response_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
+    """The tokens of each response, without its padding."""
+    lengths = mask_BT.sum(1).long().tolist()
+    return [row[:n] for row, n in zip(response_BT.tolist(), lengths, strict=True)]
+
+
 def decode(model: LanguageModel, response_BT: Tensor, mask_BT: Tensor) -> list[str]:
     """Responses as text, without special tokens: all that rewards and the other agent see."""
-    lengths = mask_BT.sum(1).long().tolist()
-    ids = [row[:n] for row, n in zip(response_BT.tolist(), lengths, strict=True)]
+    ids = real_ids(response_BT, mask_BT)
     return model.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
