@@ -134,16 +134,20 @@ def test_a_run_says_and_keeps_what_it_is_computed_by(small_flags, tmp_path, caps
 
 
 @pytest.mark.skipif(not VCUDA.exists(), reason="no imitated card at ../shared/vcuda")
-def test_no_tensor_is_on_a_wrong_device(small_flags, tmp_path):
-    """On an imitated card, which refuses what mixes devices."""
+def test_no_tensor_is_on_a_wrong_device_and_no_row_is_waited_for(small_flags, tmp_path):
+    """On an imitated card, which refuses what mixes devices, and counts how often the host waits for it."""
     words = " ".join(small_flags).replace("--device cpu", "--device cuda --dtype bfloat16")
-    words = words.replace("--lora false", "--lora true --iterations 1")
+    words = words.replace("--lora false", "--lora true").replace("--iterations 7", "--iterations 1")
     command = [sys.executable, "train_imdb.py", *words.split()]
-    environment = {**os.environ, "VCUDA": "1", "PYTHONPATH": str(VCUDA)}
+    log = tmp_path / "log.jsonl"
+    environment = {**os.environ, "VCUDA": "1", "VCUDA_LOG": str(log), "PYTHONPATH": str(VCUDA)}
     done = subprocess.run([*command, "--run_dir", str(tmp_path / "r")], cwd=ROOT, env=environment,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "bfloat16, head in tf32" in done.stdout and "| kl " in done.stdout
+    waits = lambda file: sum(count for place, count in read(log)["syncs"] if f"/{file}:" in place)
+    # two rollouts of two forward passes each, and three evaluations of eight answers each
+    assert waits("rollout.py") <= 2 * 4 and waits("evaluation.py") <= 3 * 6
 
 
 def test_a_gpu_whose_driver_is_too_old_is_named(monkeypatch, tmp_path, capsys):

@@ -9,7 +9,7 @@ from cory.config import Config
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import logprobs_and_kl
-from cory.ppo.sampling import decode, encode_prompts, sample
+from cory.ppo.sampling import decode, encode_prompts, real_ids, sample
 from cory.system.distributed import all_gather_parts
 from cory.system.files import read_jsonl
 from cory.system.sharding import unsharded
@@ -71,8 +71,7 @@ def answered(model: LanguageModel, reference: LanguageModel, task: Task, queries
     _, ref_logp_N, kl_N = logprobs_and_kl(model, reference, hidden, ref_hidden, response_BT[real], "full")
     texts = decode(model, response_BT, mask_BT)
     greedy = answer(model, task.pioneer_prompts(queries), limit, seed=None) if task.greedy else []
-    ids = [row[keep].tolist() for row, keep in zip(response_BT, real, strict=True)]
-    return texts, greedy, ids, kl_N.sum().item(), ref_logp_N.sum().item()
+    return texts, greedy, real_ids(response_BT, mask_BT), kl_N.sum().item(), ref_logp_N.sum().item()
 
 
 def checked(metrics: dict, taken: Collection[str] = ()) -> dict[str, float]:

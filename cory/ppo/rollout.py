@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
-from cory.ppo.minibatches import by_length, logit_chunk_size, longest
+from cory.ppo.minibatches import by_length, logit_chunk_size
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode, encode_prompts, sample
 from cory.system.distributed import all_gather, local_rows, world_size
@@ -64,7 +64,11 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
 
 
 def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
-    """`collect_rollout` of this process's prompts."""
+    """`collect_rollout` of this process's prompts.
+
+    At most `mini_batch_size` rows at once, although more tokens would fit, so as to round like the update: by
+    tokens alone (GSM8K, bfloat16, 2 rows) the first log-ratio rose from 9e-8 to 6e-5 nats in the mean.
+    """
     policy, reference, cfg = agent.policy, agent.reference, agent.cfg
     encoded = encode_prompts(policy, prompts, max_new_tokens)
     sampled = sample(policy, encoded, max_new_tokens, agent.generator, is_local=True, cfg=cfg)
@@ -72,10 +76,11 @@ def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Roll
 
     logp_BT, ref_logp_BT, kl_BT = (torch.zeros_like(mask_BT) for _ in range(3))
     value_BT = None if policy.value_head is None else torch.zeros_like(mask_BT)
-    for rows in by_length(encoded.mask_BP, mask_BT, cfg.mini_batch_size):
-        P, T = longest(encoded.mask_BP[rows]), longest(mask_BT[rows])
+    groups = by_length(encoded.mask_BP, mask_BT, cfg.mini_batch_size)
+    for rows, (P, T, N) in zip(groups, group_sizes(groups, encoded.mask_BP, mask_BT), strict=True):
         prompt, prompt_mask = encoded.ids_BP[rows, -P:], encoded.mask_BP[rows, -P:]
-        response, real = sampled.response_BT[rows, :T], mask_BT[rows, :T].bool()
+        response = sampled.response_BT[rows, :T]
+        real = torch.nonzero_static(mask_BT[rows, :T], size=N).unbind(1)
         hidden_NH = policy.response_hidden(prompt, prompt_mask, response)[real]
         ref_hidden_NH = reference.response_hidden(prompt, prompt_mask, response)[real]
         logp_N, ref_logp_N, kl_N = logprobs_and_kl(policy, reference, hidden_NH, ref_hidden_NH,
@@ -83,14 +88,20 @@ def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Roll
         scored = [(logp_BT, logp_N), (ref_logp_BT, ref_logp_N), (kl_BT, kl_N)]
         if value_BT is not None:
             scored.append((value_BT, policy.values(hidden_NH)))
-        # x_N has the real tokens row by row, as the mask lists them: none lies beyond T
         for x_BT, x_N in scored:
-            x_BT[rows] = x_BT[rows].masked_scatter(mask_BT[rows].bool(), x_N)
+            x_BT[rows[real[0]], real[1]] = x_N
 
     text = decode(policy, sampled.response_BT, mask_BT)
     return Rollout(prompt_BP=encoded.ids_BP, prompt_mask_BP=encoded.mask_BP, response_BT=sampled.response_BT,
                    mask_BT=mask_BT, sampling_logp_BT=sampled.logp_BT, logp_BT=logp_BT,
                    ref_logp_BT=ref_logp_BT, kl_BT=kl_BT, value_BT=value_BT, text=text)
+
+
+def group_sizes(groups: list[Tensor], prompt_mask_BP: Tensor, mask_BT: Tensor) -> list[list[int]]:
+    """P, T and N of each group of rows. A GPU is waited for once, and not in each forward pass."""
+    length_B2 = torch.stack([prompt_mask_BP.sum(1), mask_BT.sum(1).long()], 1)
+    sizes = [torch.cat([length_B2[rows].amax(0), length_B2[rows, 1:].sum(0)]) for rows in groups]
+    return torch.stack(sizes).tolist()
 
 
 def all_gather_rollout(rollout: Rollout, pad_id: int) -> Rollout:

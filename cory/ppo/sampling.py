@@ -47,10 +47,15 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
     return Prompts(ids.to(model.device), mask.to(model.device))
 
 
+def real_ids(response_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
+    """The tokens of each response, without its padding."""
+    lengths = mask_BT.sum(1).long().tolist()
+    return [row[:n] for row, n in zip(response_BT.tolist(), lengths, strict=True)]
+
+
 def decode(model: LanguageModel, response_BT: Tensor, mask_BT: Tensor) -> list[str]:
     """Responses as text, without special tokens: all that rewards and the other agent see."""
-    lengths = mask_BT.sum(1).long().tolist()
-    ids = [row[:n] for row, n in zip(response_BT.tolist(), lengths, strict=True)]
+    ids = real_ids(response_BT, mask_BT)
     return model.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -161,11 +166,12 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         if (t + 1) % STEPS_BETWEEN_LOOKS[device.type]:
             continue
-        keep = running_R.nonzero().squeeze(1)
-        if len(keep) == 0:
+        start_R = mask.argmax(1).where(running_R, mask.shape[1])
+        count, first_column = torch.stack([running_R.sum(), start_R.min()]).tolist()    # the only wait
+        if count == 0:
             break
-        if len(keep) <= 3 / 4 * len(row_R):
-            first_column = int(mask[keep].argmax(1).min())
+        if count <= 3 / 4 * len(row_R):
+            keep = torch.nonzero_static(running_R, size=count).squeeze(1)
             for layer in cache.layers:
                 layer.keep(keep, first_column)
             row_R, running_R, mask = row_R[keep], running_R[keep], mask[keep, first_column:]
