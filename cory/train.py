@@ -30,6 +30,7 @@ def trains(*agents: str, evaluate: Callable | None = None) -> Callable:
 
 def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | None, cfg: Config) -> Tensor:
     """Returns what an agent's responses are trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`.
+    `cfg` are the agent's settings.
 
     Edit it to shape what both methods train on: `- 0.01 * rollout.length_B` is a length penalty. The
     partner's reward is None, not 0, for an agent without a partner, and for an observer unless
@@ -66,7 +67,7 @@ def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Ten
 @trains("llm1")
 def train_ppo(run: Run, score: Callable = score) -> None:
     """One agent in the pioneer's role: it answers the bare query and is trained on its own reward."""
-    cfg, task = run.cfg, run.task
+    task = run.task
     (agent,) = run.roles
     for iteration in run.iterations():
         queries, max_new_tokens = task.batch(iteration)
@@ -75,7 +76,7 @@ def train_ppo(run: Run, score: Callable = score) -> None:
         a = collect_rollout(agent, task.pioneer_prompts(queries), max_new_tokens)
         r = task.reward(queries, a.text)
 
-        update = ppo_update(agent, a, score(a, r, None, cfg), iteration)
+        update = ppo_update(agent, a, score(a, r, None, agent.cfg), iteration)
 
         turns = [Turn("pioneer", agent, a, r, update)]
         run.finish_iteration(iteration, queries, max_new_tokens, turns, roles=[agent])
@@ -103,6 +104,7 @@ def evaluate_transfer(run: Run, roles: list[Agent]) -> dict[str, float]:
     pioneer, observer = roles
     queries = run.task.held_out_queries
     first = answers(pioneer.policy, run.task.pioneer_prompts(queries), run.cfg, seed=0)
+    # another seed: with the same random numbers two like agents would agree by chance
     second = answers(observer.policy, observer_prompts(run, queries, first), run.cfg, seed=1)
     r1, r2 = run.task.reward(queries, first), run.task.reward(queries, second)
     better = r1 > r1.mean()
@@ -138,8 +140,8 @@ def train_cory(run: Run, score: Callable = score) -> None:
         r1 = task.reward(queries, a1.text)
         r2 = task.reward(queries, a2.text)
         for_pioneer, for_observer = partner_terms(r1, r2, a2, cfg)
-        score1 = score(a1, r1, for_pioneer, cfg)
-        score2 = score(a2, r2, for_observer, cfg)
+        score1 = score(a1, r1, for_pioneer, pioneer.cfg)
+        score2 = score(a2, r2, for_observer, observer.cfg)
 
         update1 = ppo_update(pioneer, a1, score1, iteration)
         update2 = ppo_update(observer, a2, score2, iteration)

@@ -16,6 +16,10 @@ class Agent:
     It has its settings `cfg`, its base model `reference` (which agents of equal bases share), its policy, its
     value head if the advantage needs a critic, Adam, the KL coefficient and the random stream that it samples
     and shuffles with. Its policy starts as a copy of the reference, or with LoRA as an adapter on it.
+
+    A new number of an agent belongs into `json_state` and `load_checkpoint` (experiment/checkpoint.py), too,
+    or a resumed run begins it anew. So does a reference that moves: no checkpoint holds it. Held-out KL is
+    measured against it.
     """
 
     def __init__(self, name: str, reference: LanguageModel, cfg: Config, index: int):
@@ -25,7 +29,7 @@ class Agent:
         critic = "value_BT" in parameter_names(estimator(cfg.advantage, cfg.responses_per_query))
         self.policy = PolicyWithValue(reference, adapter, critic)
         if cfg.shard and not cfg.lora:              # else the run shards the base, with all adapters in it
-            shard(self.policy.lm, cfg)
+            shard(self.policy.lm, cfg)              # before `reset`: Adam takes the weights as they are then
         self.reset()
 
     def reset(self) -> None:

@@ -28,7 +28,7 @@ class Experience:
     mask_BT: Tensor             # 1 = real response token
     logp_BT: Tensor             # log pi_old(a_t | s_t), nats
     ref_logp_BT: Tensor         # log pi0(a_t | s_t), nats
-    advantage_BT: Tensor        # whitened where the settings say so
+    advantage_BT: Tensor        # whitened, and weighted by `importance_cap`, where the settings say so
     value_BT: Tensor | None     # V_old(s_t), units of reward; None without a critic
     return_BT: Tensor | None    # advantage before whitening + V_old; None without a critic
 

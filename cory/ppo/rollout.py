@@ -77,7 +77,7 @@ def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Roll
     logp_BT, ref_logp_BT, kl_BT = (torch.zeros_like(mask_BT) for _ in range(3))
     value_BT = None if policy.value_head is None else torch.zeros_like(mask_BT)
     groups = by_length(encoded.mask_BP, mask_BT, cfg.mini_batch_size)
-    for rows, (P, T, N) in zip(groups, group_sizes(groups, encoded.mask_BP, mask_BT), strict=True):
+    for rows, (P, T, N) in zip(groups, pass_sizes(groups, encoded.mask_BP, mask_BT), strict=True):
         prompt, prompt_mask = encoded.ids_BP[rows, -P:], encoded.mask_BP[rows, -P:]
         response = sampled.response_BT[rows, :T]
         real = torch.nonzero_static(mask_BT[rows, :T], size=N).unbind(1)
@@ -97,7 +97,7 @@ def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Roll
                    ref_logp_BT=ref_logp_BT, kl_BT=kl_BT, value_BT=value_BT, text=text)
 
 
-def group_sizes(groups: list[Tensor], prompt_mask_BP: Tensor, mask_BT: Tensor) -> list[list[int]]:
+def pass_sizes(groups: list[Tensor], prompt_mask_BP: Tensor, mask_BT: Tensor) -> list[list[int]]:
     """P, T and N of each group of rows. A GPU is waited for once, and not in each forward pass."""
     length_B2 = torch.stack([prompt_mask_BP.sum(1), mask_BT.sum(1).long()], 1)
     sizes = [torch.cat([length_B2[rows].amax(0), length_B2[rows, 1:].sum(0)]) for rows in groups]

@@ -117,7 +117,8 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     with model.autocast():                      # once for all steps, so that each weight is cast once
         sampled = sampling_loop(model, prompts, max_new_tokens, uniform_TB, cfg)
     if generator is not None:
-        # The stream moves on by the longest response alone, of all processes.
+        # The stream moves on by the longest response alone, of all processes: any rule would do that asks
+        # nothing of devices and processes, and another one changes every stored result.
         steps = sampled.mask_BT.shape[1]
         generator.set_state(before)
         uniforms(generator, all_reduce_max(steps) if is_local else steps, B)

@@ -27,7 +27,8 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) 
     Losses are token means over a whole optimizer step, whatever the mini-batches. A mini-batch here is one
     backward pass; an optimizer step takes `gradient_accumulation_steps` of them. Raises `Diverged` before a
     gradient that is not finite reaches a parameter. Returns metrics (docs/settings.md): means over the tokens
-    of all epochs.
+    of all epochs. To stop early, let all processes decide by one number (`all_reduce`), and at the end of a
+    pass: `token_means` takes whole passes.
     """
     cfg = agent.cfg
     experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
@@ -71,7 +72,8 @@ def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Conf
     if cfg.whitens:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     if cfg.importance_cap > 0:
-        # truncated importance sampling: times pi / pi_old, the ratio, this is pi / q up to the cap
+        # truncated importance sampling: times pi / pi_old, the ratio, this is pi / q up to the cap. It comes
+        # after whitening, which would undo a weight that all tokens have. The critic's loss is not weighted
         weight_BT = (rollout.logp_BT - rollout.sampling_logp_BT).exp().clamp(max=cfg.importance_cap)
         advantage_BT = advantage_BT * weight_BT
     return Experience(prompt_BP=rollout.prompt_BP, prompt_mask_BP=rollout.prompt_mask_BP,
@@ -94,7 +96,8 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
     The N tokens are of several responses, and may end within one. So a weight of each response belongs into
     `make_experience`, on the advantages, after whitening. A ratio of whole responses under the policy as it
     is now needs a pass of its own in `add_gradient`, before its chunks, and then a `clip_fraction` of its own
-    here.
+    here. Processes call this unequally often: it may not wait for others, as `all_reduce` or a pass through a
+    sharded model does.
     """
     logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
     policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)

@@ -49,7 +49,7 @@ def require_sampled(cfg: Config) -> None:
 
 def with_score(loop: Callable, score: Callable) -> Callable:
     """The loop, trained on another score."""
-    return trains(*loop.agents)(partial(loop, score=score))
+    return trains(*loop.agents, evaluate=loop.evaluate)(partial(loop, score=score))
 
 
 train_zero_ppo = with_score(train_ppo, zero)

@@ -46,7 +46,7 @@ FAULTS = [
         ("reward", "else cfg.partner_reward * partner_reward_B", "else partner_reward_B", "loop"),
         ("wrong agent or role", "return r2, r1\n", "return r1, r2\n", "partner_term loop"),
         ("wrong token or row", "a2.value_BT[:, 0].to(r2)", "a2.value_BT[:, -1].to(r2)", "partner_term"),
-        ("reward", "score(a, r, None, cfg)", "score(a, r, r, cfg)", "loop"),
+        ("reward", "score(a, r, None, agent.cfg)", "score(a, r, r, agent.cfg)", "loop"),
         ("wrong token or row", ", queries, a1.text)", ", queries, a1.text[1:] + a1.text[:1])", "gsm8k loop"),
         ("wrong agent or role", "collect_rollout(observer,", "collect_rollout(pioneer,", "loop"),
         ("reward", "r2 = task.reward(queries, a2.text)", "r2 = task.reward(prompts, a2.text)", "loop gsm8k"),
