@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import byte_tokenizer, save_llama
 from tokenizers.processors import ByteLevel, TemplateProcessing
-from toys import error_line, rows
+from toys import error_line, require_same_runs, rows, stopped
 
 import cory.train as loop
 import train_gsm8k
@@ -177,11 +177,11 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(case, problem_flags,
 def test_four_bits_train_resume_and_are_evaluated_on_a_cpu(problem_flags, tmp_path):
     pytest.importorskip("bitsandbytes", "0.50")
     flags = [*problem_flags, "--lora", "true", "--load_in_4bit", "true", "--num_ppo_epochs", "1"]
-    train_gsm8k.main([*flags, "--iterations", "2", "--run_dir", str(tmp_path / "whole")])
-    train_gsm8k.main([*flags, "--iterations", "1", "--run_dir", str(tmp_path / "part")])
-    train_gsm8k.main(["--resume", "--iterations", "2", "--run_dir", str(tmp_path / "part")])
-    assert rows(tmp_path / "part")[2] == rows(tmp_path / "whole")[2]
-    evaluate_main([str(tmp_path / "whole"), "--samples", "1", "--k", "1"])
+    whole = tmp_path / "whole"
+    train_gsm8k.main([*flags, "--iterations", "2", "--run_dir", str(whole)])
+    train_gsm8k.main(["--resume", "--run_dir", str(stopped(whole, tmp_path / "part"))])
+    require_same_runs(whole, tmp_path / "part")
+    evaluate_main([str(whole), "--samples", "1", "--k", "1"])
 
 
 def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):

@@ -1,5 +1,4 @@
 """Two agents and the reference on one frozen base."""
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import torch
 from conftest import save_gpt2
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import error_line, generator, read, rows, train_on
+from toys import error_line, generator, read, require_same_runs, rows, stopped, train_on
 from transformers import AutoModelForCausalLM
 
 import train_gsm8k
@@ -186,20 +185,14 @@ def whole(run, tmp_path_factory) -> tuple[Path, list[dict]]:
 
 
 def test_exchange_and_resume_with_adapters_are_bit_for_bit(whole, run, tmp_path):
-    """As if stopped after 3 iterations."""
     folder, logged = whole
     assert logged[2]["pioneer/kl"] == logged[2]["llm1/kl"]
     assert logged[4]["pioneer/kl"] == logged[4]["llm2/kl"]
     for agent in ("llm1", "llm2"):                  # held out against the base, which is the same module
         assert logged[4][f"eval/{agent}/kl"] > 0.1 * logged[4][f"{agent}/kl"] > 0
-    stopped = Path(shutil.copytree(folder, tmp_path / "stopped"))
-    shutil.rmtree(stopped / "final")
-    checkpoints_of(stopped)[0].unlink()
-    assert run(stopped, "--resume", "--iterations", "4", "--eval_every", "2") == logged
-    one, two, one_again, two_again = (load_file(place / "final" / agent / "adapter_model.safetensors")
-                                      for place in (folder, stopped) for agent in ("llm1", "llm2"))
-    for adapter, again in ((one, one_again), (two, two_again)):
-        assert adapter.keys() == again.keys() and all(torch.equal(adapter[k], again[k]) for k in adapter)
+    run(stopped(folder, tmp_path / "stopped"), "--resume", "--iterations", "4", "--eval_every", "2")
+    require_same_runs(folder, tmp_path / "stopped")
+    one, two = (load_file(folder / f"final/{agent}/adapter_model.safetensors") for agent in ("llm1", "llm2"))
     assert not any(torch.equal(one[k], two[k]) for k in one)
 
 
