@@ -81,11 +81,12 @@ def tuned():
 
 @pytest.fixture(autouse=True)
 def few_pictures(request, monkeypatch):
-    """A picture takes as long as three iterations of a small model: runs draw it in tests marked
-    `pictures` alone.
+    """A picture takes as long as three iterations of a small model: runs and reports draw it in tests
+    marked `pictures` alone.
     """
     if "pictures" not in request.keywords:
         monkeypatch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
+        monkeypatch.setattr("cory.commands.report.draw_runs", lambda *args: None)
 
 
 def save_small(folder: Path) -> Path:
@@ -149,10 +150,10 @@ def problem_flags(problems) -> list[str]:
 
 @pytest.fixture(scope="session")
 def small_flags(small) -> list[str]:
-    """Command line of a run over `small` that takes about a second. 7 iterations, T_REx = 2."""
+    """Command line of a run over `small` that takes about a second. 5 iterations, T_REx = 2."""
     return [
         "--model", str(small / "lm"), "--reward_model", str(small / "classifier"), "--dataset",
-        str(small / "openings"), *SIZES, "--iterations", "7"]
+        str(small / "openings"), *SIZES, "--iterations", "5"]
 
 
 def real_data(name: str) -> Path:
