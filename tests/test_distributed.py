@@ -65,6 +65,7 @@ def no_pictures():
 def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     """The same runs by one process (one, lora, mixed) and by two: of parts of each batch (two), of sharded
     models (shard, lora_shard, mixed_shard), going on where one process stopped (one_two); evaluated by both.
+    Flags that differ are refused at last.
     """
     folder = tmp_path_factory.mktemp("distributed")
     imdb = [*small_flags, *ONE_STEP]
@@ -98,8 +99,11 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
         ["train_imdb:main", *mixed, *to("mixed_shard"), "--shard", "true"],
         ["train_imdb:main", *imdb, *to("bfloat16"), "--shard", "true", "--dtype", "bfloat16"],
         ["cory.commands.evaluate:main", *pass_at_k],
+        ["train_imdb:main", *imdb, "--seed", "{rank}", *to("refused")],
     )
-    assert done.returncode == 0, done.stderr[:3000]
+    refusals = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert refusals == ["error: seed is 0: is 1 in process 1; give all the same flags"], done.stderr[:3000]
+    assert done.returncode == 1 and not (folder / "refused").exists()
     evaluate.main([str(folder / "evaluated_one"), *pass_at_k[1:]])
     return folder
 
@@ -188,17 +192,6 @@ def test_a_signal_to_torchrun_ends_all_after_the_iteration(small_flags, tmp_path
     assert f"stopped by SIGTERM after iteration {done}; go on with: torchrun --nnodes 1 " in out
     assert err.count("this iteration is finished and saved first") == 1
     assert checkpoints_of(tmp_path / "r")[0].name.startswith(f"iteration_{done:06d}-")
-
-
-def error_lines(stderr: str) -> list[str]:
-    return [line for line in stderr.splitlines() if "error: " in line]
-
-
-def test_different_flags_are_refused(small_flags, tmp_path):
-    flags = [*small_flags, "--seed", "{rank}", "--run_dir", str(tmp_path / "r")]
-    done = torchrun(tmp_path, ["train_imdb:main", *flags])
-    assert done.returncode == 1 and not (tmp_path / "r").exists()
-    assert error_lines(done.stderr) == ["error: seed is 0: is 1 in process 1; give all the same flags"]
 
 
 def test_shards_need_torchrun(small_flags, tmp_path, capsys):
