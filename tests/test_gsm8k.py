@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import byte_tokenizer, save_llama
 from tokenizers.processors import ByteLevel, TemplateProcessing
-from toys import error_line, require_same_runs, rows, stopped
+from toys import error_line, require_same_runs, stopped
 
 import cory.train as loop
 import train_gsm8k
@@ -66,22 +66,6 @@ def test_a_chat_template_wraps_the_prompt_and_bos_is_written_once(problems, tmp_
     model = str(save_llama(tmp_path / "chatml", tokenizer))
     task = gsm8k(problems, model=model, chat_template=True, one_shot=False)
     assert task.pioneer_prompts(["How?"]) == ["<|endoftext|>[user]Question: How? Answer:[assistant]"]
-
-
-def test_observers_see_the_pioneers_answer(problem_flags, tmp_path, monkeypatch):
-    seen, tasks, observer_prompts = [], [], Gsm8k.observer_prompts
-
-    def watched(self, *args):
-        tasks.append(self)
-        seen.append(observer_prompts(self, *args))
-        return seen[-1]
-
-    monkeypatch.setattr(Gsm8k, "observer_prompts", watched)
-    train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
-    samples = rows(tmp_path / "r", "samples.jsonl")
-    for row, prompt in zip(samples, seen[2], strict=False):         # behind the context check, and the team
-        reference = tasks[1].cut(row["pioneer"]).strip()
-        assert f"Question: {row['query']} Reference: {reference} Answer:" in prompt
 
 
 def test_a_response_that_grew_as_text_is_cut_for_the_observer(problems):
