@@ -26,7 +26,7 @@ def rows_of(name: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("task, method, iterations, learning_rate, gain, paper_preset", [
-    ("imdb", "cory", 4, "6e-3", 0.1, "gpt2-large"), ("gsm8k", "ppo", 3, "2e-4", 0.03, "llama2-7b")])
+    ("imdb", "cory", 3, "6e-3", 0.05, "gpt2-large"), ("gsm8k", "ppo", 2, "3e-4", 0.03, "llama2-7b")])
 def test_the_commands_of_the_readme_learn(
         task, method, iterations, learning_rate, gain, paper_preset, tmp_path, capsys):
     """A short version of each, with larger steps: held-out rewards of all agents rise above the base's."""

@@ -199,8 +199,9 @@ def test_exchange_and_resume_with_adapters_are_bit_for_bit(whole, run, tmp_path)
 def test_final_adapters_load_in_plain_transformers_and_answer_alike(whole, problems):
     """Their base is found again from any folder."""
     folder = whole[0] / "final" / "llm2"
-    path = read(folder / "adapter_config.json")["base_model_name_or_path"]
-    assert path == str((problems / "lm").resolve())
+    written = read(folder / "adapter_config.json")
+    path = written["base_model_name_or_path"]
+    assert path == str((problems / "lm").resolve()) and (written["r"], written["lora_alpha"]) == (4, 32)
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     saved = load_file(checkpoints_of(whole[0])[0])
     trained = next(p for name, p in saved.items() if name.startswith("llm2/weights/") and "lora_B" in name)
@@ -237,8 +238,8 @@ class Elements(TorchDispatchMode):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_memory_of_an_update_does_not_grow_with_vocabulary_times_length(problems, monkeypatch, lora):
-    """Responses of 96 tokens over 257 words, logits of 32 tokens at a time: nothing of (T, V) is made."""
-    T, chunk, vocab = 96, 32, 257
+    """Responses of 160 tokens over 257 words, logits of 64 tokens at a time: nothing of (T, V) is made."""
+    T, chunk, vocab = 160, 64, 257
     monkeypatch.setitem(minibatches.LOGPROBS_AT_ONCE, "cpu", chunk * vocab)
     cfg = config(lora=lora, batch_size=2, mini_batch_size=1, num_ppo_epochs=1, kl_penalty="full")
     reference, (agent, _) = two_agents(problems / "lm", cfg)

@@ -62,8 +62,9 @@ def folder(tmp_path_factory):
         sys.modules.pop(name, None)
 
 
-OTHER_FLAGS = {"timed": "--iterations 1 --eval_queries 2 --eval_every 0",
-               "stairs": "--iterations 6 --eval_every 0 --method ppo --role_exchange_every 5"}
+OTHER_FLAGS = {"timed": "--iterations 1 --eval_queries 2", "chain": "--iterations 3",
+               "glimpse": "--iterations 3", "memory": "--iterations 3",
+               "stairs": "--iterations 6 --method ppo --role_exchange_every 5"}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def run(folder, small_flags, problem_flags):
         if not run_dir.exists():
             script, *words = command(name) if name != "plain" else ["train_imdb.py", "--method", "cory"]
             small = problem_flags if script == "train_gsm8k.py" else small_flags
-            flags = [*small, "--iterations", "3", "--eval_every", "2", *words,
+            flags = [*small, "--iterations", "2", "--eval_every", "0", *words,
                      *OTHER_FLAGS.get(name, "").split(), *more, "--run_dir", str(run_dir)]
             mains = {"train_imdb.py": train_imdb.main, "train_gsm8k.py": train_gsm8k.main}
             (mains.get(script) or importlib.import_module(name).main)(flags)
