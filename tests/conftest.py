@@ -81,12 +81,13 @@ def tuned():
 
 @pytest.fixture(autouse=True)
 def few_pictures(request, monkeypatch):
-    """A picture takes as long as three iterations of a small model: runs and reports draw it in tests
+    """A picture takes as long as three iterations of a small model: runs and commands draw it in tests
     marked `pictures` alone.
     """
     if "pictures" not in request.keywords:
         monkeypatch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
         monkeypatch.setattr("cory.commands.report.draw_runs", lambda *args: None)
+        monkeypatch.setattr("cory.commands.evaluate.draw_pass_at_k", lambda *args: None)
 
 
 def save_small(folder: Path) -> Path:

@@ -275,7 +275,8 @@ def test_a_checker_of_ones_own_makes_the_reward(run):
 
 # --- a sweep ------------------------------------------------------------------------------------------------
 @pytest.mark.pictures
-def test_the_sweeps_commands_compare_rates(run, small_flags, capsys):
+def test_the_sweeps_commands_compare_rates(run, small_flags, capsys, monkeypatch):
+    monkeypatch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)        # the report's alone
     (compare,) = [line for line in PYTHON if line[:3] == ["-m", "cory", "report"]]
     (train,) = [line[1:] for line in PYTHON if "$lr" in line]
     for lr in ("7e-4", "2e-3"):
