@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from cory.config import ImdbConfig
+from cory.experiment import plots
 from cory.system.machine import prepare_device, settled
 
 for number in (signal.SIGINT, signal.SIGHUP):  # a script or nohup ignores them, and a run keeps to that
@@ -79,15 +80,26 @@ def tuned():
     prepare_device(settled(ImdbConfig(device="cpu")))
 
 
-@pytest.fixture(autouse=True)
-def few_pictures(request, monkeypatch):
+PICTURES = ["cory.experiment.run.draw_curves", "cory.commands.report.draw_runs",
+            "cory.commands.evaluate.draw_pass_at_k"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_pictures():
     """A picture takes as long as three iterations of a small model: runs and commands draw it in tests
     marked `pictures` alone.
     """
-    if "pictures" not in request.keywords:
-        monkeypatch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
-        monkeypatch.setattr("cory.commands.report.draw_runs", lambda *args: None)
-        monkeypatch.setattr("cory.commands.evaluate.draw_pass_at_k", lambda *args: None)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in PICTURES:
+            patch.setattr(name, lambda *args: None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def pictures(request, monkeypatch):
+    if "pictures" in request.keywords:
+        for name in PICTURES:
+            monkeypatch.setattr(name, getattr(plots, name.rpartition(".")[2]))
 
 
 def save_small(folder: Path) -> Path:

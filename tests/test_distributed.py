@@ -59,13 +59,6 @@ def numbers(folder: Path) -> list[dict]:
 ONE_STEP = "--method cory --num_ppo_epochs 1 --learning_rate 1e-5 --iterations 2 --eval_every 2".split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     """The same runs by one process (one, lora, mixed) and by two: of parts of each batch (two), of sharded

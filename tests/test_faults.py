@@ -315,7 +315,6 @@ def test_links_in_a_run_folder_are_not_followed(copy, tmp_path, capsys):
     (outside / "file").write_text("precious")
     for name in ("metrics.jsonl.writing", "config.json.writing", "curves.png.writing", "eval.json.writing"):
         (copy / name).symlink_to(outside / "file")
-    (copy / "curves.png").unlink()
     (copy / "curves.png").symlink_to(outside / "file")
     (copy / "checkpoints" / "writing").symlink_to(outside)
     oldest = checkpoints_of(copy)[1]

@@ -173,7 +173,6 @@ def run(problems, problem_flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(problems)
         patch.setattr(Gsm8k, "reward_of", lambda self, queries, responses: [len(r) / 10 for r in responses])
-        patch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
         yield train
 
 

@@ -69,7 +69,6 @@ def finished(small_flags, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(folder)
-        patch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
         train_imdb.main([*small_flags, "--iterations", "1", "--task", "mine:Mine", "--run_dir", "run"])
     sys.modules.pop("mine")
     return folder
