@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from cory.config import ImdbConfig
+from cory.experiment import plots
 from cory.system.machine import prepare_device, settled
 
 for number in (signal.SIGINT, signal.SIGHUP):  # a script or nohup ignores them, and a run keeps to that
@@ -79,13 +80,26 @@ def tuned():
     prepare_device(settled(ImdbConfig(device="cpu")))
 
 
-@pytest.fixture(autouse=True)
-def few_pictures(request, monkeypatch):
-    """A picture takes as long as three iterations of a small model: runs draw it in tests marked
-    `pictures` alone.
+PICTURES = ["cory.experiment.run.draw_curves", "cory.commands.report.draw_runs",
+            "cory.commands.evaluate.draw_pass_at_k"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_pictures():
+    """A picture takes as long as three iterations of a small model: runs and commands draw it in tests
+    marked `pictures` alone.
     """
-    if "pictures" not in request.keywords:
-        monkeypatch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in PICTURES:
+            patch.setattr(name, lambda *args: None)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def pictures(request, monkeypatch):
+    if "pictures" in request.keywords:
+        for name in PICTURES:
+            monkeypatch.setattr(name, getattr(plots, name.rpartition(".")[2]))
 
 
 def save_small(folder: Path) -> Path:
@@ -149,10 +163,10 @@ def problem_flags(problems) -> list[str]:
 
 @pytest.fixture(scope="session")
 def small_flags(small) -> list[str]:
-    """Command line of a run over `small` that takes about a second. 7 iterations, T_REx = 2."""
+    """Command line of a run over `small` that takes about a second. 5 iterations, T_REx = 2."""
     return [
         "--model", str(small / "lm"), "--reward_model", str(small / "classifier"), "--dataset",
-        str(small / "openings"), *SIZES, "--iterations", "7"]
+        str(small / "openings"), *SIZES, "--iterations", "5"]
 
 
 def real_data(name: str) -> Path:

@@ -9,11 +9,15 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import torch.distributed as dist  # noqa: E402
+
+import train_imdb  # noqa: E402
 from cory.config import IMDB_PRESETS, ImdbConfig  # noqa: E402
 from cory.experiment import run  # noqa: E402
 from cory.experiment.flags import parse  # noqa: E402
@@ -47,6 +51,13 @@ def weigh(flags: list[str]) -> None:
                    "policies": held(p for _, p in policies),
                    "moments": held(x for agent, p in policies for x in agent.optimizer.state[p].values())}
         Path(cfg.run_dir, f"weighed_{rank()}.json").write_text(json.dumps(weighed))
+
+
+def refused(flags: list[str]) -> None:
+    """Trains with flags that are refused, and goes on."""
+    with suppress(SystemExit):
+        train_imdb.main(flags)
+    dist.destroy_process_group()
 
 
 def main() -> None:

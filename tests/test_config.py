@@ -1,7 +1,5 @@
 """The command line and the presets."""
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -76,15 +74,12 @@ BAD = [                                 # one case of each kind
     (f"--wandb_tags a,{'x' * 65}", ["wandb_tags is ", "at most 64"]),
     ("--kl_in rewards", ["--kl_in", "rewards"]),
     ("--method grpo", ["method is 'grpo'", "choose from ppo, cory, or name one of your own as module:Name"]),
-    ("--advantage rlo", ["advantage is 'rlo'", "did you mean rloo?", "gae, rloo, grpo, reinforce"]),
     ("--preset huge", ["preset is 'huge'", "gpt2-large"]),
     ("--resume", ["run_dir is ''", "no run to resume"]),
     ("--resume --run_dir /nowhere", ["run_dir is '/nowhere'", "holds no run (no config.json)"]),
     # numbers
     ("--learning_rate nan", ["learning_rate is nan", "finite"]),
-    ("--partner_reward inf", ["partner_reward is inf"]),
     ("--cliprange 0", ["cliprange is 0.0", "above 0"]),
-    ("--cliprange_value -0.1", ["cliprange_value is -0.1", "above 0"]),
     ("--gamma 1.1", ["gamma is 1.1", "1 or less"]),
     ("--init_kl_coef -1", ["init_kl_coef is -1.0", "0 or more"]),
     ("--temperature 0", ["temperature is 0.0", "0.01 or more"]),
@@ -116,7 +111,6 @@ BAD = [                                 # one case of each kind
     ("--partner_term critic --llm1 advantage=reinforce", ["llm1: partner_term is 'critic'"]),
     ("--kl_target 3", ["kl_target is 3.0", "--adap_kl_ctrl true"]),
     ("--advantage reinforce --vf_coef 1", ["vf_coef is 1.0", "--advantage gae"]),
-    ("--llm2 kl_target=3", ["kl_target is 3.0", "--adap_kl_ctrl true"]),
 ]
 
 
@@ -136,12 +130,6 @@ def test_bad_command_lines_exit_2_with_one_line(argv, says, capsys):
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and out == "" and err.count("\n") == 1 and err.startswith("error: "), err
     assert all(word in err for word in says), err
-
-
-def test_a_bad_command_line_as_a_person_types_it():
-    command = [sys.executable, "train_imdb.py", "--cliprange", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == "error: cliprange is 0.0: must be above 0\n"
 
 
 @pytest.mark.parametrize("changes, says", [

@@ -30,19 +30,24 @@ PROCESSES = Path(__file__).with_name("processes.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
 
 
-def torchrun(folder: Path, *commands: list[str], agents: int = 1) -> subprocess.CompletedProcess:
-    """Commands in two processes, of one torchrun or of two, which meet at a port of this machine."""
+def torchrun(folder: Path, *commands: list[str], agents: int = 1, until: Path | None = None):
+    """Commands in two processes, of one torchrun or of two, which meet at a port of this machine. Once the
+    log `until` has three rows, torchrun is told to stop. Returns its exit status, and what was printed.
+    """
     (folder / "commands.json").write_text(json.dumps(commands))
     place = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint",
              f"localhost:{29400 + os.getpid() % 1000}", "--rdzv_id", folder.name]
-    lines = [[*TORCHRUN, *(["--standalone"] if agents == 1 else place), str(PROCESSES),
-              str(folder / "commands.json")]] * agents
-    running = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
-               for line in lines]
-    done = [(process, *process.communicate(timeout=200)) for process in running]
-    process = max((process for process, *_ in done), key=lambda process: process.returncode)
-    return subprocess.CompletedProcess(process.args, process.returncode, "".join(out for _, out, _ in done),
-                                       "".join(err for *_, err in done))
+    line = [*TORCHRUN, *(["--standalone"] if agents == 1 else place), str(PROCESSES),
+            str(folder / "commands.json")]
+    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
+        running = [subprocess.Popen(line, stdout=out, stderr=err, cwd=folder) for _ in range(agents)]
+        while until and running[0].poll() is None:
+            time.sleep(0.05)
+            if until.exists() and until.read_text().count("\n") > 2:
+                running[0].terminate()
+                break
+        status = max(process.wait(timeout=200) for process in running)
+    return status, (folder / "out").read_text(), (folder / "err").read_text()
 
 
 def numbers(folder: Path) -> list[dict]:
@@ -54,17 +59,11 @@ def numbers(folder: Path) -> list[dict]:
 ONE_STEP = "--method cory --num_ppo_epochs 1 --learning_rate 1e-5 --iterations 2 --eval_every 2".split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_pictures():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     """The same runs by one process (one, lora, mixed) and by two: of parts of each batch (two), of sharded
     models (shard, lora_shard, mixed_shard), going on where one process stopped (one_two); evaluated by both.
+    Flags that differ are refused before, and the last run is stopped.
     """
     folder = tmp_path_factory.mktemp("distributed")
     imdb = [*small_flags, *ONE_STEP]
@@ -88,8 +87,9 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     for name in ("one", "two"):
         shutil.copytree(folder / "one", folder / f"evaluated_{name}")
     pass_at_k = [str(folder / "evaluated_two"), "--samples", "2", "--k", "1", "2"]
-    done = torchrun(
+    _, out, err = torchrun(
         folder,
+        ["processes:refused", *imdb, "--seed", "{rank}", *to("refused")],
         ["train_imdb:main", *imdb, *to("two")],
         ["train_imdb:main", *imdb, *to("shard"), "--shard", "true"],
         ["processes:weigh", *imdb, *to("shard_one"), "--shard", "true", "--iterations", "1"],
@@ -98,9 +98,12 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
         ["train_imdb:main", *mixed, *to("mixed_shard"), "--shard", "true"],
         ["train_imdb:main", *imdb, *to("bfloat16"), "--shard", "true", "--dtype", "bfloat16"],
         ["cory.commands.evaluate:main", *pass_at_k],
+        ["train_imdb:main", *small_flags, "--iterations", "500", *to("stopped")],
+        until=folder / "stopped" / "metrics.jsonl",
     )
-    assert done.returncode == 0, done.stderr[:3000]
+    assert (folder / "stopped").exists(), err[:3000]
     evaluate.main([str(folder / "evaluated_one"), *pass_at_k[1:]])
+    (folder / "said.json").write_text(json.dumps([out, err]))
     return folder
 
 
@@ -165,40 +168,28 @@ def test_a_process_that_is_killed_ends_all_and_the_run_goes_on(small_flags, tmp_
     flags = ["--iterations", "3", "--run_dir", str(tmp_path / "r")]
     begun = time.time()
     command = ["train_imdb:main", *small_flags, "--task", "processes:Faulty", *flags]
-    done = torchrun(tmp_path, command, agents=2)
-    assert done.returncode == 1 and time.time() - begun < 100
-    assert "Signal 9 (SIGKILL)" in done.stderr and done.stderr.count("error: ") <= 1
+    status, _, err = torchrun(tmp_path, command, agents=2)
+    assert status == 1 and time.time() - begun < 100
+    assert "Signal 9 (SIGKILL)" in err and err.count("error: ") <= 1
     assert [row["iteration"] for row in rows(tmp_path / "r")] == [0, 1]
     monkeypatch.setenv("RANK", "0")
     train_imdb.main(["--resume", *flags])
     assert [row["iteration"] for row in rows(tmp_path / "r")] == [0, 1, 2, 3]
 
 
-def test_a_signal_to_torchrun_ends_all_after_the_iteration(small_flags, tmp_path):
-    log = tmp_path / "r" / "metrics.jsonl"
-    script = PROCESSES.parents[1] / "train_imdb.py"
-    command = [*TORCHRUN, "--standalone", str(script), *small_flags, "--iterations", "500"]
-    process = subprocess.Popen([*command, "--run_dir", str(tmp_path / "r")], cwd=tmp_path, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while process.poll() is None and not (log.exists() and log.read_text().count("\n") > 2):
-        time.sleep(0.05)
-    process.terminate()
-    out, err = process.communicate(timeout=60)
-    done = rows(tmp_path / "r")[-1]["iteration"]
+def test_a_signal_to_torchrun_ends_all_after_the_iteration(runs):
+    out, err = read(runs / "said.json")
+    done = rows(runs / "stopped")[-1]["iteration"]
     assert f"stopped by SIGTERM after iteration {done}; go on with: torchrun --nnodes 1 " in out
     assert err.count("this iteration is finished and saved first") == 1
-    assert checkpoints_of(tmp_path / "r")[0].name.startswith(f"iteration_{done:06d}-")
+    assert checkpoints_of(runs / "stopped")[0].name.startswith(f"iteration_{done:06d}-")
 
 
-def error_lines(stderr: str) -> list[str]:
-    return [line for line in stderr.splitlines() if "error: " in line]
-
-
-def test_different_flags_are_refused(small_flags, tmp_path):
-    flags = [*small_flags, "--seed", "{rank}", "--run_dir", str(tmp_path / "r")]
-    done = torchrun(tmp_path, ["train_imdb:main", *flags])
-    assert done.returncode == 1 and not (tmp_path / "r").exists()
-    assert error_lines(done.stderr) == ["error: seed is 0: is 1 in process 1; give all the same flags"]
+def test_different_flags_are_refused(runs):
+    _, err = read(runs / "said.json")
+    first = next(line for line in err.splitlines() if "error: " in line)
+    assert first == "error: seed is 0: is 1 in process 1; give all the same flags"
+    assert not (runs / "refused").exists()
 
 
 def test_shards_need_torchrun(small_flags, tmp_path, capsys):

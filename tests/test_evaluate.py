@@ -12,7 +12,7 @@ from cory.commands import evaluate
 from cory.commands.evaluate import solved_metrics
 from cory.ppo.formulas import pass_at_k
 
-FLAGS = ["--k", "1", "2", "4", "--samples", "5", "--queries", "7", "--device", "cpu"]
+FLAGS = ["--k", "1", "2", "4", "--samples", "4", "--queries", "5", "--device", "cpu"]
 
 
 def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_response():
@@ -48,13 +48,11 @@ def three_at_once(monkeypatch):
 
 @pytest.fixture(scope="module")
 def finished(problem_flags, tmp_path_factory):
-    """Two seeds of a LoRA run, one PPO run without LoRA, untouched by any evaluation."""
+    """Two seeds of a LoRA run, untouched by any evaluation."""
     folder = tmp_path_factory.mktemp("finished")
-    runs = {"cory-0": "--lora true", "cory-1": "--lora true --seed 1",
-            "ppo": "--method ppo --role_exchange_every 5"}
-    for name, flags in runs.items():
-        flags = [*flags.split(), "--iterations", "2", "--save_every", "0", "--run_dir", str(folder / name)]
-        train_gsm8k.main([*problem_flags, *flags])
+    for seed in ("0", "1"):
+        flags = ["--lora", "true", "--seed", seed, "--iterations", "1", "--save_every", "0"]
+        train_gsm8k.main([*problem_flags, *flags, "--run_dir", str(folder / f"cory-{seed}")])
     return folder
 
 
@@ -67,26 +65,27 @@ def rounds_of(folder, run: str, name: str) -> list[dict]:
     return rows(folder / run / "evaluation", f"{name}.jsonl")
 
 
+@pytest.mark.pictures
 def test_finished_runs_are_evaluated_by_agent_and_for_the_base(copied, tmp_path, capsys):
     evaluate.main([*copied("cory-0", "cory-1"), *FLAGS, "--out", str(tmp_path / "both.png")])
     out = capsys.readouterr().out
     head = next(line for line in out.splitlines() if line.startswith("| held-out"))
     cells = [cell.strip() for cell in head.strip("|").split("|")]
-    assert cells == ["held-out, 7 queries", "base", "CORY LLM1", "CORY LLM2"]
+    assert cells == ["held-out, 5 queries", "base", "CORY LLM1", "CORY LLM2"]
     assert "pass@4" in out and "greedy strict accuracy" in out
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
     names = ["greedy_accuracy", "greedy_solved", "greedy_strict_accuracy", "greedy_unparsed", "pass@1",
              "pass@2", "pass@4"]
     for run in ("cory-0", "cory-1"):
         results = read(tmp_path / run / "evaluation" / "results.json")
-        assert results["samples"] == 5 and results["queries"] == 7
+        assert results["samples"] == 4 and results["queries"] == 5
         for agent in ("base", "llm1", "llm2"):
             rounds = rounds_of(tmp_path, run, agent)
-            assert [(len(x["responses"]), len(x["rewards"])) for x in rounds] == [(7, 7)] * 6
+            assert [(len(x["responses"]), len(x["rewards"])) for x in rounds] == [(5, 5)] * 5
             assert {*names} <= results[agent].keys()
     base = rounds_of(tmp_path, "cory-0", "base")
     assert base == rounds_of(tmp_path, "cory-1", "base")
-    assert len({tuple(one["responses"]) for one in base}) == 6          # every round draws anew
+    assert len({tuple(one["responses"]) for one in base}) == 5          # every round draws anew
 
 
 def test_runs_of_imdb_are_evaluated_too(small_flags, tmp_path):
@@ -96,50 +95,44 @@ def test_runs_of_imdb_are_evaluated_too(small_flags, tmp_path):
     assert rounds_of(tmp_path, "r", "base") != rounds_of(tmp_path, "r", "llm1")   # the trained model answers
     results = read(tmp_path / "r" / "evaluation" / "results.json")
     assert results["llm2"].keys() == {"greedy_task_reward", "greedy_solved", "pass@1", "pass@2"}
-    assert (tmp_path / "r" / "evaluation" / "pass_at_k.png").exists()
 
 
 @pytest.mark.parametrize("runs, flags, says", [
-    (["ppo"], ["--k", "0"], "k is 0: must be 1 or more"),
-    (["ppo"], ["--samples", "3"], "samples is 3: must be 32 or more"),
-    (["ppo"], ["--queries", "500"], "has 10 test queries that training never asks"),
-    (["ppo"], ["--device", "cuda"], "device is 'cuda': PyTorch sees no CUDA GPU here"),
-    (["ppo"], ["--out", "/nowhere/p.png"], "out is '/nowhere/p.png'"),
-    (["ppo"], ["--out", "p.txt"], "must end in .png"), (["ppo", "ppo"], [], "has seed 0 as"),
+    (["cory-0"], ["--k", "0"], "k is 0: must be 1 or more"),
+    (["cory-0"], ["--samples", "3"], "samples is 3: must be 32 or more"),
+    (["cory-0"], ["--queries", "500"], "has 10 test queries that training never asks"),
+    (["cory-0"], ["--device", "cuda"], "device is 'cuda': PyTorch sees no CUDA GPU here"),
+    (["cory-0"], ["--out", "/nowhere/p.png"], "out is '/nowhere/p.png'"),
+    (["cory-0"], ["--out", "p.txt"], "must end in .png"),
     ([""], [], "is no finished run (no eval.json)")])
 def test_bad_requests_exit_2_with_one_line(runs, flags, says, finished, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert says in error_line(evaluate.main, [*(finished / run for run in runs), *flags], capsys)
 
 
-def test_a_run_that_is_not_what_it_was_is_refused(problems, problem_flags, tmp_path, capsys):
-    own = shutil.copytree(problems, tmp_path / "problems")
-    flags = [*problem_flags, "--model", str(own / "lm"), "--dataset", str(own), "--iterations", "1"]
-    train_gsm8k.main([*flags, "--lora", "true", "--method", "ppo", "--role_exchange_every", "5",
-                      "--run_dir", str(tmp_path / "r")])
+def test_a_run_that_is_not_what_it_was_and_rows_it_trained_on_are_refused(
+        problems, problem_flags, tmp_path, capsys):
+    """One file without a test split: the run held its last rows out, and more are not to be had."""
+    own, data = shutil.copytree(problems, tmp_path / "problems"), tmp_path / "problems" / "train.jsonl"
+    flags = ["--model", str(own / "lm"), "--dataset", str(data), "--lora", "true", "--iterations", "1"]
+    train_gsm8k.main([*problem_flags, *flags, "--run_dir", str(tmp_path / "r")])
 
-    def refusal() -> str:
-        return error_line(evaluate.main, [tmp_path / "r", *FLAGS], capsys)
+    def refusal(*more: str) -> str:
+        return error_line(evaluate.main, [tmp_path / "r", *FLAGS, *more], capsys)
 
-    text = (own / "test.jsonl").read_text()
-    (own / "test.jsonl").write_text(text.replace("eggs", "hens", 1))
+    assert "has 16 test queries that training never asks" in refusal("--queries", "20")
+    text = data.read_text()
+    data.write_text(text.replace("eggs", "hens", 1))
     assert "the data of this run was another" in refusal()
-    (own / "test.jsonl").write_text(text)
+    data.write_text(text)
     path = own / "lm" / "model.safetensors"
     kept, weights = path.read_bytes(), load_file(path)
     weights["model.norm.weight"][0] += 1e-3
     save_file(weights, path, {"format": "pt"})
     assert "the model of this run was another" in refusal()
     path.write_bytes(kept)
-    shutil.rmtree(tmp_path / "r" / "final" / "llm1")
+    (tmp_path / "r" / "final" / "llm1").rename(tmp_path / "llm1")
     assert "has no final/llm1" in refusal()
     assert not (tmp_path / "r" / "evaluation").exists()
-
-
-def test_rows_the_run_trained_on_are_never_evaluated(problem_flags, problems, tmp_path, capsys):
-    """One file without a test split: the run held its last 8 rows out, and more are not to be had."""
-    flags = [*problem_flags, "--dataset", str(problems / "train.jsonl"), "--iterations", "1"]
-    train_gsm8k.main([*flags, "--run_dir", str(tmp_path / "r")])
-    line = error_line(evaluate.main, [tmp_path / "r", *FLAGS, "--queries", "20"], capsys)
-    assert "has 16 test queries that training never asks" in line
+    (tmp_path / "llm1").rename(tmp_path / "r" / "final" / "llm1")
     evaluate.main([str(tmp_path / "r"), *FLAGS])

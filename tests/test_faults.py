@@ -136,11 +136,7 @@ def test_what_lies_beside_the_checkpoints_is_none(copy):
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
 def test_a_log_that_is_not_the_checkpoints_is_refused(name, copy, capsys):
     rows = (copy / name).read_text().splitlines(keepends=True)
-    changed = {"lost": rows[:-1], "doubled": [*rows, rows[-1]], "another order": rows[::-1], "none": [],
-               "a key": [*rows[:-1], rows[-1].replace('reward"', 'prize"', 1)],
-               "a digit": [*rows[:-1], rows[-1].replace(".", ".1", 1)]}
-    for edited in changed.values():
-        assert edited != rows
+    for edited in (rows[:-1], [*rows, rows[-1]], [*rows[:-1], rows[-1].replace(".", ".1", 1)]):
         (copy / name).write_text("".join(edited))
         assert "its metrics.jsonl or samples.jsonl is not as iteration 2 left it" in resume(capsys, copy)
     (copy / name).write_text(rows[0] + "[]\n" + rows[1])
@@ -153,20 +149,18 @@ def test_config_and_checkpoint_of_two_runs_are_refused(copy, capsys):
     assert "its config.json and its checkpoint are of two runs" in resume(capsys, copy)
 
 
-def test_a_diverged_agent_is_not_saved(small_flags, tmp_path, capsys, monkeypatch):
+def test_a_diverged_agent_is_not_saved(copy, capsys, monkeypatch):
     def diverge(agent, *_):
         if agent.name == "llm2":
             next(iter(agent.policy.trained().values())).data[0] = torch.inf
         return {}
 
-    train_imdb.main([*small_flags, "--iterations", "1", "--run_dir", str(tmp_path / "r")])
-    checkpoints = tmp_path / "r" / "checkpoints"
-    good = {path: path.read_bytes() for path in checkpoints.rglob("*.safetensors")}
+    checkpoints_of(copy)[0].unlink()                        # no evaluation comes before the next
+    good = {path: path.read_bytes() for path in copy.rglob("*.safetensors")}
     monkeypatch.setattr("cory.train.ppo_update", diverge)
-    flags = ["--resume", "--run_dir", tmp_path / "r", "--iterations", "3"]
-    said = refused(capsys, *flags)
+    said = refused(capsys, "--resume", "--run_dir", copy, "--iterations", "3")
     assert "llm2 has diverged: these weights are not finite and not saved, older checkpoints stay" in said
-    assert good == {path: path.read_bytes() for path in checkpoints.rglob("*.safetensors")}
+    assert good == {path: path.read_bytes() for path in copy.rglob("*.safetensors")}
 
 
 # --- what a run is on ---
@@ -174,13 +168,13 @@ def test_other_data_or_model_is_refused_and_another_place_is_not(small, small_fl
     shutil.copytree(small, tmp_path / "small")
     flags = [word.replace(str(small), str(tmp_path / "small")) for word in small_flags]
     run_dir = tmp_path / "r"
-    train_imdb.main([*flags, "--iterations", "2", "--run_dir", str(run_dir)])
+    train_imdb.main([*flags, "--iterations", "1", "--run_dir", str(run_dir)])
     (tmp_path / "small").rename(tmp_path / "moved")
     run_dir.rename(tmp_path / "moved_run")
     run_dir, moved = tmp_path / "moved_run", tmp_path / "moved"
     places = ["--model", moved / "lm", "--dataset", moved / "openings"]
     places += ["--reward_model", moved / "classifier"]
-    train_imdb.main(["--resume", "--run_dir", str(run_dir), *map(str, places), "--iterations", "2"])
+    train_imdb.main(["--resume", "--run_dir", str(run_dir), *map(str, places)])
     rows = (moved / "openings" / "train.jsonl").read_text()
     (moved / "openings" / "train.jsonl").write_text(rows.replace("a", "b", 1))
     assert "the data of this run was another" in resume(capsys, run_dir)
@@ -264,27 +258,10 @@ def test_a_strange_config_is_one_line(change, says, copy, capsys):
 
 
 # --- processes ---
-def test_a_second_signal_ends_at_once():
-    handled = subprocess.run([sys.executable, "-c", """
-import os, signal, time
-from cory.system.signals import Signals
-signals = Signals().install()
-signals.waiting = True
-os.kill(os.getpid(), signal.SIGINT)
-print("goes on", flush=True)
-os.kill(os.getpid(), signal.SIGINT)
-time.sleep(1)
-print("never", flush=True)
-"""], cwd=ROOT, capture_output=True, text=True)
-    assert handled.returncode == -signal.SIGINT and handled.stdout == "goes on\n"
-    assert "this iteration is finished and saved first" in handled.stderr
-    assert "Traceback" not in handled.stderr
-
-
-def test_processes_that_a_reward_starts_die_as_usual():
+def test_a_second_signal_ends_at_once_and_processes_that_a_reward_starts_die_as_usual():
     """By SIGTERM, though they have inherited the run's answer to signals: else a pool waits for them."""
-    started = subprocess.run([sys.executable, "-c", """
-import multiprocessing, time
+    handled = subprocess.run([sys.executable, "-c", """
+import multiprocessing, os, signal, time
 from cory.system.signals import Signals
 Signals().install().waiting = True
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
@@ -292,9 +269,16 @@ child.start()
 time.sleep(1)                       # Python drops a signal that comes while it forks
 child.terminate()
 child.join(10)
-print(child.exitcode)
+print(child.exitcode, flush=True)
+os.kill(os.getpid(), signal.SIGINT)
+print("goes on", flush=True)
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(1)
+print("never", flush=True)
 """], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (started.returncode, started.stdout, started.stderr) == (0, f"{-signal.SIGTERM}\n", "")
+    assert handled.returncode == -signal.SIGINT and handled.stdout == f"{-signal.SIGTERM}\ngoes on\n"
+    assert "this iteration is finished and saved first" in handled.stderr
+    assert "Traceback" not in handled.stderr
 
 
 def test_two_commands_of_one_second_have_two_folders(small_flags, tmp_path, monkeypatch):
@@ -331,7 +315,6 @@ def test_links_in_a_run_folder_are_not_followed(copy, tmp_path, capsys):
     (outside / "file").write_text("precious")
     for name in ("metrics.jsonl.writing", "config.json.writing", "curves.png.writing", "eval.json.writing"):
         (copy / name).symlink_to(outside / "file")
-    (copy / "curves.png").unlink()
     (copy / "curves.png").symlink_to(outside / "file")
     (copy / "checkpoints" / "writing").symlink_to(outside)
     oldest = checkpoints_of(copy)[1]
@@ -370,22 +353,18 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(where, copy, capsys, mo
         assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("happens", ["moved", "emptied"])
-def test_a_folder_that_goes_away_is_one_line(happens, copy, tmp_path, capsys, monkeypatch):
+def test_a_folder_that_is_emptied_is_one_line(copy, capsys, monkeypatch):
     """While its run goes on: nothing is begun anew under the old name."""
     def update(*args):
-        if happens == "moved":
-            copy.rename(tmp_path / "elsewhere")
-        else:
-            shutil.rmtree(copy / "checkpoints")
-            [path.unlink() for path in copy.iterdir() if path.is_file()]
+        shutil.rmtree(copy / "checkpoints")
+        [path.unlink() for path in copy.iterdir() if path.is_file()]
         monkeypatch.setattr("cory.train.ppo_update", ppo_update)
         return ppo_update(*args)
 
     monkeypatch.setattr("cory.train.ppo_update", update)
     line = refused(capsys, "--resume", "--run_dir", copy, "--iterations", "3")
     assert "metrics.jsonl': cannot be written (No such file or directory)" in line
-    assert not copy.exists() or not (copy / "eval.json").exists()
+    assert not (copy / "eval.json").exists()
 
 
 def test_the_libraries_words_for_a_full_disk_are_understood(tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import byte_tokenizer, save_llama
 from tokenizers.processors import ByteLevel, TemplateProcessing
-from toys import error_line, rows
+from toys import error_line, require_same_runs, stopped
 
 import cory.train as loop
 import train_gsm8k
@@ -66,22 +66,6 @@ def test_a_chat_template_wraps_the_prompt_and_bos_is_written_once(problems, tmp_
     model = str(save_llama(tmp_path / "chatml", tokenizer))
     task = gsm8k(problems, model=model, chat_template=True, one_shot=False)
     assert task.pioneer_prompts(["How?"]) == ["<|endoftext|>[user]Question: How? Answer:[assistant]"]
-
-
-def test_observers_see_the_pioneers_answer(problem_flags, tmp_path, monkeypatch):
-    seen, tasks, observer_prompts = [], [], Gsm8k.observer_prompts
-
-    def watched(self, *args):
-        tasks.append(self)
-        seen.append(observer_prompts(self, *args))
-        return seen[-1]
-
-    monkeypatch.setattr(Gsm8k, "observer_prompts", watched)
-    train_gsm8k.main([*problem_flags, "--run_dir", str(tmp_path / "r"), "--iterations", "1"])
-    samples = rows(tmp_path / "r", "samples.jsonl")
-    for row, prompt in zip(samples, seen[2], strict=False):         # behind the context check, and the team
-        reference = tasks[1].cut(row["pioneer"]).strip()
-        assert f"Question: {row['query']} Reference: {reference} Answer:" in prompt
 
 
 def test_a_response_that_grew_as_text_is_cut_for_the_observer(problems):
@@ -177,11 +161,11 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(case, problem_flags,
 def test_four_bits_train_resume_and_are_evaluated_on_a_cpu(problem_flags, tmp_path):
     pytest.importorskip("bitsandbytes", "0.50")
     flags = [*problem_flags, "--lora", "true", "--load_in_4bit", "true", "--num_ppo_epochs", "1"]
-    train_gsm8k.main([*flags, "--iterations", "2", "--run_dir", str(tmp_path / "whole")])
-    train_gsm8k.main([*flags, "--iterations", "1", "--run_dir", str(tmp_path / "part")])
-    train_gsm8k.main(["--resume", "--iterations", "2", "--run_dir", str(tmp_path / "part")])
-    assert rows(tmp_path / "part")[2] == rows(tmp_path / "whole")[2]
-    evaluate_main([str(tmp_path / "whole"), "--samples", "1", "--k", "1"])
+    whole = tmp_path / "whole"
+    train_gsm8k.main([*flags, "--iterations", "2", "--run_dir", str(whole)])
+    train_gsm8k.main(["--resume", "--run_dir", str(stopped(whole, tmp_path / "part"))])
+    require_same_runs(whole, tmp_path / "part")
+    evaluate_main([str(whole), "--samples", "1", "--k", "1"])
 
 
 def test_four_bits_ask_for_bitsandbytes_and_are_nf4_on_the_gpu(monkeypatch):

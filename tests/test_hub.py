@@ -63,30 +63,29 @@ def hub(tmp_path_factory):
     server.kill()
 
 
-def test_a_run_on_models_and_data_of_the_hub_at_a_commit(hub, small_flags, tmp_path):
+OF_THE_HUB = """
+import sys, train_imdb
+from cory.tasks.data import load_columns
+from cory.ppo.loading import load_language_model
+train_imdb.main(sys.argv[1:])
+print(*load_columns('openai/gsm8k', ['question', 'answer'], subset='main'))
+load_language_model('meta-llama/Llama-2-7b-chat-hf')
+"""
+
+
+def test_models_and_data_of_the_hub_at_a_commit_a_subset_and_a_gated_model(hub, small_flags, tmp_path):
     """Sharded weights and parquet; each at the commit that is asked for."""
     environment, requests = hub
     flags = [*small_flags, "--iterations", "1", "--run_dir", str(tmp_path / "r"), "--model", f"gpt2@{COMMIT}",
              "--reward_model", f"lvwerra/distilbert-imdb@{COMMIT}", "--dataset", f"stanfordnlp/imdb@{COMMIT}"]
-    done = subprocess.run([sys.executable, "train_imdb.py", *flags], cwd=ROOT, env=environment,
+    done = subprocess.run([sys.executable, "-c", OF_THE_HUB, *flags], cwd=ROOT, env=environment,
                           capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "train test", done.stderr
+    assert "is gated: accept its licence on the Hub and log in" in done.stderr
     asked = requests.read_text()
     for file in ("gpt2/resolve/{}/model-00001", "distilbert-imdb/resolve/{}/model.safetensors"):
         assert file.format(COMMIT) in asked and file.format("main") not in asked
     assert f"stanfordnlp/imdb/resolve/{COMMIT}" in asked or f"stanfordnlp/imdb/revision/{COMMIT}" in asked
-
-
-def test_a_subset_of_the_hub_and_a_gated_model(hub):
-    environment, _ = hub
-    code = ("from cory.tasks.data import load_columns\nfrom cory.ppo.loading import load_language_model\n"
-            "columns = ['question', 'answer']\n"
-            "print(*load_columns('openai/gsm8k', columns, subset='main'))\n"
-            "load_language_model('meta-llama/Llama-2-7b-chat-hf')")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True,
-                          text=True)
-    assert done.stdout.splitlines()[-1] == "train test"
-    assert "is gated: accept its licence on the Hub and log in" in done.stderr
 
 
 def test_a_path_may_hold_an_at(tmp_path):

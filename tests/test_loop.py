@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import error_line, mend_checksum, read, settings
+from toys import error_line, mend_checksum, read, require_same_runs, same_tensors, settings
 from toys import rows as metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,22 +52,16 @@ def weights(folder, agent="llm1") -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "final" / agent / "model.safetensors")
 
 
-def same_weights(a, b) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 @pytest.fixture(scope="module")
-def whole(small_flags, tmp_path_factory):
-    """An undisturbed CORY run and an undisturbed PPO run, for several tests."""
-    folder = tmp_path_factory.mktemp("whole")
-    ppo = run(small_flags, folder / "ppo", "--method", "ppo", "--role_exchange_every", "5")
-    return {"ppo": ppo, "cory": run(small_flags, folder / "cory", "--method", "cory")}
+def whole(small_flags, tmp_path_factory) -> Path:
+    """An undisturbed CORY run, for several tests."""
+    return run(small_flags, tmp_path_factory.mktemp("whole") / "cory", "--method", "cory")
 
 
 def test_roles_follow_the_exchange_and_figures_stand_under_role_and_identity(whole):
-    rows = metrics(whole["cory"])
-    assert [row["iteration"] for row in rows] == list(range(8))
-    for row in rows[1:]:                                    # exchanged after iterations 2, 4, 6
+    rows = metrics(whole)
+    assert [row["iteration"] for row in rows] == list(range(6))
+    for row in rows[1:]:                                    # exchanged after iterations 2 and 4
         exchanged = (row["iteration"] - 1) // 2 % 2
         played = {"pioneer": "llm2" if exchanged else "llm1", "observer": "llm1" if exchanged else "llm2"}
         assert row["roles"] == played
@@ -76,15 +70,15 @@ def test_roles_follow_the_exchange_and_figures_stand_under_role_and_identity(who
                 assert row[f"{role}/{key}"] == row[f"{agent}/{key}"]
         assert row["llm1/kl"] != row["llm2/kl"] or row["iteration"] == 1
     for agent in ("llm1", "llm2"):
-        assert [row["iteration"] for row in rows if f"eval/{agent}/kl" in row] == [3, 6, 7]
-    samples = metrics(whole["cory"], "samples.jsonl")
-    assert len(samples) == 7 * 4 and samples[-1]["pioneer_agent"] == "llm2"
+        assert [row["iteration"] for row in rows if f"eval/{agent}/kl" in row] == [3, 5]
+    samples = metrics(whole, "samples.jsonl")
+    assert len(samples) == 5 * 4 and samples[-5]["pioneer_agent"] == "llm2"
     for row in samples:                         # what each has read
         assert row["pioneer_prompt"] == row["query"]
         assert row["query"] in row["observer_prompt"] and row["pioneer"] in row["observer_prompt"]
     assert {"pioneer_reward", "observer_reward"} <= samples[0].keys()
     with_base = {row["iteration"] for row in samples if {"base", "base_reward"} <= row.keys()}
-    assert with_base == {3, 6, 7}               # at evaluations
+    assert with_base == {3, 5}                  # at evaluations
 
 
 def test_two_exchanges_are_the_identity_bit_for_bit(small_flags, tmp_path, monkeypatch):
@@ -116,13 +110,15 @@ def test_two_exchanges_are_the_identity_bit_for_bit(small_flags, tmp_path, monke
 
 def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     """No knowledge transfer, no shared reward, no exchange: LLM1 is then trained exactly as by PPO."""
-    without = "--method cory --knowledge_transfer false --partner_reward 0 --role_exchange_every 0"
-    bare = run(small_flags, tmp_path / "bare", *without.split())
-    assert same_weights(weights(bare), weights(whole["ppo"]))
-    for a, b in zip(metrics(bare), metrics(whole["ppo"])):
+    without = "--method cory --knowledge_transfer false --partner_reward 0 --role_exchange_every 0".split()
+    bare = run(small_flags, tmp_path / "bare", *without, "--iterations", "3")
+    alone = "--method ppo --role_exchange_every 5".split()
+    ppo = run(small_flags, tmp_path / "ppo", *alone, "--iterations", "3")
+    assert same_tensors(weights(bare), weights(ppo))
+    for a, b in zip(metrics(bare), metrics(ppo)):
         assert all(a[k] == v for k, v in b.items() if k != "roles")
-    assert not same_weights(weights(bare), weights(bare, "llm2"))  # the agents draw from streams of their own
-    first, seeing = metrics(bare)[1], metrics(whole["cory"])[1]     # by untouched models, from other prompts
+    assert not same_tensors(weights(bare), weights(bare, "llm2"))  # the agents draw from streams of their own
+    first, seeing = metrics(bare)[1], metrics(whole)[1]     # by untouched models, from other prompts
     assert first["observer/task_reward"] != seeing["observer/task_reward"]
 
 
@@ -163,7 +159,7 @@ KILLER = """
 import os, signal, cory.experiment.run as r
 kept = r.save_checkpoint
 def save(run_dir, iteration, *rest):
-    if iteration > {kill_at}: os.kill(os.getpid(), signal.SIGKILL)
+    if iteration == 4: os.kill(os.getpid(), signal.SIGKILL)
     kept(run_dir, iteration, *rest)
 r.save_checkpoint = save
 import train_imdb
@@ -171,24 +167,17 @@ train_imdb.main()
 """
 
 
-@pytest.mark.parametrize("method, kill_at", [("cory", 3), ("ppo", 4)])
-def test_a_killed_run_resumes_to_the_same_bits(method, kill_at, whole, small_flags, tmp_path):
-    """Killed by SIGKILL after the checkpoint of `kill_at`, inside a period, and a log line beyond it."""
-    folder, expected = tmp_path / "killed", whole[method]
-    exchange = ["--role_exchange_every", "5"] if method == "ppo" else []
-    command = [sys.executable, "-c", KILLER.format(kill_at=kill_at), *small_flags, "--method", method,
-               *exchange, "--run_dir", str(folder)]
+def test_a_killed_run_resumes_to_the_same_bits(whole, small_flags, tmp_path):
+    """Killed by SIGKILL before the checkpoint of iteration 4, inside a period, its log line written."""
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-c", KILLER, *small_flags, "--method", "cory", "--run_dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert len(metrics(folder)) == kill_at + 2              # iteration 0, and one that no checkpoint knows of
+    assert [row["iteration"] for row in metrics(folder)] == [0, 1, 2, 3, 4]
     resume(folder)
-    assert metrics(folder) == metrics(expected)
-    for name in ("samples.jsonl", "eval.json"):
-        assert (folder / name).read_text() == (expected / name).read_text()
-    for agent in ("llm1", "llm2")[:1 if method == "ppo" else 2]:
-        assert same_weights(weights(folder, agent), weights(expected, agent))
-    ends = [load_file(checkpoints_of(d)[0]) for d in (folder, expected)]
-    assert same_weights(*({key: x for key, x in end.items() if key.startswith("llm")} for end in ends))
+    require_same_runs(folder, whole)
+    ends = [load_file(checkpoints_of(d)[0]) for d in (folder, whole)]
+    assert same_tensors(*({key: x for key, x in end.items() if key.startswith("llm")} for end in ends))
 
 
 def test_a_kill_while_writing_leaves_the_previous_checkpoint(small_flags, tmp_path, monkeypatch):
@@ -238,18 +227,16 @@ class Trap:
         return setattr, (Trap, "sprung", True)
 
 
-def test_a_run_killed_before_its_first_checkpoint_resumes_from_the_start(whole, small_flags, tmp_path):
+def test_a_run_starts_over_where_no_checkpoint_was_to_be_made_yet(whole, small_flags, tmp_path, capsys):
     folder = run(small_flags, tmp_path / "r", "--save_every", "5", "--iterations", "2")
-    shutil.rmtree(folder / "checkpoints")  # as if killed after iteration 2
-    resume(folder, "--iterations", "7", "--save_every", "1")
-    assert metrics(folder) == metrics(whole["cory"])
-
-
-def test_a_finished_run_without_a_checkpoint_is_not_started_over(small_flags, tmp_path, capsys):
-    folder = run(small_flags, tmp_path / "r", "--save_every", "0", "--iterations", "2")
-    before = metrics(folder)
-    assert "has done 2 iterations and has no checkpoint" in refusal(capsys, folder, "--iterations", "7")
+    shutil.rmtree(folder / "checkpoints")                   # as if killed after iteration 2
+    config, before = read(folder / "config.json"), metrics(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"save_every": 1}))
+    assert "has done 2 iterations and has no checkpoint" in refusal(capsys, folder, "--iterations", "3")
     assert metrics(folder) == before
+    (folder / "config.json").write_text(json.dumps(config))
+    resume(folder, "--iterations", "3", "--save_every", "1")
+    assert metrics(folder) == metrics(whole)[:4]
 
 
 def test_checkpoints_hold_the_kl_coefficients_and_every_random_generator(small, tmp_path):
@@ -284,43 +271,43 @@ def test_numbers_that_an_optimizer_keeps_come_back_as_numbers(small, tmp_path):
 
 def test_a_finished_run_can_be_resumed_at_its_end_or_lengthened_but_not_shortened(
         small_flags, tmp_path, capsys):
-    flags = [*small_flags, "--eval_every", "0", "--role_exchange_every", "5"]
-    folder = run(flags, tmp_path / "r", "--iterations", "5")
+    flags = [*small_flags, "--eval_every", "0"]             # ends at an exchange
+    folder = run(flags, tmp_path / "r", "--iterations", "2")
     before = (folder / "eval.json").read_text()
     resume(folder)
     assert (folder / "eval.json").read_text() == before
-    longer = run(flags, tmp_path / "longer", "--iterations", "6")
+    longer = run(flags, tmp_path / "longer", "--iterations", "3")
     checkpoints_of(longer)[0].unlink()
-    resume(longer, "--iterations", "5")         # an end that was none before has not been evaluated
-    assert read(longer / "eval.json") == json.loads(before)
-    assert "iterations is 4: the run" in refusal(capsys, folder, "--iterations", "4")
+    resume(longer, "--iterations", "2")         # an end that was none before has not been evaluated
+    assert (longer / "eval.json").read_text() == before
+    assert "iterations is 1: the run" in refusal(capsys, folder, "--iterations", "1")
 
 
 def test_other_settings_and_another_run_are_refused_and_the_folder_is_not_touched(whole, small_flags, capsys):
-    before = (whole["cory"] / "metrics.jsonl").read_bytes()
+    before = (whole / "metrics.jsonl").read_bytes()
     # what is right for the run no preset judges: it has none for this batch size
-    assert "seed was 0, now 5" in refusal(capsys, whole["cory"], "--batch_size", "8", "--seed", "5")
-    line = error_line(train_imdb.main, [*small_flags, "--run_dir", whole["cory"]], capsys)
+    assert "seed was 0, now 5" in refusal(capsys, whole, "--batch_size", "8", "--seed", "5")
+    line = error_line(train_imdb.main, [*small_flags, "--run_dir", whole], capsys)
     assert "holds another run; continue it with --resume" in line
-    assert (whole["cory"] / "metrics.jsonl").read_bytes() == before
+    assert (whole / "metrics.jsonl").read_bytes() == before
 
 
 def test_final_models_load_in_plain_transformers(whole):
-    final = whole["cory"] / "final" / "llm2"
+    final = whole / "final" / "llm2"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
     asked = tokenizer("the film", return_tensors="pt")
     assert model.generate(**asked, max_new_tokens=4, pad_token_id=tokenizer.eos_token_id).shape[1] > 8
-    saved, name = load_file(checkpoints_of(whole["cory"])[0]), "transformer.h.0.attn.c_attn.weight"
+    saved, name = load_file(checkpoints_of(whole)[0]), "transformer.h.0.attn.c_attn.weight"
     assert torch.equal(model.get_parameter(name), saved[f"llm2/weights/lm.{name}"])
     assert load_file(final / "value_head.safetensors")["weight"].shape == (1, 32)
 
 
 def test_held_out_figures_are_of_each_agents_final_model(whole):
-    cfg, held_out = load_config(whole["cory"]), read(whole["cory"] / "eval.json")
+    cfg, held_out = load_config(whole), read(whole / "eval.json")
     base = load_language_model(cfg.model)
     task = Imdb(cfg, Imdb.load_data(cfg), base)
     for agent in ("llm1", "llm2"):
-        final = load_language_model(str(whole["cory"] / "final" / agent))
+        final = load_language_model(str(whole / "final" / agent))
         expected = {name: pytest.approx(x, rel=1e-5) for name, x in evaluate(final, base, task, cfg).items()}
         assert held_out[agent] == held_out[agent] | expected
     assert held_out["llm1"]["kl"] != held_out["llm2"]["kl"]

@@ -157,7 +157,7 @@ def test_what_a_study_cannot_do_is_one_line(argv, says, capsys):
 # --- runs ---
 def small_study(small, out, *more, flags=()):
     data = ["--model", small / "lm", "--reward_model", small / "classifier", "--dataset", small / "openings"]
-    size = "--iterations 2 --batch_size 8 --mini_batch_size 8 --eval_queries 8 --max_response_length 6"
+    size = "--iterations 1 --batch_size 8 --mini_batch_size 8 --eval_queries 8 --max_response_length 6"
     study.main(["curves", "--quick", "--tasks", "imdb", "--out", str(out), *more, "--", *map(str, data),
                 *size.split(), "--eval_every", "1", "--device", "cpu", *flags])
 
@@ -200,7 +200,7 @@ def test_a_study_from_runs_to_page_and_nothing_twice(small, tmp_path, capsys, co
     frame = pd.read_csv(out / "rows.csv")
     per_run = [("ppo", "llm1"), ("cory", "llm1"), ("cory", "llm2")]
     assert list(zip(frame.variant, frame.agent, frame.iteration)) == [
-        (*whose, n) for _ in range(2) for whose in per_run for n in (0, 1, 2)]
+        (*whose, n) for _ in range(2) for whose in per_run for n in (0, 1)]
     assert "method" in frame and "lam" not in frame                 # settings that differ
     end = json.loads((next(tmp_path.glob("runs/*cory*seed1")) / "eval.json").read_text())["llm2"]
     assert frame.iloc[-1].reward == end["task_reward"] and frame.iloc[-1].distinct_2 == end["distinct_2"]
@@ -317,14 +317,6 @@ def test_a_loop_gives_its_score_to_the_ordinary_one(loop):
     train, ordinary = getattr(loops, f"train_{loop}"), getattr(loops, f"train_{method}")
     assert (train.func, train.keywords) == (ordinary, {"score": getattr(loops, name)})
     assert len(train.agents) == (2 if method == "cory" else 1) and train.evaluate is None
-
-
-def test_a_loop_of_a_study_trains(small_flags, tmp_path):
-    method = ["--method", "cory.studies.loops:train_zero_cory", "--init_kl_coef", "0", "--vf_coef", "0"]
-    train_imdb.main([*small_flags, *method, "--iterations", "1", "--run_dir", str(tmp_path / "run")])
-    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
-    assert row["pioneer/policy_loss"] == row["observer/policy_loss"] == 0.0     # no reward, nothing learned
-    assert row["pioneer/task_reward"] != 0.0
 
 
 def test_an_agents_own_metric_wins_over_its_teams():

@@ -232,9 +232,6 @@ def test_real_reviews_load_by_the_same_flag(imdb_data):
 
 GOOD = b'{"text": "a good film of one man"}\n'
 BAD_DATA = {
-    "broken JSON": ({"train.jsonl": GOOD + b'{"text": "a\n'}, "train.jsonl:2': is no row of JSON (JSONDec"),
-    "missing column": ({"train.jsonl": b'{"review": "a", "label": 1}\n'},
-                       "no column 'text'; columns found: review, label"),
     "too few rows": ({"train.jsonl": GOOD * 5, "test.jsonl": GOOD * 16}, "batch_size is 8: "),
     "nothing left to train on": ({"train.jsonl": GOOD * 32}, "leaves only 0 rows for it"),
     "all seen in training": ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 16}, "that training never asks"),

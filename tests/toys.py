@@ -1,14 +1,17 @@
 """Models small enough to know by hand, and what the tests of several files share."""
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from cory.config import ImdbConfig
+from cory.experiment.checkpoint import checkpoints_of
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.ppo.update import ppo_update
@@ -113,3 +116,26 @@ def mend_checksum(checkpoint: Path) -> Path:
     """As one would who edits a checkpoint on purpose. Returns its new name."""
     stem = checkpoint.stem.partition("-")[0]
     return checkpoint.rename(checkpoint.with_stem(f"{stem}-{checksum(checkpoint)}"))
+
+
+def stopped(run_dir: Path, copy: Path) -> Path:
+    """A copy of a finished run as if it had been killed before its last checkpoint: its log knows more."""
+    shutil.copytree(run_dir, copy)
+    shutil.rmtree(copy / "final")
+    (copy / "eval.json").unlink()
+    checkpoints_of(copy)[0].unlink()
+    return copy
+
+
+def same_tensors(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def require_same_runs(a: Path, b: Path) -> None:
+    """Metrics, samples, held-out metrics and final weights, bit for bit."""
+    assert rows(a) == rows(b) and rows(a, "samples.jsonl") == rows(b, "samples.jsonl")
+    assert read(a / "eval.json") == read(b / "eval.json")
+    finals = sorted(path.relative_to(a) for path in a.glob("final/*/*.safetensors"))
+    assert finals == sorted(path.relative_to(b) for path in b.glob("final/*/*.safetensors"))
+    for path in finals:
+        assert same_tensors(load_file(a / path), load_file(b / path)), path
