@@ -3,6 +3,8 @@ taught to solve them.
 
     python -m cory.assets.make_gsm8k_assets problems --out build/gsm8k
     python -m cory.assets.make_gsm8k_assets lm       --out build/gsm8k
+    python -m cory.assets.make_gsm8k_assets lm --start cory/assets/gsm8k/lm --sums_first 0 --mix 1 1 0 \
+        --repeated 1 --lr 5e-4 --steps 83 --out build/copying
 
 The model is fitted on problems of the training share (`cory.assets.word_problems`), in the prompts of
 `cory.tasks.gsm8k` without an example, with the loss on answers alone. It stops part of the way, where it
@@ -11,6 +13,9 @@ working, which it can seldom guess: reinforcement learning has to find out that 
 A share of the prompts carries a reference, right or with a mistake in it, so that the observer's prompt
 is not strange to the model, as it is not to one of ordinary size. Nothing here was fitted on GSM8K
 itself.
+
+The last command goes on from a model, with answers that repeat their reference, right or wrong. The more of
+these it has seen, the more does an answer depend on whether the reference is right (`use_of_references`).
 """
 
 import argparse
@@ -21,7 +26,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
@@ -50,16 +55,16 @@ def make_problems(args):
         )
 
 
-def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float, referenced: float,
+def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float, mix: list[float],
             right: float, repeated: float):
     """((B, L) token ids padded with EOS, (B, L) mask: 1 = token that is learned: those of an answer, its
     EOS included).
 
     Each batch is of one kind: bare problems, problems with a reference, or plain sums, which teach
     arithmetic at fewer tokens. The first `sums_first` batches are sums alone: what is left to learn is
-    then reading. There are `referenced` batches with a reference for four of bare problems, and a share
-    `right` of these references is right. A share `repeated` of the answers to them is the reference itself,
-    right or wrong; the others are right.
+    then reading. `mix` is how many batches of each kind there are to how many of the others. A share `right`
+    of the references is right. A share `repeated` of the answers to them is the reference itself, right or
+    wrong; the others are right.
     """
     eos = tokenizer.eos_token_id
     told = lambda answer: answer if rng.random() < worked else answer[answer.index("####") :]
@@ -67,7 +72,7 @@ def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: f
         kind = (
             "sums"
             if count < sums_first
-            else rng.choices(("bare", "reference", "sums"), weights=(4, referenced, 2))[0]
+            else rng.choices(("bare", "reference", "sums"), weights=mix)[0]
         )
         if kind == "sums":
             prompts, answers = (
@@ -113,17 +118,53 @@ def loss_of(model, batch):
 
 
 @torch.no_grad()
+def answers(model: LanguageModel, prompts: list[str], generator: torch.Generator | None = None) -> list[str]:
+    """Sampled by the generator; greedy without one."""
+    texts = []
+    for at in range(0, len(prompts), 512):
+        drawn = sample(model, encode_prompts(model, prompts[at : at + 512], 48), 48, generator)
+        texts += decode(model, drawn.response_BT, drawn.mask_BT)
+    return texts
+
+
 def greedy_accuracy(model: LanguageModel, prompts: list[str], problems: list[Problem]) -> float:
     """Share of problems whose greedy answer ends in the right number."""
-    drawn = sample(model, encode_prompts(model, prompts, 48), 48, None)
-    return sum(
-        last_number(text) == gold_answer(m.answer)
-        for text, m in zip(decode(model, drawn.response_BT, drawn.mask_BT), problems)
-    ) / len(problems)
+    return sum(map(is_right, answers(model, prompts), problems)) / len(problems)
 
 
-def make_lm(args):
-    rng = random.Random(args.seed)
+def is_right(answer: str, made: Problem) -> bool:
+    return last_number(answer) == gold_answer(made.answer)
+
+
+def use_of_references(model: LanguageModel, problems: list[Problem], samples: int = 8) -> dict[str, float]:
+    """What the model makes of its own answers as references: greedy accuracy with a right one, and with a
+    wrong one. D is their difference.
+
+    On the same problems for both: those of which some of the model's sampled answers are right and some are
+    wrong. A reference is the first of either.
+    """
+    bare = [pioneer_prompt(m.question, example="") for m in problems for _ in range(samples)]
+    texts = answers(model, bare, torch.Generator().manual_seed(0))
+    both, prompts = [], {True: [], False: []}
+    for i, made in enumerate(problems):
+        first = {is_right(text, made): text for text in reversed(texts[i * samples : (i + 1) * samples])}
+        if len(first) == 2:
+            both.append(made)
+            for right, text in first.items():
+                prompts[right].append(observer_prompt(made.question, text, example=""))
+    right, wrong = (greedy_accuracy(model, prompts[kind], both) for kind in (True, False))
+    accuracy = sum(is_right(text, problems[i // samples]) for i, text in enumerate(texts)) / len(texts)
+    return {
+        "sampled_accuracy": accuracy,
+        "problems_with_both": len(both),
+        "greedy_accuracy_own_right_reference": right,
+        "greedy_accuracy_own_wrong_reference": wrong,
+        "D": right - wrong,
+    }
+
+
+def new_model(args, rng: random.Random):
+    """A Llama of random weights, and a tokenizer for problems and their prompts."""
     seen = [problem(rng, held_out=False) for _ in range(20_000)]
     tokenizer = byte_level_tokenizer(
         [f"{observer_prompt(m.question, wrong_answer(rng, m), example='')} {m.answer}" for m in seen],
@@ -146,12 +187,21 @@ def make_lm(args):
         tie_word_embeddings=True,
         initializer_range=args.width**-0.5 / 2,
     )
-    model = LlamaForCausalLM(config)
+    return LlamaForCausalLM(config), tokenizer
+
+
+def make_lm(args):
+    rng = random.Random(args.seed)
+    if args.start:
+        tokenizer = AutoTokenizer.from_pretrained(args.start)
+        model = AutoModelForCausalLM.from_pretrained(args.start, dtype=torch.float32)
+    else:
+        model, tokenizer = new_model(args, rng)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
     model.train()
     info = fit(
         model,
-        batches(tokenizer, args.rows, rng, args.sums_first, args.worked, args.references, args.right,
+        batches(tokenizer, args.rows, rng, args.sums_first, args.worked, args.mix, args.right,
                 args.repeated),
         loss_of,
         args.steps,
@@ -160,15 +210,12 @@ def make_lm(args):
         args.minutes,
         decay=0.0,
     )
-    measure, policy = [problem(rng, held_out=True) for _ in range(512)], LanguageModel(model, tokenizer)
-    prompts = {"greedy_accuracy": [pioneer_prompt(m.question, example="") for m in measure]}
-    for name, reference in (("right", lambda m: m.answer), ("wrong", lambda m: wrong_answer(rng, m))):
-        prompts[f"greedy_accuracy_{name}_reference"] = [
-            observer_prompt(m.question, reference(m), example="") for m in measure
-        ]
-    info |= {"parameters": model.num_parameters()} | {
-        name: greedy_accuracy(policy, texts, measure) for name, texts in prompts.items()
-    }
+    policy = LanguageModel(model.eval(), tokenizer)
+    rng = random.Random(f"measure {args.seed}")
+    measure = [problem(rng, held_out=True) for _ in range(512)]
+    bare = [pioneer_prompt(m.question, example="") for m in measure]
+    info |= {"parameters": model.num_parameters(), "greedy_accuracy": greedy_accuracy(policy, bare, measure)}
+    info |= use_of_references(policy, measure)
     save(model, tokenizer, Path(args.out) / "lm", info, vars(args))
 
 
@@ -196,7 +243,14 @@ def main():
         default=0.5,
         help="share of answers that show their working; the others are the number alone",
     )
-    parser.add_argument("--references", type=float, default=2, help="batches with a reference for 4 without")
+    parser.add_argument("--start", default="", help="folder of a model to go on from; a new one without it")
+    parser.add_argument(
+        "--mix",
+        nargs=3,
+        type=float,
+        default=[4, 2, 2],
+        help="batches of bare problems, of problems with a reference, and of sums, to each other",
+    )
     parser.add_argument("--right", type=float, default=0.5, help="share of these references that are right")
     parser.add_argument(
         "--repeated",
