@@ -11,6 +11,7 @@ import torch
 from conftest import SHARED
 from toys import read
 
+from cory.assets import make_gsm8k_assets
 from cory.assets.word_problems import NAMES, THINGS, problem, wrong_answer
 from cory.config import ASSETS
 from cory.ppo.loading import load_language_model
@@ -72,6 +73,44 @@ def test_worked_answers_are_right_and_wrong_ones_are_wrong():
             assert all(left[3] == right[0] for left, right in zip(sums, sums[1:]))
             assert answer.endswith(f"#### {sums[-1][3]}")
         assert gold_answer(made.answer) != last_number(wrong_answer(rng, made))
+
+
+def test_d_compares_right_and_wrong_references_to_the_same_problems(monkeypatch):
+    rng = random.Random(0)
+    problems = [problem(rng, held_out=True) for _ in range(3)]
+    a, b, c = ([f"{text} #### {n}" for text in "xy" for n in (m.answer.split()[-1], "-1")] for m in problems)
+    asked = []
+
+    def answers(model, prompts, generator=None):
+        if generator:
+            return [*a, b[1], b[3], b[2], b[0], c[0], c[2], c[0], c[2]]
+        asked.extend(prompts)
+        return [prompt.split("Reference: ")[1].removesuffix(" Answer:") for prompt in prompts]
+
+    monkeypatch.setattr(make_gsm8k_assets, "answers", answers)
+    use = make_gsm8k_assets.use_of_references(None, problems, samples=4)
+    assert use == {"sampled_accuracy": 8 / 12, "problems_with_both": 2,         # c is never wrong
+                   "greedy_accuracy_own_right_reference": 1, "greedy_accuracy_own_wrong_reference": 0, "D": 1}
+    assert [a[0] in asked[0], b[2] in asked[1], a[1] in asked[2], b[1] in asked[3]] == [True] * 4  # the first
+    assert [m.question in prompt for m, prompt in zip(problems[:2] * 2, asked, strict=True)] == [True] * 4
+
+
+def test_a_base_that_copies_learns_its_references_right_or_wrong():
+    tokenizer = load_language_model(str(ASSETS / "gsm8k" / "lm")).tokenizer
+
+    def learned(mix: list[float], repeated: float) -> list[tuple[str, str]]:
+        """(prompt, answer) of a batch."""
+        made = make_gsm8k_assets.batches(tokenizer, 32, random.Random(0), 0, 1.0, mix, 0.5, repeated)
+        ids, mask = next(made)
+        text = lambda row, kept: tokenizer.decode(row[kept], skip_special_tokens=True).strip()
+        return [(text(row, learn.cumsum(0) == 0), text(row, learn.bool()))
+                for row, learn in zip(ids, mask, strict=True)]
+
+    reference = lambda prompt: prompt.split("Reference: ")[1].removesuffix(" Answer:")
+    assert all(reference(prompt) == answer for prompt, answer in learned([0, 1, 0], repeated=1))
+    assert 5 < sum(reference(prompt) == answer for prompt, answer in learned([0, 1, 0], repeated=0)) < 27
+    assert not any("Reference:" in prompt for prompt, _ in learned([1, 0, 0], repeated=1))
+    assert all(prompt == "" for prompt, _ in learned([0, 0, 1], repeated=1))
 
 
 def test_shipped_assets_are_small_and_in_the_hubs_formats():

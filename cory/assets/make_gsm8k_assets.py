@@ -4,7 +4,7 @@ taught to solve them.
     python -m cory.assets.make_gsm8k_assets problems --out build/gsm8k
     python -m cory.assets.make_gsm8k_assets lm       --out build/gsm8k
     python -m cory.assets.make_gsm8k_assets lm --start cory/assets/gsm8k/lm --sums_first 0 --mix 1 1 0 \
-        --repeated 1 --lr 5e-4 --steps 83 --out build/copying
+        --repeated 1 --lr 5e-4 --steps 76 --out build/copying
 
 The model is fitted on problems of the training share (`cory.assets.word_problems`), in the prompts of
 `cory.tasks.gsm8k` without an example, with the loss on answers alone. It stops part of the way, where it
@@ -251,7 +251,7 @@ def main():
         default=[4, 2, 2],
         help="batches of bare problems, of problems with a reference, and of sums, to each other",
     )
-    parser.add_argument("--right", type=float, default=0.5, help="share of these references that are right")
+    parser.add_argument("--right", type=float, default=0.5, help="share of the references that are right")
     parser.add_argument(
         "--repeated",
         type=float,
