@@ -42,30 +42,63 @@ TUNED = {"cory": CORY, "no partner's reward": NO_PARTNER,
 TWICE_THE_BATCH = f"{PPO} --batch_size batch_size*2 --mini_batch_size mini_batch_size*2"
 TWICE_THE_ITERATIONS = f"{PPO} --iterations iterations*2"
 
-# Half of a preset's responses, as `search` has them.
+# Half of a preset's responses.
 HALF = "--iterations iterations*0.5"
-
-# The paper's algorithm on IMDB, beside a preset's model, sizes and learning rate.
-PAPER = ("--kl_penalty full --adap_kl_ctrl true --kl_target 6 --init_kl_coef 0.3 --lam 0.95 --iterations 120 "
-         "--lr_schedule constant")
 
 DRAWS = 16
 
 
-def drawn(number: int, roles: int) -> str:
-    """Settings drawn at random, the same for every method; as many responses for one role as for two.
+def rates(rng: random.Random) -> str:
+    rate, critic = 10 ** rng.uniform(-3.5, -2.3), 10 ** rng.uniform(-3.3, -1.7)
+    return f"--learning_rate {rate:.1e} --critic_learning_rate {critic:.1e}"
 
-    Half of a preset's iterations, with the same number of optimizer steps for each batch.
+
+def drawn(number: int, method: str, rows: int = 1) -> str:
+    """A method's flags, with settings drawn at random. The same number draws the same for every method.
+
+    Half of a preset's iterations, with batches of `rows` times as many responses.
     """
     rng = random.Random(number)
-    rate, critic = 10 ** rng.uniform(-3.5, -2.3), 10 ** rng.uniform(-3.3, -1.7)
-    epochs, batch = rng.choice([1, 2]), rng.choice([0.5, 1, 2])
-    exchange = rng.choice([1, 5, 20])
-    rows = batch * (3 - roles)
-    flags = (f"--learning_rate {rate:.1e} --critic_learning_rate {critic:.1e} --num_ppo_epochs {epochs} "
-             f"--iterations iterations*{0.5 / batch:g} --batch_size batch_size*{rows:g} "
-             f"--mini_batch_size mini_batch_size*{rows:g}")
-    return f"{flags} --role_exchange_every {exchange}" if roles == 2 else flags
+    flags = f"{method} {rates(rng)}"
+    epochs, batch, exchange = rng.choice([1, 2]), rng.choice([0.5, 1, 2]), rng.choice([1, 5, 20])
+    flags += (f" --num_ppo_epochs {epochs} --iterations iterations*{0.5 / batch:g}"
+              f" --batch_size batch_size*{batch * rows:g} --mini_batch_size mini_batch_size*{batch * rows:g}")
+    return flags if method in (PPO, NO_EXCHANGE) else f"{flags} --role_exchange_every {exchange}"
+
+
+# The draw that the study `search` chose for each method.
+CHOSEN = {"imdb": {"ppo": 9, "cory": 8, "no partner's reward": 12, "partner by the critic": 5}}
+
+
+def paper(method: str, number: int) -> str:
+    """The paper's algorithm with the rates of a draw, beside a preset's model, sizes and minibatches."""
+    return (f"{method} {rates(random.Random(number))} --kl_penalty full --adap_kl_ctrl true --kl_target 6 "
+            "--init_kl_coef 0.3 --lam 0.95 --iterations 120 --lr_schedule constant")
+
+
+def tuned(task: str) -> Study:
+    chosen = CHOSEN[task]
+    return Study(
+        "Which method is best with settings of its own, on seeds and queries that chose none of them?",
+        {"ppo, twice the batch": drawn(chosen["ppo"], PPO, rows=2),
+         "ppo": drawn(chosen["ppo"], PPO),
+         **{name: drawn(chosen[name], flags) for name, flags in TUNED.items()}},
+        baseline="ppo, twice the batch", seeds=range(200, 210), tasks=(task,))
+
+
+def parts(task: str) -> Study:
+    number = CHOSEN[task]["cory"]
+    return Study(
+        "Which part of CORY helps: transfer, exchange, or the shared reward?",
+        {name: drawn(number, flags) for name, flags in
+         {"cory": CORY,
+          "no transfer": NO_TRANSFER,
+          "no exchange": NO_EXCHANGE,
+          "no partner's reward": NO_PARTNER,
+          "another query's reward": f"{LOOPS}train_strangers_cory",
+          "partner's reward, centred": f"{LOOPS}train_centred_cory",
+          "ppo": PPO}.items()},
+        baseline="cory", seeds=range(200, 205), tasks=(task,))
 
 
 STUDIES = {
@@ -114,19 +147,14 @@ STUDIES = {
     # With `-- --eval_split validation`: draws for the settings of `tuned`, and of its baseline.
     "search": Study(
         "Which settings suit each method best?",
-        {f"{name} {i}": f"{flags} {drawn(i, 2 if name in TUNED else 1)}"
-         for i in range(DRAWS) for name, flags in {"ppo": PPO, **TUNED}.items()},
+        {f"{name} {i}": flags for i in range(DRAWS) for name, flags in
+         {"ppo": drawn(i, PPO, rows=2), **{name: drawn(i, flags) for name, flags in TUNED.items()}}.items()},
         baseline="ppo 0", seeds=range(50, 51)),
-    # Put what the search chose into each line, in place of HALF. These seeds are for reporting alone.
-    "tuned": Study(
-        "Which method is best with settings of its own, on seeds and queries that chose none of them?",
-        {"ppo, twice the batch": f"{TWICE_THE_BATCH} {HALF}",
-         "ppo": f"{PPO} {HALF}",
-         **{name: f"{flags} {HALF}" for name, flags in TUNED.items()}},
-        baseline="ppo, twice the batch", seeds=range(200, 210)),
+    # Those seeds are for reporting alone.
+    **{f"tuned_{task}": tuned(task) for task in CHOSEN},
     "paper": Study(
         "What does the paper's algorithm as it stands do: exact KL, steered to 6 nats?",
-        {"ppo": f"{PPO} {PAPER}", "cory": f"{CORY} {PAPER}"},
+        {"ppo": paper(PPO, CHOSEN["imdb"]["ppo"]), "cory": paper(CORY, CHOSEN["imdb"]["cory"])},
         baseline="ppo", tasks=("imdb",)),
     # One base after the other: `-- --model DIR`.
     "transfer": Study(
@@ -137,15 +165,5 @@ STUDIES = {
          "no partner's reward": f"{NO_PARTNER} {HALF}",
          "observer on its own reward": f"{CORY} --partner_term sampled_to_pioneer {HALF}"},
         baseline="ppo, twice the batch", tasks=("gsm8k",)),
-    # With what the search chose for CORY in each line, in place of HALF.
-    "parts": Study(
-        "Which part of CORY helps: transfer, exchange, or the shared reward?",
-        {"cory": f"{CORY} {HALF}",
-         "no transfer": f"{NO_TRANSFER} {HALF}",
-         "no exchange": f"{NO_EXCHANGE} {HALF}",
-         "no partner's reward": f"{NO_PARTNER} {HALF}",
-         "another query's reward": f"{LOOPS}train_strangers_cory {HALF}",
-         "partner's reward, centred": f"{LOOPS}train_centred_cory {HALF}",
-         "ppo": f"{PPO} {HALF}"},
-        baseline="cory", seeds=range(200, 205)),
+    **{f"parts_{task}": parts(task) for task in CHOSEN},
 }
