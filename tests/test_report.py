@@ -214,6 +214,7 @@ def offline(tmp_path, monkeypatch):
         log(self, data, step=step)
 
     monkeypatch.setattr(wandb.sdk.wandb_run.Run, "log", spy)
+    monkeypatch.setattr(weights_and_biases, "INIT_SECONDS", 120)        # on a busy machine W&B starts slowly
     return logged
 
 
