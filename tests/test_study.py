@@ -49,15 +49,16 @@ def test_intervals_that_decide_nothing():
     assert statistics.difference(pd.Series({0: -1.0, 1: -1.0}), pd.Series({0: 0.0, 1: 0.0})).decided
 
 
-def test_reward_where_a_kl_is_first_reached():
+def test_a_figure_where_another_first_reaches_a_level():
     points = pd.DataFrame({"kl": [0.0, 5.0, 3.0, 9.0], "reward": [0.0, 1.0, 3.0, 5.0]})
-    assert statistics.reward_at(points, 4.0) == pytest.approx(0.8)
-    assert statistics.reward_at(points, 9.0) == 5.0 and statistics.reward_at(points, 0.0) == 0.0
+    for kl, reward in ((4.0, 0.8), (9.0, 5.0), (0.0, 0.0)):
+        assert statistics.value_at(points, "reward", "kl", kl) == pytest.approx(reward)
+    assert statistics.value_at(points, "kl", "reward", 2.0) == 4.0
 
 
 def test_differences_by_hand():
     """Ends: PPO 2 at a KL of 4; CORY's agents 3 at 10 and 1 at 2. At a KL of 2, which all reach, PPO has 1
-    and CORY (0.6 + 1) / 2.
+    and CORY (0.6 + 1) / 2. At a reward of 1, CORY's KL is (10 / 3 + 2) / 2.
     """
     ppo = frame("ppo", 0, [(0, 0.0, 0.0), (10, 9.0, 3.0), (20, 2.0, 4.0)], distinct_2=0.5)
     ppo.loc[ppo.iteration == 10, ["reward", "kl"]] = 1.5, 3.0
@@ -66,12 +67,14 @@ def test_differences_by_hand():
     d = statistics.differences(pd.concat([ppo, cory, other_seed]), "cory", "ppo")
     means = {name: found.mean for name, found in d.items()}
     assert means == pytest.approx({"reward": 0.0, "kl": 2.0, "combined_reward": -2.0, "distinct_2": 0.5,
-                                   "reward at equal KL": -0.2})
+                                   "reward at equal KL": -0.2, "KL at equal reward": 8 / 3 - 2,
+                                   "distinct-2 at equal reward": 0.5})
     other_eta = pd.concat([ppo, cory.assign(init_kl_coef=0.3)])
     assert "combined_reward" not in statistics.differences(other_eta, "cory", "ppo")
     lines = page.differences_table(STUDIES["curves"], other_eta)
-    assert re.search(r"\| cory +\| +ppo \| +1 \| +\+0.00 \| +-0.20 \| +\+2.00 \| +other eta \| +\+0.50 \|",
-                     lines[0])
+    cells = lines[0].splitlines()[-1].strip("| ").split("|")
+    assert [cell.strip() for cell in cells] == [
+        "cory", "ppo", "1", "+0.00", "-0.20", "+2.00", "other eta", "+0.50", "+0.67", "+0.50"]
 
 
 @pytest.mark.parametrize("reward, distinct, repeated, collapsed", [

@@ -1,6 +1,7 @@
 """The page of a study, `results.md`: what each variant reached, and how it differs from its baseline."""
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from cory.experiment.tables import table
@@ -12,10 +13,12 @@ from cory.system.files import replace_text
 
 METRICS = {"reward": "reward", "accuracy": "sampled accuracy", "kl": "KL",
            "combined_reward": "combined reward", "share_of_limit": "share of limit",
-           "distinct_2": "distinct-2", "repeated_tokens": "repeated tokens"}
+           "distinct_2": "distinct-2", "repeated_tokens": "repeated tokens",
+           "observer_copies": "observer copies", "observer_after_better": "observer after better",
+           "observer_after_worse": "observer after worse"}
 HOW = """Figures are of held-out bare queries at the end of training: means over seeds of the mean of a run's
-agents. KL is in nats per response. Differences are paired by seed, with Student's 95% interval. Equal KL is
-the smallest that an agent of both runs of a seed ends at."""
+agents. KL is in nats per response. Differences are paired by seed, with Student's 95% interval. Equal
+KL, and equal reward, is the smallest that an agent of both runs of a seed ends at."""
 
 
 def write(name: str, study: Study, rows: pd.DataFrame, failed: list[str], command: str, out: Path) -> str:
@@ -47,12 +50,15 @@ def ends_table(rows: pd.DataFrame) -> list[list[str]]:
     gone = rows.groupby(["variant", "seed", "agent"]).apply(collapsed)
     hours = rows.drop_duplicates(["variant", "seed"]).groupby("variant").core_seconds.mean() / 3600
     base = rows[rows.iteration == 0]
+
+    def means(of_rows: pd.DataFrame) -> list[str]:
+        return ["–" if np.isnan(mean) else f"{mean:.2f}" for mean in of_rows[[*metrics]].mean()]
+
     lines = [["variant", "seeds", *metrics.values(), "collapsed agents", "core hours a run"],
-             ["base", "", *(f"{base[name].mean():.2f}" for name in metrics), "", ""]]
+             ["base", "", *means(base), "", ""]]
     for variant in rows.variant.unique():
         of_variant = per_run[per_run.index.get_level_values("variant") == variant]
-        means = [f"{of_variant[name].mean():.2f}" if len(of_variant) else "–" for name in metrics]
-        lines.append([variant, str(len(of_variant)), *means,
+        lines.append([variant, str(len(of_variant)), *means(of_variant),
                       f"{gone[variant].sum()} of {len(gone[variant])}", f"{hours[variant]:.2f}"])
     return lines
 

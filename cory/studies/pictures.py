@@ -8,7 +8,9 @@ from cory.studies.definitions import Study
 from cory.studies.statistics import compared, differences
 
 TITLES = {"reward": "reward", "reward at equal KL": "reward at equal KL", "kl": "KL (nats)",
-          "combined_reward": "combined reward", "distinct_2": "distinct-2"}
+          "combined_reward": "combined reward", "distinct_2": "distinct-2",
+          "KL at equal reward": "KL at equal reward",
+          "distinct-2 at equal reward": "distinct-2 at equal reward"}
 
 
 def draw(study: Study, task: str, rows: pd.DataFrame, out: Path) -> list[Path]:

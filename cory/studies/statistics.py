@@ -36,24 +36,27 @@ def difference(variant: pd.Series, baseline: pd.Series) -> Difference:
     return Difference(mean, mean - half, mean + half, n)
 
 
-def reward_at(points: pd.DataFrame, kl: float) -> float:
-    """An agent's reward where its KL first reaches `kl`, linear between two evaluations."""
-    reached = int(np.argmax(points.kl.to_numpy() >= kl))
+def value_at(points: pd.DataFrame, read: str, along: str, level: float) -> float:
+    """An agent's figure `read` where its `along` first reaches the level, linear between two evaluations."""
+    reached = int(np.argmax(points[along].to_numpy() >= level))
     if reached == 0:
-        return points.reward.iloc[0]
+        return points[read].iloc[0]
     around = points.iloc[reached - 1:reached + 1]
-    return float(np.interp(kl, around.kl, around.reward))
+    return float(np.interp(level, around[along], around[read]))
 
 
-def rewards_at_equal_kl(rows: pd.DataFrame, variant: str, baseline: str) -> tuple[pd.Series, pd.Series]:
-    """Rewards by seed of both variants, mean of agents, at the smallest KL that one of the agents ends at."""
-    rewards = {}
+def at_equal(along: str, read: str, rows: pd.DataFrame, variant: str, baseline: str) -> Difference:
+    """Of `read`, mean of a run's agents, at one level of `along` for both runs of a seed.
+
+    The level is the smallest that one of their agents ends at, so that each agent reaches it.
+    """
+    values = {}
     for seed, of_seed in rows[rows.variant.isin([variant, baseline])].groupby("seed"):
         agents = of_seed.groupby(["variant", "agent"])
-        kl = agents.kl.last().min()
-        rewards[seed] = agents.apply(reward_at, kl=kl).groupby("variant").mean()
-    frame = pd.DataFrame(rewards, index=[variant, baseline], dtype=float)
-    return frame.loc[variant], frame.loc[baseline]
+        level = agents[along].last().min()
+        values[seed] = agents.apply(value_at, read, along, level).groupby("variant").mean()
+    frame = pd.DataFrame(values, index=[variant, baseline], dtype=float)
+    return difference(frame.loc[variant], frame.loc[baseline])
 
 
 def collapsed(points: pd.DataFrame) -> bool:
@@ -82,8 +85,10 @@ def differences(rows: pd.DataFrame, variant: str, baseline: str) -> dict[str, Di
              for name in ("reward", "kl", "combined_reward", "distinct_2")}
     if rows[rows.variant.isin([variant, baseline])].init_kl_coef.nunique() > 1:
         del figures["combined_reward"]
-    at_equal_kl = rewards_at_equal_kl(rows[~rows.diverged], variant, baseline)
-    return figures | {"reward at equal KL": difference(*at_equal_kl)}
+    pair = rows[~rows.diverged], variant, baseline
+    return figures | {"reward at equal KL": at_equal("kl", "reward", *pair),
+                      "KL at equal reward": at_equal("reward", "kl", *pair),
+                      "distinct-2 at equal reward": at_equal("reward", "distinct_2", *pair)}
 
 
 def compared(study: Study, rows: pd.DataFrame) -> dict[str, str]:
