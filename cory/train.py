@@ -50,8 +50,8 @@ def partner_terms(r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple[Ten
 
     r(s0, a1) does not depend on the observer's action: it adds variance to its gradient, and no signal. For
     the pioneer only the mean of r(s0, a2) matters. One sampled a2 gives the same expected gradient, with more
-    noise. V is the observer's critic at the end of its prompt. It lacks that noise, and is biased: it holds
-    the observer's KL penalty, too.
+    noise. V is the observer's critic at the end of its prompt. It lacks that noise, and is biased: with
+    `--kl_in reward` it holds the observer's KL penalty, too, and gamma below 1 discounts it.
     """
     if cfg.partner_term == "sampled":
         return r2, r1

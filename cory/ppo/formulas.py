@@ -1,4 +1,4 @@
-"""The formulas of PPO as pure functions: tensors and floats in, tensors and floats out.
+"""The formulas of PPO, its schedules and evaluation as pure functions of tensors and floats.
 
 Shapes: B batch rows, T response tokens, N response tokens gathered from many rows, V vocabulary.
 Masks: 1 = real response token, 0 = padding. Log-probabilities, entropies and KL are in nats, in float32.
@@ -46,7 +46,8 @@ def entropy(p_NV: Tensor, logp_NV: Tensor) -> Tensor:
 
 
 def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
-    """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` per state: paper, eq. 2. (N,), never below 0.
+    """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` per state: paper, eq. 2. (N,); below 0 by
+    rounding alone.
 
     Exact, so without sampling noise. Charged as a *reward* it is the same whichever token was drawn: the
     policy feels it only through the states that earlier tokens lead to. `kl_k1` differs there.
@@ -61,18 +62,18 @@ def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
 def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     """`k1 = log pi(a) - log pi0(a)` of the sampled token (Schulman 2020). (N,), any sign.
 
-    Its expectation is `kl_full`. Charged as a reward, the policy gradient with rewards-to-go is exactly the
-    gradient of the response's KL.
+    Where a is drawn from pi its expectation is `kl_full`. Charged as a reward, the policy gradient with
+    rewards-to-go is then that of the response's KL, if gamma is 1 and nothing is clipped.
     """
     return logp_N - ref_logp_N
 
 
 def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
-    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), never below 0.
+    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,); below 0 by rounding alone.
 
-    Its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`) its gradient at a sampled token is
-    `(1 - r) grad log pi(a)`, in the mean that of KL(pi0 || pi), which agrees with that of KL(pi || pi0) to
-    first order around pi = pi0.
+    Where a is drawn from pi its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`) its gradient at a
+    sampled token is `(1 - r) grad log pi(a)`, in the mean that of KL(pi0 || pi), which agrees with that of
+    KL(pi || pi0) to first order around pi = pi0.
     """
     log_r = ref_logp_N - logp_N
     return log_r.exp() - 1 - log_r

@@ -51,6 +51,7 @@ def load_language_model(name: str, temperature: float = 1.0, precision: Precisio
         model = LanguageModel(lm if storage == "4bit" else lm.to(device), tokenizer, temperature, precision)
         model.requires_grad_(False)
         try_out(refused, model)
+    # after `try_out`: `lm(...)` itself may fail once its head has another type; only body and head are called
     if storage != "float32":
         head = lm.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)

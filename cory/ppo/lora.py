@@ -45,7 +45,7 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     if base.exists():                                   # to be found from any folder
         lm.peft_config[name].base_model_name_or_path = str(base.resolve())
     lm.peft_config[name].revision = with_revision(cfg.model)[1]
-    lm.active = "unknown"                               # peft has just activated the new one
+    lm.adapter_in_use = "unknown"                               # peft has just activated the new one
     activate(lm, None)
     return name
 
@@ -75,7 +75,7 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
         why = f"cannot be loaded ({short_message(error)})"
         way_out = f"{why}; put back what the run has saved, or train again"
         raise UserError("adapter", str(folder), way_out) from error
-    lm.active = "unknown"
+    lm.adapter_in_use = "unknown"
     activate(lm, None)
     return name
 
@@ -83,17 +83,17 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
 def activate(lm: nn.Module, name: str | None) -> None:
     """Makes the model compute with one adapter, or with none. A model without adapters stays as it is.
 
-    peft also freezes all other adapters: a backward pass gives a gradient to the active one alone.
-    `lm.active` is set here, and to "unknown" where peft has just changed it.
+    peft freezes all other adapters: a backward pass gives gradients to the one that is in use when it runs.
+    `lm.adapter_in_use` is set here, and to "unknown" where peft has just changed it.
     """
-    if getattr(lm, "active", None) == name:
+    if getattr(lm, "adapter_in_use", None) == name:
         return
     if name is None:
         lm.disable_adapters()
     else:
         lm.enable_adapters()
         lm.set_adapter(name)
-    lm.active = name
+    lm.adapter_in_use = name
 
 
 def adapter_parameters(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:

@@ -41,8 +41,8 @@ class Experience:
 
     def shuffled_mini_batches(self, rows_per_step: int, rows_at_once: int, generator: torch.Generator,
                               sharded: bool = False) -> Iterator[list["Experience"]]:
-        """Yields this process's mini-batches for each optimizer step of one shuffled pass. A sharded model
-        needs as many of them in every process.
+        """Yields this process's mini-batches for each optimizer step of one shuffled pass. All processes
+        have equally many where the model is sharded: some groups of rows are then divided further.
         """
         order = torch.randperm(len(self.mask_BT), generator=generator).to(self.mask_BT.device)
         for rows in order.split(rows_per_step):

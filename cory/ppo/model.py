@@ -1,8 +1,8 @@
 """A causal language model seen as a policy, with a linear value head for the agents.
 
-Names end in their shapes, in all of `cory`: B rows, P prompt tokens (padded on the left), T response tokens
-(padded on the right), H hidden size, V vocabulary, N response tokens gathered from many rows, R rows that
-still sample, G queries with k responses each, 1 a dimension of size 1.
+Where a tensor's name ends in capitals they are its shape: B rows, P prompt tokens (padded on the left), T
+response tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens
+gathered from many rows, R rows that still sample, G queries with k responses each, numbers as they are.
 """
 import copy
 from contextlib import nullcontext

@@ -13,7 +13,11 @@ NAMES = {"float32": "ieee", "tf32": "tf32", "bfloat16": "bf16"}         # PyTorc
 
 
 def multiply(a_MK: Tensor, b_KN: Tensor, precision: str) -> Tensor:
-    """`a b` of float32 matrices, in float32."""
+    """`a b` of float32 matrices, in float32.
+
+    Not to be trained through: autograd's products would have PyTorch's global precision. `LogpAndEntropy`
+    has this one's.
+    """
     device = a_MK.device
     backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
     before = backend.fp32_precision

@@ -40,7 +40,7 @@ class Rollout:
 
     @property
     def length_B(self) -> Tensor:
-        """Tokens of each response, EOS included, as floats."""
+        """Tokens of each response, the one that ends it included, as floats."""
         return self.mask_BT.sum(1)
 
     @property
@@ -55,7 +55,8 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
     """`a ~ pi_agent(. | prompt)` for each prompt, scored under policy and reference.
 
     The policy runs a second time over its responses, although sampling knew their log-probabilities: one
-    pass over whole rows rounds as the update's does, so that the first ratio is 1, in bfloat16 too.
+    pass over whole rows rounds as the update's does, so that the first ratio is 1 up to rounding, in bfloat16
+    too.
     """
     with unsharded(agent.policy, agent.reference):
         prompts = prompts[local_rows(len(prompts))]

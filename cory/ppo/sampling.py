@@ -100,7 +100,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
 @torch.no_grad()
 def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generator: torch.Generator | None,
            is_local: bool = False, cfg: Config | None = None) -> Sample:
-    """Samples `a ~ pi(. | prompt)` until EOS or `max_new_tokens`; greedily without a generator.
+    """Samples `a ~ pi(. | prompt)` until one of `end_ids` or `max_new_tokens`; greedily without a generator.
 
     The distribution is that of `model.logprobs`, the very one that scoring and the update use. With `cfg`, in
     rollouts alone, tokens are drawn from `sampling_logprobs` instead. There is no repetition penalty
@@ -139,8 +139,8 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
     """`sample` as a function of one uniform number for each token, or greedy without them.
 
     R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the
-    leading columns that are padding in all others. What is named `_R`, ids, mask, position_ids and the cache
-    have an entry for each of the R rows, in one order; the three tensors that are returned have all B rows.
+    leading columns that are padding in all others; on a GPU this is looked at every 8 tokens. The cache has
+    the same R rows in the same order. The three tensors that are returned have all B rows.
     """
     uniform_TB = None if uniform_TB is None else uniform_TB.to(model.device)
     B, device = len(prompts.ids_BP), model.device
@@ -149,11 +149,11 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
     # the rows that are computed, and whether each of them still runs
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
-    ids, mask, position_ids = prompts.ids_BP, prompts.mask_BP, positions(prompts.mask_BP)
+    ids_RL, mask_RL, position_ids_RL = prompts.ids_BP, prompts.mask_BP, positions(prompts.mask_BP)
     cache = Cache(layer_class_to_replicate=GrowingLayer)
     for t in range(max_new_tokens):
-        hidden, cache = model.body(ids, mask, position_ids, cache)
-        logp_RV = model.logprobs(hidden[:, -1])
+        hidden_RLH, cache = model.body(ids_RL, mask_RL, position_ids_RL, cache)
+        logp_RV = model.logprobs(hidden_RLH[:, -1])
         if cfg is not None:
             logp_RV = sampling_logprobs(logp_RV, cfg)
         token_R = logp_RV.argmax(-1) if uniform_TB is None else draw(logp_RV, uniform_TB[t, row_R])
@@ -163,11 +163,11 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
         logp_BT[row_R, t] = formulas.token_logprobs(logp_RV, token_R).where(running_R, 0.0)
         running_R = running_R & ~torch.isin(token_R, ends)
 
-        ids, position_ids = token_R[:, None], position_ids[:, -1:] + 1
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+        ids_RL, position_ids_RL = token_R[:, None], position_ids_RL[:, -1:] + 1
+        mask_RL = torch.cat([mask_RL, torch.ones_like(mask_RL[:, :1])], dim=1)
         if (t + 1) % STEPS_BETWEEN_LOOKS[device.type]:
             continue
-        start_R = mask.argmax(1).where(running_R, mask.shape[1])
+        start_R = mask_RL.argmax(1).where(running_R, mask_RL.shape[1])
         count, first_column = torch.stack([running_R.sum(), start_R.min()]).tolist()    # the only wait
         if count == 0:
             break
@@ -175,7 +175,7 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
             keep = torch.nonzero_static(running_R, size=count).squeeze(1)
             for layer in cache.layers:
                 layer.keep(keep, first_column)
-            row_R, running_R, mask = row_R[keep], running_R[keep], mask[keep, first_column:]
-            ids, position_ids = ids[keep], position_ids[keep]
+            row_R, running_R, mask_RL = row_R[keep], running_R[keep], mask_RL[keep, first_column:]
+            ids_RL, position_ids_RL = ids_RL[keep], position_ids_RL[keep]
     T = longest(mask_BT)
     return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])

@@ -24,11 +24,11 @@ from cory.system import distributed, sharding
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) -> dict[str, float]:
     """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
 
-    Losses are token means over a whole optimizer step, whatever the mini-batches. A mini-batch here is one
-    backward pass; an optimizer step takes `gradient_accumulation_steps` of them. Raises `Diverged` before a
-    gradient that is not finite reaches a parameter. Returns metrics (docs/settings.md): means over the tokens
-    of all epochs. To stop early, let all processes decide by one number (`all_reduce`), and at the end of a
-    pass: `token_means` takes whole passes.
+    Losses are token means over a whole optimizer step of `rows_per_optimizer_step` rows (the last step of a
+    pass may have fewer). A mini-batch here is one backward pass over some of them: it changes rounding alone.
+    Raises `Diverged` before a gradient that is not finite reaches a parameter. Returns metrics
+    (docs/settings.md): means over the tokens of all epochs. To stop early, let all processes decide by one
+    number (`all_reduce`), and at the end of a pass: `token_means` takes whole passes.
     """
     cfg = agent.cfg
     experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
@@ -106,7 +106,7 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
     metrics = {"policy_loss": policy_loss_N, "entropy": entropy_N,
                # tokens whose loss is not exactly -ratio A; a loss of another form counts for itself
                "clip_fraction": policy_loss_N != unclipped_N,
-               "approx_kl": formulas.kl_k3(old.logp_N, logp_N)}         # estimates KL(pi_old || pi)
+               "approx_kl": formulas.kl_k3(old.logp_N, logp_N)}         # of KL(pi_old || pi), if q is pi_old
     if cfg.kl_in == "loss":
         kl_loss_N = formulas.kl_k3(logp_N, old.ref_logp_N)
         loss_N = loss_N + kl_coef * kl_loss_N
@@ -141,7 +141,7 @@ def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor,
         for name, x_N in metrics.items():
             require_shape(name, x_N, loss_N.shape, "one value per token; take no mean or sum")
             seen[name].append(x_N.detach())
-    activate(policy.lm, policy.adapter)     # an edit of `losses` may have run another adapter of this model
+    activate(policy.lm, policy.adapter)     # an edit of `losses` may have activated another adapter
     hidden_NH.backward(leaf_NH.grad)
 
 
@@ -159,7 +159,7 @@ def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
     Gradients are summed over processes: the loss was divided by the tokens of all.
     """
     trained = list(agent.policy.trained().values())
-    replicated = [p for p in trained if not sharding.is_sharded(p)]     # FSDP has summed the others
+    replicated = [p for p in trained if not sharding.is_sharded(p)]     # `shard` has FSDP sum the others
     distributed.all_reduce_gradients(replicated)
     parameters = [p for p in trained if p.grad is not None]
     norm = sharding.gradient_norm(parameters)

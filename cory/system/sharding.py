@@ -85,8 +85,9 @@ def gradient_norm(parameters: Collection[nn.Parameter]) -> Tensor:
 
 
 def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:
-    """Groups of rows, the longest of them halved until every process has as many: all take part in each pass
-    through a sharded model.
+    """The same rows in as many groups as the process with most has: the longest are halved, no row repeats.
+
+    Each pass through a sharded model needs all processes.
     """
     most = all_reduce_max(len(groups))
     while len(groups) < most:
