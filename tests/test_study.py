@@ -74,7 +74,7 @@ def test_differences_by_hand():
     lines = page.differences_table(STUDIES["curves"], other_eta)
     cells = lines[0].splitlines()[-1].strip("| ").split("|")
     assert [cell.strip() for cell in cells] == [
-        "cory", "ppo", "1", "+0.00", "-0.20", "+2.00", "other eta", "+0.50", "+0.67", "+0.50"]
+        "cory", "ppo", "1", "other eta", "+0.00", "-0.20", "+2.00", "+0.67", "+0.50", "+0.50"]
 
 
 @pytest.mark.parametrize("reward, distinct, repeated, collapsed", [

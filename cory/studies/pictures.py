@@ -7,9 +7,9 @@ from cory.experiment.plots import COLORS, band, grid, look, save
 from cory.studies.definitions import Study
 from cory.studies.statistics import compared, differences
 
-TITLES = {"reward": "reward", "reward at equal KL": "reward at equal KL", "kl": "KL (nats)",
-          "combined_reward": "combined reward", "distinct_2": "distinct-2",
-          "KL at equal reward": "KL at equal reward",
+TITLES = {"combined_reward": "combined reward", "reward": "reward",
+          "reward at equal KL": "reward at equal KL", "kl": "KL (nats)",
+          "KL at equal reward": "KL at equal reward", "distinct_2": "distinct-2",
           "distinct-2 at equal reward": "distinct-2 at equal reward"}
 
 
@@ -45,15 +45,17 @@ def curves(task: str, rows: pd.DataFrame):
 def forest(study: Study, task: str, rows: pd.DataFrame):
     """Each variant less its baseline, with 95% intervals. Filled where the interval leaves 0 out."""
     pairs = compared(study, rows)
-    figure, axes = grid(4, 3.0, 1.3 + 0.35 * len(pairs), columns=4)
-    names = ("reward", "reward at equal KL", "kl", "distinct_2")
+    names = ("combined_reward", "reward", "reward at equal KL", "kl", "distinct_2")
+    figure, axes = grid(len(names), 2.6, 1.3 + 0.35 * len(pairs), columns=len(names))
     for y, (variant, baseline) in enumerate(pairs.items()):
-        by_title = differences(rows, variant, baseline)
+        by_name = differences(rows, variant, baseline)
         for axis, name in zip(axes, names, strict=True):
-            color = COLORS[0]
-            axis.plot([by_title[name].low, by_title[name].high], [y, y], color=color, linewidth=2)
-            axis.plot(by_title[name].mean, y, marker="o", color=color,
-                      markerfacecolor=color if by_title[name].decided else "white")
+            if name not in by_name:                                 # combined rewards of different eta
+                continue
+            color, found = COLORS[0], by_name[name]
+            axis.plot([found.low, found.high], [y, y], color=color, linewidth=2)
+            axis.plot(found.mean, y, marker="o", color=color,
+                      markerfacecolor=color if found.decided else "white")
     for axis, name in zip(axes, names, strict=True):
         axis.axvline(0, color="gray", linewidth=1)
         axis.set(title=TITLES[name], ylim=(len(pairs) - 0.4, -0.6))
