@@ -48,8 +48,8 @@ HALF = "--iterations iterations*0.5"
 DRAWS = 16
 
 
-def rates(rng: random.Random) -> str:
-    rate, critic = 10 ** rng.uniform(-3.5, -2.3), 10 ** rng.uniform(-3.3, -1.7)
+def rates(rng: random.Random, share: float = 1.0) -> str:
+    rate, critic = share * 10 ** rng.uniform(-3.5, -2.3), share * 10 ** rng.uniform(-3.3, -1.7)
     return f"--learning_rate {rate:.1e} --critic_learning_rate {critic:.1e}"
 
 
@@ -70,9 +70,9 @@ def drawn(number: int, method: str, rows: int = 1) -> str:
 CHOSEN = {"imdb": {"ppo": 9, "cory": 8, "no partner's reward": 12, "partner by the critic": 5}}
 
 
-def paper(method: str, number: int) -> str:
-    """The paper's algorithm with the rates of a draw, beside a preset's model, sizes and minibatches."""
-    return (f"{method} {rates(random.Random(number))} --kl_penalty full --adap_kl_ctrl true --kl_target 6 "
+def paper(method: str, number: int, share: float = 1.0) -> str:
+    """The paper's algorithm with a share of a draw's rates, beside a preset's model, sizes and minibatches."""
+    return (f"{method} {rates(random.Random(number), share)} --kl_penalty full --adap_kl_ctrl true --kl_target 6 "
             "--init_kl_coef 0.3 --lam 0.95 --iterations 120 --lr_schedule constant")
 
 
@@ -154,8 +154,12 @@ STUDIES = {
     **{f"tuned_{task}": tuned(task) for task in CHOSEN},
     "paper": Study(
         "What does the paper's algorithm as it stands do: exact KL, steered to 6 nats?",
-        {"ppo": paper(PPO, CHOSEN["imdb"]["ppo"]), "cory": paper(CORY, CHOSEN["imdb"]["cory"])},
-        baseline="ppo", tasks=("imdb",)),
+        {"ppo": paper(PPO, CHOSEN["imdb"]["ppo"]),
+         "cory": paper(CORY, CHOSEN["imdb"]["cory"]),
+         "ppo, a tenth of the rates": paper(PPO, CHOSEN["imdb"]["ppo"], share=0.1),
+         "cory, a tenth of the rates": paper(CORY, CHOSEN["imdb"]["cory"], share=0.1)},
+        baseline="ppo", baselines={"cory, a tenth of the rates": "ppo, a tenth of the rates"},
+        tasks=("imdb",)),
     # One base after the other: `-- --model DIR`.
     "transfer": Study(
         "Does CORY gain where the base can use a reference?",
