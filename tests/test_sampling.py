@@ -62,7 +62,7 @@ def test_rows_that_end_early_are_padded_behind_their_eos_and_the_pad_is_masked()
     drawn = sampled(bigram(path_model(*"abcdef.")), ["f", "d", "a"], 4, generator())
     assert drawn.response_BT.tolist() == [[6, 6, 6, 6], [4, 5, 6, 6], [1, 2, 3, 4]]
     assert drawn.mask_BT.tolist() == [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
-    assert (drawn.logp_BT[drawn.mask_BT == 0] == 0).all()
+    assert (drawn.sampling_logp_BT[drawn.mask_BT == 0] == 0).all()
 
 
 def test_prompts_beyond_the_context_or_empty_are_refused_with_numbers(model):
@@ -137,8 +137,9 @@ def test_logprobs_kept_while_sampling_equal_those_recomputed(small, temperature)
     prompts = ["a", "some longer prompt", "xy", "z" * 30]
     turn = collect_rollout(agent, prompts * 2, 12)
     drawn = sampled(agent.policy, prompts, 12, generator())
-    assert turn.sampling_gap < 1e-5 and drawn.logp_BT.min() < -1    # the random model is not sure of anything
-    torch.testing.assert_close(drawn.logp_BT, rescored(base, prompts, 12, drawn), atol=1e-4, rtol=1e-4)
+    assert turn.sampling_gap < 1e-5 and drawn.sampling_logp_BT.min() < -1     # it is sure of nothing
+    scored = rescored(base, prompts, 12, drawn)
+    torch.testing.assert_close(drawn.sampling_logp_BT, scored, atol=1e-4, rtol=1e-4)
 
 
 def test_greedy_takes_the_likeliest_token_and_no_random_number():
@@ -172,7 +173,8 @@ def test_finished_rows_are_dropped_and_the_rest_computed_as_before(model):
     for step, computed in enumerate(rows):  # at most a quarter of what is computed has ended
         running = int((lengths > step).sum())
         assert running <= computed <= max(running / 0.75, running + 1)
-    torch.testing.assert_close(drawn.logp_BT, rescored(model, texts, 40, drawn), atol=1e-4, rtol=1e-4)
+    scored = rescored(model, texts, 40, drawn)
+    torch.testing.assert_close(drawn.sampling_logp_BT, scored, atol=1e-4, rtol=1e-4)
 
 
 def test_each_row_keeps_its_own_random_numbers_when_others_are_dropped(model, monkeypatch):
@@ -233,7 +235,7 @@ def test_looks_at_the_rows_are_as_rare_as_one_likes_and_change_nothing(model, mo
     one, many = drawn
     assert 1 < one.mask_BT.sum(1).min() + 1 < one.mask_BT.shape[1]       # rows end at different times
     assert torch.equal(one.response_BT, many.response_BT) and torch.equal(one.mask_BT, many.mask_BT)
-    torch.testing.assert_close(one.logp_BT, many.logp_BT)
+    torch.testing.assert_close(one.sampling_logp_BT, many.sampling_logp_BT)
     plain = generator()                                         # as if no step too many had been made
     torch.rand(one.mask_BT.shape[1], 12, generator=plain, dtype=torch.float64)
     assert all(torch.equal(state, plain.get_state()) for state in states)
@@ -295,8 +297,8 @@ def test_the_gap_is_of_each_token_in_either_direction(monkeypatch):
 
     def shifted(*args, **kwargs):
         drawn = sample(*args, **kwargs)
-        sign_T = 1.0 - 2.0 * (torch.arange(drawn.logp_BT.shape[1]) % 2)
-        return drawn._replace(logp_BT=drawn.logp_BT + 0.5 * sign_T)
+        sign_T = 1.0 - 2.0 * (torch.arange(drawn.sampling_logp_BT.shape[1]) % 2)
+        return drawn._replace(sampling_logp_BT=drawn.sampling_logp_BT + 0.5 * sign_T)
 
     model = bigram()
     monkeypatch.setattr(rollout, "sample", shifted)

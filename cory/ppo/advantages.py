@@ -1,10 +1,10 @@
 """Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
 
 `--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the names of
-its parameters (`OFFERED`); others need a default. If it asks for value_BT, a critic is trained towards
-advantage + V: return such advantages unnormalised, whitening comes later. The group_size responses to a query
-stand in consecutive rows. An estimator returns the advantages, (B, T), 0 on padding. `Config` knows those of
-this file by name: `whitens`, `has_critic` and `require_combinations` in cory/config.py.
+its parameters (`OFFERED`); others need a default. The group_size responses to a query stand in consecutive
+rows. An estimator returns the advantages, (B, T), 0 on padding. If it asks for value_BT, a critic is trained
+towards advantage + V, so return them unnormalised. `--whiten_advantages auto` whitens all but rloo and grpo
+afterwards. `Config` knows those of this file by name: `whitens`, `has_critic` and `require_combinations`.
 """
 import inspect
 from typing import Callable
@@ -42,16 +42,18 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
 def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
     """Rewards to go, without critic or baseline (Williams 1992): `A_t = sum_{s >= t} gamma^(s - t) r_s`.
 
-    Whitening over the batch (`--whiten_advantages auto`) then gives it the batch mean as baseline.
+    Whitening over the batch (`--whiten_advantages auto`) then gives it the mean over all tokens as baseline.
     """
     # GAE with V = 0 and lam = 1
     return gae(reward_BT, torch.zeros_like(reward_BT), mask_BT, gamma, lam=1.0)
 
 
 def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
-    """REINFORCE with a leave-one-out baseline (Ahmadian et al., arXiv:2402.14740, sec. 2.3), k >= 2.
+    """REINFORCE with a leave-one-out baseline (Ahmadian et al., arXiv:2402.14740, sec. 2.3).
 
-        R_i = sum_t r_t (score and KL penalty of response i)        A_i = R_i - 1/(k-1) sum_{j != i} R_j
+        R_i = sum_t r_t        A_i = R_i - 1/(k-1) sum_{j != i} R_j
+
+    k is `group_size`, 2 or more. R_i is the score of response i and, with `--kl_in reward`, its KL penalty.
 
     All tokens of a response get the same advantage. DIFFERS from that paper: PPO's clipped ratio of each
     token, over `num_ppo_epochs`, instead of one plain step.
@@ -64,7 +66,7 @@ def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
 def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
     """Group-relative advantage (Shao et al., arXiv:2402.03300, sec. 4.1.2), k = `group_size` >= 2.
 
-        A_i = (R_i - mean_group R) / (std_group R + 1e-6)
+        A_i = (R_i - mean_group R) / (std_group R + 1e-6)        R as in `rloo`
 
     with the population's standard deviation; equal returns give exactly 0. All tokens of a response get the
     same advantage. DIFFERS from that paper: the loss is a mean over all tokens of an optimizer step, not

@@ -1,4 +1,4 @@
-"""What travels together when roles are exchanged."""
+"""An agent: what travels together when roles are exchanged."""
 import torch
 
 from cory.config import Config
@@ -17,9 +17,9 @@ class Agent:
     value head if the advantage needs a critic, Adam, the KL coefficient and the random stream that it samples
     and shuffles with. Its policy starts as a copy of the reference, or with LoRA as an adapter on it.
 
-    A new number of an agent belongs into `json_state` and `load_checkpoint` (experiment/checkpoint.py), too,
-    or a resumed run begins it anew. So does a reference that moves: no checkpoint holds it. Held-out KL is
-    measured against it.
+    What else an agent keeps must be saved by experiment/checkpoint.py (numbers in `json_state`, tensors in
+    `tensors_of`, both in `load_checkpoint`), or a resumed run begins it anew. That goes for a reference that
+    moves, too. Held-out KL is measured against it.
     """
 
     def __init__(self, name: str, reference: LanguageModel, cfg: Config, index: int):
@@ -55,6 +55,6 @@ def agent_seed(seed: int, index: int) -> int:
     """A seed below 2^32 that no other agent (index 0, 1, 2, ...) of a run has.
 
     PyTorch's CPU generator uses the low 32 bits of its seed. The first two agents of two runs (seeds below
-    2^31) never share one; nor do further agents, where the runs' seeds are small.
+    2^31) never share one. Nor do further agents, if the runs' seeds are small.
     """
     return (2 * seed + index % 2 + index // 2 * SEED_STEP) % 2**32

@@ -5,7 +5,7 @@ from transformers.cache_utils import DynamicLayer
 
 class GrowingLayer(DynamicLayer):
     """One layer's keys and values (R, heads, L, D), in buffers with room to grow: transformers' own layer
-    copies all of them for every new token. It overrides `update` alone (of transformers 5.17 to 5.23).
+    copies all of them for every new token. Written for transformers 5.17 to 5.23.
     """
 
     def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from torch import Tensor
 def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
     """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding and for constants.
 
-    Over the whole rollout, so that the size of mini-batches does not change it. In float64, and from the
-    largest value down, so that neither large nor nearly constant values lose their digits.
+    Over the whole rollout, so that the size of mini-batches does not change it. In float64, and less the
+    largest value, so that neither large nor nearly constant values lose their digits.
     """
     real = mask_BT.bool()
     x_N = x_BT[real].double()
@@ -41,7 +41,7 @@ def token_logprobs(logp_NV: Tensor, token_N: Tensor) -> Tensor:
 
 
 def entropy(p_NV: Tensor, logp_NV: Tensor) -> Tensor:
-    """`H = -sum_v p_v log p_v` of each row, all finite. Returns (N,), between 0 and log V."""
+    """`H = -sum_v p_v log p_v` of each row; finite log-probabilities. (N,), from 0 to log V."""
     return -torch.einsum("nv,nv->n", p_NV, logp_NV)
 
 
@@ -81,9 +81,9 @@ def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
 
 # --- token rewards ---
 def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float) -> Tensor:
-    """`r_t = -kl_coef * kl_t`, plus the task score on each row's last real token (paper eq. 2).
+    """`r_t = -kl_coef * kl_t`, plus the score on each row's last real token (paper eq. 2).
 
-    score_B (B,): what the agent is trained on; kl_BT (B, T): nats. Returns (B, T), 0 on padding.
+    score_B (B,); kl_BT (B, T): nats. Every row has a real token. Returns (B, T), 0 on padding.
     """
     reward_BT = -kl_coef * kl_BT * mask_BT
     last_B1 = mask_BT.sum(1, keepdim=True).long() - 1

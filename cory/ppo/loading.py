@@ -63,8 +63,8 @@ def load_pretrained(refused: Callable, auto_class, name: str, dtype: torch.dtype
                     **kwargs) -> tuple:
     """Model and tokenizer, as `from_pretrained` loads them from safetensors.
 
-    Refuses weights that would leave a part of the model random, weights that are infinite or NaN, and a
-    tokenizer that is not the model's.
+    Refuses weights that would leave a part of the model random, or of which a part would be left out; weights
+    that are infinite or NaN; a tokenizer that encodes nothing, or more tokens than the embedding has.
     """
     config = model_config(name)
     place, revision = hub.with_revision(name)
@@ -97,7 +97,7 @@ def load_pretrained(refused: Callable, auto_class, name: str, dtype: torch.dtype
 
 
 def numberless(path: str) -> str:
-    """The path of a tensor with a sign for each number, so that those of all layers are alike."""
+    """The path of a tensor with # for each number, so that those of all layers are alike."""
     return re.sub(r"\d+", "#", path)
 
 

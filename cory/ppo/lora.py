@@ -98,6 +98,6 @@ def activate(lm: nn.Module, name: str | None) -> None:
 
 def adapter_parameters(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """The A and B of one agent, by their names in the model: what it trains and saves. Other parameters of an
-    adapter, such as DoRA's magnitude, belong here, too, and into what `shard` leaves whole.
+    adapter, such as DoRA's magnitude, do not train unless they are added here.
     """
     return {path: p for path, p in lm.named_parameters() if re.search(rf"\.lora_[AB]\.{name}\.", path)}

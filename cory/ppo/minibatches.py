@@ -11,14 +11,14 @@ from cory.ppo.model import LanguageModel
 from cory.system.distributed import local_rows
 from cory.system.sharding import as_many_as_others
 
-# By measurement on 2 CPU cores; on a GPU so that the paper's models fit on a card (docs/hardware.md).
+# CPU: fastest on 2 cores, as measured. GPU: the paper's models fit on a card (docs/hardware.md).
 TOKENS_AT_ONCE = {"cpu": 3 * 2**9, "cuda": 2**12}           # through the transformer, padding included
 LOGPROBS_AT_ONCE = {"cpu": 25 * 2**20, "cuda": 2**27}       # elements of (tokens, V): 100 and 512 MiB
 
 
 @dataclass(frozen=True)
 class Experience:
-    """What the update trains on: a rollout's tensors with their advantages and returns. 0 on padding.
+    """What the update trains on: a rollout's tensors, advantages and returns. Padding: EOS in ids, else 0.
 
     A field's name ends in `_BP`, `_BT` or `_B`, which `rows` reads. `Tokens` takes `_BT` fields by name.
     """

@@ -2,7 +2,7 @@
 
 Where a tensor's name ends in capitals they are its shape: B rows, P prompt tokens (padded on the left), T
 response tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens
-gathered from many rows, R rows that still sample, G queries with k responses each, numbers as they are.
+gathered from many rows, R rows that still sample, G queries with k responses each; digits are sizes.
 """
 import copy
 from contextlib import nullcontext
@@ -57,8 +57,8 @@ class LanguageModel(nn.Module):
     def response_hidden(self, prompt_BP: Tensor, prompt_mask_BP: Tensor, response_BT: Tensor) -> Tensor:
         """The (B, T, H) last hidden states from which each response token is predicted.
 
-        Position ids count real tokens from 0, so that a row does not depend on its padding. The last
-        response token is never an input: nothing is predicted from it.
+        Position ids count real tokens from 0, so that a row does not depend on its padding. Padding on the
+        right is not masked: no real token sees it. The last response token is never an input.
         """
         response_in = response_BT[:, :-1]
         mask = torch.cat([prompt_mask_BP, torch.ones_like(response_in)], dim=1)
@@ -74,8 +74,8 @@ class LanguageModel(nn.Module):
         return out.last_hidden_state, out.past_key_values
 
     def logprobs(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) log-probabilities of the next token, in float32, for sampling and scoring. To train through,
-        take `logp_and_entropy`: products in bfloat16 on CUDA have no gradient here.
+        """(N, V) log-probabilities of the next token, in float32, for sampling and scoring. Never train
+        through this: `logp_and_entropy` has gradients in the head's precision.
         """
         head = self.lm.get_output_embeddings()
         logits_NV = head_logits(hidden_NH.float(), head.weight, head.bias, self.temperature,
@@ -105,9 +105,9 @@ class LogpAndEntropy(torch.autograd.Function):
 
         d log pi(a) / d logits = onehot(a) - pi        d H / d logits = -pi (log pi + H)
 
-    `tests/test_update.py` holds it against plain autograd, which keeps three tensors of (N, V) and makes two
-    more. This keeps one, which `backward` overwrites: it runs once. All three matrix products are in the
-    head's precision.
+    `tests/test_update.py` holds it against plain autograd, which keeps three tensors of (N, V). This keeps
+    one, which `backward` overwrites: it runs once. All three products are in the head's precision. A loss
+    that needs more of pi than log pi(a) and H (top-k, the exact KL) needs its gradient here.
     """
 
     @staticmethod
@@ -150,12 +150,12 @@ class LogpAndEntropy(torch.autograd.Function):
 class PolicyWithValue(LanguageModel):
     """The policy and, where the advantage needs one, its critic: a linear value head.
 
-    The head (paper, sec. 3) reads the last hidden state, in float32. The policy is a copy of the base, or
-    the base itself with an adapter of that name. DIFFERS: the value head starts at zero; the paper does not
-    say. Of a deeper head only the last layer can start at zero: draw the others under
-    `torch.random.fork_rng`, by the agent's seed, so that no other random number moves. Tests of the head
-    (test_model, test_update, test_loop) take it to have one weight. A critic with a transformer of its own
-    changes `local_rollout` and `add_gradient`, too: they have the policy's hidden states alone.
+    The head (paper, sec. 3) reads the last hidden state, in float32, and trains the transformer too. The
+    policy is a copy of the base, or with `adapter` the base itself and its adapter of that name. DIFFERS: the
+    value head starts at zero; the paper does not say. Of a deeper head only the last layer can start at zero:
+    draw the others under `torch.random.fork_rng`, by the agent's seed, so that no other random number moves.
+    A critic with a transformer of its own needs hidden states of its own wherever `values` is called, and
+    must be sharded by `Agent`.
     """
 
     def __init__(self, base: LanguageModel, adapter: str | None = None, critic: bool = True):

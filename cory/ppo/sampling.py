@@ -13,7 +13,7 @@ from cory.ppo.minibatches import longest
 from cory.ppo.model import LanguageModel, positions
 from cory.system.distributed import all_reduce_max, local_rows, world_size
 
-# Tokens after which rows that have ended are looked for. The host waits for the GPU there, and nowhere else.
+# Tokens after which rows that have ended are looked for. In the loop the host waits for the GPU there alone.
 STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}
 
 
@@ -23,9 +23,9 @@ class Prompts(NamedTuple):
 
 
 class Sample(NamedTuple):
-    response_BT: Tensor  # sampled ids; EOS on padding
-    mask_BT: Tensor      # float, 1 = real response token: up to a row's first of `end_ids`, it included
-    logp_BT: Tensor      # log q of each sampled token, the distribution it was drawn from; 0 on padding
+    response_BT: Tensor         # sampled ids; EOS on padding
+    mask_BT: Tensor             # float, 1 = real response token: up to the first of `end_ids`, it included
+    sampling_logp_BT: Tensor    # log q of each token, q what it was drawn from; 0 on padding
 
 
 def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> Prompts:
@@ -63,12 +63,13 @@ def sampling_logprobs(logp_BV: Tensor, cfg: Config) -> Tensor:
     """log q, the distribution that a rollout's tokens are drawn from, of the policy's log pi, both (B, V) in
     nats.
 
-        q ~ pi^(1 / sampling_temperature) over the fewest tokens that hold `top_p` of its probability
+        q proportional to pi^(1 / sampling_temperature), over the fewest tokens that hold `top_p` of that
         (Holtzman et al., arXiv:1904.09751), 0 elsewhere
 
     To sample in another way, change this function and leave `draw` alone: what stands here is recorded, so
-    that `sampling_gap` shows how far q is from pi, and `--importance_cap` corrects for it. Evaluation draws
-    from pi, and never comes here.
+    that `sampling_gap` shows how far q is from pi, and `--importance_cap` corrects for it. A rule
+    that needs earlier tokens must be given them by `sampling_loop`. Evaluation draws from pi, and never comes
+    here.
     """
     if cfg.sampling_temperature != 1.0:
         logp_BV = (logp_BV / cfg.sampling_temperature).log_softmax(-1)
@@ -104,9 +105,8 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
 
     The distribution is that of `model.logprobs`, the very one that scoring and the update use. With `cfg`, in
     rollouts alone, tokens are drawn from `sampling_logprobs` instead. There is no repetition penalty
-    (DIFFERS: the released code samples with one and scores without). Each step takes B numbers from
-    `generator`, on the CPU, whichever rows still run: one for each prompt, those of other processes included
-    if the prompts are this process's (`is_local`).
+    (DIFFERS: the released code samples with one and scores without). Each step takes a number from
+    `generator`, on the CPU, for each prompt, ended or not: with `is_local` those of other processes too.
 
     Raises `Diverged` where log-probabilities are NaN.
     """
@@ -117,12 +117,11 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     with model.autocast():                      # once for all steps, so that each weight is cast once
         sampled = sampling_loop(model, prompts, max_new_tokens, uniform_TB, cfg)
     if generator is not None:
-        # The stream moves on by the longest response alone, of all processes: any rule would do that asks
-        # nothing of devices and processes, and another one changes every stored result.
+        # The stream moves on by the longest response of all processes. Another rule changes stored results
         steps = sampled.mask_BT.shape[1]
         generator.set_state(before)
         uniforms(generator, all_reduce_max(steps) if is_local else steps, B)
-    if sampled.logp_BT.isnan().any():           # one NaN or +inf logit makes all of its row NaN
+    if sampled.sampling_logp_BT.isnan().any():           # one NaN or +inf logit makes all of its row NaN
         way_out = ("go on from the last checkpoint or start anew, with a lower --learning_rate or "
                    "--max_grad_norm 1")
         raise Diverged("log-probability", float("nan"), "the model", way_out)
@@ -146,7 +145,7 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
     B, device = len(prompts.ids_BP), model.device
     eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
     response_BT = torch.full((B, max_new_tokens), eos, device=device)
-    mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
+    mask_BT, sampling_logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
     # the rows that are computed, and whether each of them still runs
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
     ids_RL, mask_RL, position_ids_RL = prompts.ids_BP, prompts.mask_BP, positions(prompts.mask_BP)
@@ -160,7 +159,7 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
         token_R = torch.where(running_R, token_R, eos)
         response_BT[row_R, t] = token_R
         mask_BT[row_R, t] = running_R.float()
-        logp_BT[row_R, t] = formulas.token_logprobs(logp_RV, token_R).where(running_R, 0.0)
+        sampling_logp_BT[row_R, t] = formulas.token_logprobs(logp_RV, token_R).where(running_R, 0.0)
         running_R = running_R & ~torch.isin(token_R, ends)
 
         ids_RL, position_ids_RL = token_R[:, None], position_ids_RL[:, -1:] + 1
@@ -178,4 +177,4 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
             row_R, running_R, mask_RL = row_R[keep], running_R[keep], mask_RL[keep, first_column:]
             ids_RL, position_ids_RL = ids_RL[keep], position_ids_RL[keep]
     T = longest(mask_BT)
-    return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])
+    return Sample(response_BT[:, :T], mask_BT[:, :T], sampling_logp_BT[:, :T])

@@ -1,6 +1,6 @@
 """The update of one agent on one rollout: rewards, advantages, the objective, the optimizer steps.
 
-    rollout --token rewards--> --advantages--> experience --mini-batches--> losses --gradient--> Adam
+    rollout -> token rewards -> advantages -> experience -> mini-batches -> losses -> gradient -> Adam
 """
 import math
 from collections import defaultdict
@@ -22,13 +22,13 @@ from cory.system import distributed, sharding
 
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) -> dict[str, float]:
-    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
+    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of a KL controller.
 
-    Losses are token means over a whole optimizer step of `rows_per_optimizer_step` rows (the last step of a
-    pass may have fewer). A mini-batch here is one backward pass over some of them: it changes rounding alone.
-    Raises `Diverged` before a gradient that is not finite reaches a parameter. Returns metrics
-    (docs/settings.md): means over the tokens of all epochs. To stop early, let all processes decide by one
-    number (`all_reduce`), and at the end of a pass: `token_means` takes whole passes.
+    Losses are token means over an optimizer step of `rows_per_optimizer_step` rows. A mini-batch here is one
+    backward pass over some of them: it changes rounding alone. Raises `Diverged` before a gradient that is
+    not finite reaches a parameter. Returns metrics (docs/settings.md). Those of `losses` are means over the
+    tokens of all passes, so under a policy and critic that move. To stop early, stop after a whole pass, in
+    all processes alike (`all_reduce`).
     """
     cfg = agent.cfg
     experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
@@ -72,8 +72,8 @@ def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Conf
     if cfg.whitens:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     if cfg.importance_cap > 0:
-        # truncated importance sampling: times pi / pi_old, the ratio, this is pi / q up to the cap. It comes
-        # after whitening, which would undo a weight that all tokens have. The critic's loss is not weighted
+        # truncated importance sampling: min(pi_old / q, cap) weighs the policy loss, and no other term. After
+        # whitening, which would undo a weight that all tokens have
         weight_BT = (rollout.logp_BT - rollout.sampling_logp_BT).exp().clamp(max=cfg.importance_cap)
         advantage_BT = advantage_BT * weight_BT
     return Experience(prompt_BP=rollout.prompt_BP, prompt_mask_BP=rollout.prompt_mask_BP,
@@ -94,17 +94,18 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
     `explained_variance`.
 
     The N tokens are of several responses, and may end within one. So a weight of each response belongs into
-    `make_experience`, on the advantages, after whitening. A ratio of whole responses under the policy as it
-    is now needs a pass of its own in `add_gradient`, before its chunks, and then a `clip_fraction` of its own
-    here. Processes call this unequally often: it may not wait for others, as `all_reduce` or a pass through a
-    sharded model does.
+    `make_experience`: on the advantages, after whitening, it reaches the policy loss alone; for other terms
+    let a `_BT` field of `Experience` carry it, and an `_N` field of `Tokens`. A ratio of whole responses
+    under the policy as it is now needs a pass of its own in `add_gradient`, before its chunks, and then a
+    `clip_fraction` of its own here. Processes call this unequally often: it may not wait for others, as
+    `all_reduce` or a pass through a sharded model does.
     """
     logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
     policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)
     loss_N = policy_loss_N.clone()          # a copy: `loss_N -= ...` leaves the metric as it is
     unclipped_N = -(logp_N - old.logp_N).exp() * old.advantage_N
     metrics = {"policy_loss": policy_loss_N, "entropy": entropy_N,
-               # tokens whose loss is not exactly -ratio A; a loss of another form counts for itself
+               # tokens whose loss is not exactly -ratio A: a policy loss of another form needs its own count
                "clip_fraction": policy_loss_N != unclipped_N,
                "approx_kl": formulas.kl_k3(old.logp_N, logp_N)}         # of KL(pi_old || pi), if q is pi_old
     if cfg.kl_in == "loss":
@@ -154,7 +155,7 @@ def require_shape(name: str, x: Tensor, shape: torch.Size, what: str) -> None:
 
 
 def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
-    """Clips if asked to, steps, clears. Returns the gradient's norm before clipping.
+    """Clips if asked to, steps, clears. Returns the norm before clipping, of policy and critic together.
 
     Gradients are summed over processes: the loss was divided by the tokens of all.
     """

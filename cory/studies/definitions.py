@@ -71,9 +71,9 @@ CHOSEN = {"imdb": {"ppo": 9, "cory": 8, "no partner's reward": 12, "partner by t
 
 
 def paper(method: str, number: int, share: float = 1.0) -> str:
-    """The paper's algorithm with a share of a draw's rates, beside a preset's model, sizes and minibatches."""
-    return (f"{method} {rates(random.Random(number), share)} --kl_penalty full --adap_kl_ctrl true --kl_target 6 "
-            "--init_kl_coef 0.3 --lam 0.95 --iterations 120 --lr_schedule constant")
+    """The paper's algorithm with a share of a draw's rates, beside a preset's model and sizes."""
+    return (f"{method} {rates(random.Random(number), share)} --kl_penalty full --adap_kl_ctrl true "
+            "--kl_target 6 --init_kl_coef 0.3 --lam 0.95 --iterations 120 --lr_schedule constant")
 
 
 def tuned(task: str) -> Study:
