@@ -15,7 +15,7 @@ from toys import error_line, read, require_same_runs, stopped
 
 import train_gsm8k
 import train_imdb
-from cory.commands import evaluate, report
+from cory.commands import evaluate
 from cory.config import Gsm8kConfig, ImdbConfig
 from cory.experiment.flags import Parser
 
@@ -100,9 +100,8 @@ def test_the_pages_scripts_and_flags_are_there(folder):
                "penalty.py": importlib.import_module("penalty").PenaltyConfig}
     asked = [line for line in PYTHON if line[0] in configs]
     for script, *words in asked:
-        words = [{"$lr": "1e-4", "$seed": "1"}.get(word, word) for word in words]
         Parser(configs[script], {}).parse(words)
-    assert len(asked) >= len(BLOCKS) + 1                    # one for each file, and the sweep's
+    assert len(asked) >= len(BLOCKS)                        # one for each file
 
 
 METRICS = {"short": ["llm1/characters", "eval/llm1/characters"], "copied": ["copied"], "glimpse": ["seen"],
@@ -271,20 +270,3 @@ def test_a_checker_of_ones_own_makes_the_reward(run):
         assert stated(text) == answer, text
     assert read(run("stated") / "config.json")["checker"] == "stated:stated"
     assert "unparsed" in read(run("stated") / "eval.json")["llm1"]
-
-
-# --- a sweep ------------------------------------------------------------------------------------------------
-@pytest.mark.pictures
-def test_the_sweeps_commands_compare_rates(run, small_flags, capsys, monkeypatch):
-    monkeypatch.setattr("cory.experiment.run.draw_curves", lambda run_dir: None)        # the report's alone
-    (compare,) = [line for line in PYTHON if line[:3] == ["-m", "cory", "report"]]
-    (train,) = [line[1:] for line in PYTHON if "$lr" in line]
-    for lr in ("7e-4", "2e-3"):
-        words = [word.replace("$lr", lr).replace("$seed", "0") for word in train]
-        train_imdb.main([*small_flags, "--iterations", "1", "--eval_every", "0", *words])
-    capsys.readouterr()
-    run_dirs = sorted(map(str, Path().glob(compare[3])))
-    report.main([*run_dirs, *compare[4:]])
-    shown = capsys.readouterr().out
-    assert "learning_rate 0.0007" in shown and "learning_rate 0.002" in shown and Path("rates.png").exists()
-    assert "--by learning_rate" in error_line(report.main, run_dirs, capsys)
