@@ -248,8 +248,8 @@ def require_same_agents(checkpoint: Path, file: safe_open, state: dict, agents: 
         name, shape = min(saved.items() ^ wanted.items())
         way_out = f"is of other agents, which differ in {name} of shape {shape}; put back this run's"
         raise UserError("checkpoint", str(checkpoint), way_out)
-    before, now = state.get("optimizers"), optimizers_of(agents)
-    if before not in (None, now):                               # older checkpoints do not say
+    before, now = state["optimizers"], optimizers_of(agents)
+    if before != now:
         way_out = f"is of the optimizers {before}, now {now}; undo that edit, or start a new run"
         raise UserError("checkpoint", str(checkpoint), way_out)
 

@@ -157,9 +157,9 @@ class Run(ExitStack):
         done, then = state["iteration"], state["versions"]
         cfg.require("iterations", cfg.iterations >= done, f"the run has done {done}; ask for more")
         way_out = "its config.json and its checkpoint are of two runs; put back its own"
-        cfg.require("run_dir", self.mark == state.get("run", ""), way_out)
+        cfg.require("run_dir", self.mark == state["run"], way_out)
         way_out = f"its metrics.jsonl or samples.jsonl is not as iteration {done} left it; put back a copy"
-        as_left = logged >= {*range(done + 1)} and state.get("log") in (None, log_digest(self.run_dir, done))
+        as_left = logged >= {*range(done + 1)} and state["log"] == log_digest(self.run_dir, done)
         cfg.require("run_dir", as_left, way_out)
         require_same_reward(self.task, self.run_dir)
         changed = [f"{name} {then.get(name)} then, {now} now" for name, now in versions().items()
@@ -169,12 +169,12 @@ class Run(ExitStack):
         added = [f"--{name}: {value}" for name, value in asdict(cfg).items() if name not in before]
         if added:
             print(f"settings that the run is older than, from here on: {', '.join(added)}")
-        edited = [file for file, now in self.code.items() if state.get("code", {}).get(file, now) != now]
+        edited = [file for file, now in self.code.items() if state["code"].get(file, now) != now]
         if edited:
             print(f"other code than at the checkpoint, by which the run goes on: {', '.join(edited)}")
         agents = dict(zip(self.agent_names, self.agents, strict=True))
         self.roles = [agents[name] for name in state["roles"]]
-        self.played = [agents[name] for name in state.get("played", state["roles"])]
+        self.played = [agents[name] for name in state["played"]]
         self.state = state["memory"]
         return done, state["wandb_id"]
 
