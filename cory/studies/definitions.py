@@ -67,7 +67,8 @@ def drawn(number: int, method: str, rows: int = 1) -> str:
 
 
 # The draw that the study `search` chose for each method.
-CHOSEN = {"imdb": {"ppo": 9, "cory": 8, "no partner's reward": 12, "partner by the critic": 5}}
+CHOSEN = {"imdb": {"ppo": 9, "cory": 8, "no partner's reward": 12, "partner by the critic": 5},
+          "gsm8k": {"ppo": 7, "cory": 1, "no partner's reward": 4, "partner by the critic": 4}}
 
 
 def paper(method: str, number: int, share: float = 1.0) -> str:
