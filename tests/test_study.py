@@ -13,7 +13,7 @@ from toys import error_line, settings
 import train_imdb
 from cory.commands import study
 from cory.errors import UserError
-from cory.studies import loops, page, rows, runs, statistics
+from cory.studies import loops, page, pictures, rows, runs, statistics
 from cory.studies.definitions import STUDIES, Study
 
 
@@ -75,6 +75,10 @@ def test_differences_by_hand():
     cells = lines[0].splitlines()[-1].strip("| ").split("|")
     assert [cell.strip() for cell in cells] == [
         "cory", "ppo", "1", "other eta", "+0.00", "-0.20", "+2.00", "+0.67", "+0.50", "+0.50"]
+    combined, reward, *_ = pictures.forest(STUDIES["curves"], "imdb", other_eta).axes
+    assert len(reward.lines) == len(combined.lines) + 2                 # an interval and its mean
+    _, _, of_ppo, of_cory = page.ends_table(pd.concat([ppo, cory.assign(observer_copies=0.5)]))
+    assert (of_ppo[-3], of_cory[-3]) == ("–", "0.50")                   # PPO has no team
 
 
 @pytest.mark.parametrize("reward, distinct, repeated, collapsed", [

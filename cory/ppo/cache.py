@@ -26,7 +26,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def keep(self, rows: Tensor, first: int) -> None:
-        """Keeps these rows alone (indices), and their columns from `first` on. The buffers keep their room."""
+        """Keeps these rows alone (indices), their columns from `first` on, and the room behind them."""
         length = self.get_seq_length() - first
         self.buffers = [b[rows, :, first:] for b in self.buffers]
         self.keys, self.values = (b[:, :, :length] for b in self.buffers)
