@@ -85,7 +85,7 @@ class Config:
     # rollout
     batch_size: int = setting(256, "responses per iteration and role (paper: 256, GSM8K 32)", least=1)
     responses_per_query: int = setting(1, "k; batch_size / k queries are answered (paper: 1)", least=1)
-    temperature: float = setting(1.0, "of sampling and scoring alike (paper: 1)", least=0.01, most=100)
+    temperature: float = setting(1.0, "of the policy, sampled or trained (paper: 1)", least=0.01, most=100)
     sampling_temperature: float = setting(1.0, "responses are drawn from the policy to the power of one over "
         "this, the policy stays as it is (paper: 1)", least=0.01, most=100)
     top_p: float = setting(1.0, "responses are drawn from the likeliest tokens that hold this much of the "
@@ -147,14 +147,14 @@ class Config:
     @property
     def storage(self) -> str:
         """What the base is kept in: 4bit, or bfloat16 where LoRA freezes it, or float32."""
-        in_bfloat16 = self.settled("dtype") == "bfloat16" and self.lora
+        in_bfloat16 = self.not_auto("dtype") == "bfloat16" and self.lora
         return "4bit" if self.load_in_4bit else "bfloat16" if in_bfloat16 else "float32"
 
     @property
     def precision(self) -> Precision:
-        return Precision(self.settled("dtype"), self.settled("head_precision"))
+        return Precision(self.not_auto("dtype"), self.not_auto("head_precision"))
 
-    def settled(self, name: str) -> str:
+    def not_auto(self, name: str) -> str:
         self.require(name, getattr(self, name) != "auto", "let the machine choose: machine.settled(cfg)")
         return getattr(self, name)
 
@@ -259,7 +259,8 @@ class Config:
                      "trains nothing by itself: 4-bit weights are frozen; add --lora true")
 
     def unread(self) -> dict[str, str]:
-        """{setting: what it waits for} of what nothing reads beside the others; such flags are refused.
+        """{setting: the condition under which it is read} of those that nothing reads as the others are; such
+        flags are refused.
 
         A loop or an advantage of the user's own may read them all. A new setting that some methods ignore has
         its line here.

@@ -32,9 +32,9 @@ def score(rollout: Rollout, reward_B: Tensor, partner_reward_B: Tensor | None, c
     """Returns what an agent's responses are trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`.
     `cfg` are the agent's settings.
 
-    Edit it to shape what both methods train on: `- 0.01 * rollout.length_B` is a length penalty. The
-    partner's reward is None, not 0, for an agent without a partner, and for an observer unless
-    `--partner_term sampled`: a product or a minimum with 0 would train on nothing.
+    Edit it to shape what both methods train on: `- 0.01 * rollout.length_B` is a length penalty. An agent
+    without a partner, and an observer unless `--partner_term sampled`, gets None as its partner's reward, and
+    not 0: a product or a minimum with 0 would silently train on nothing.
     """
     partner_B = 0.0 if partner_reward_B is None else cfg.partner_reward * partner_reward_B
     return reward_B + partner_B
@@ -82,7 +82,7 @@ def train_ppo(run: Run, score: Callable = score) -> None:
         run.finish_iteration(iteration, queries, max_new_tokens, turns, roles=[agent])
 
 
-def observer_prompts(run: Run, queries: list[str], texts: list[str]) -> list[str]:
+def prompts_for_observer(run: Run, queries: list[str], texts: list[str]) -> list[str]:
     """What the observer reads: each query, and with knowledge transfer the pioneer's answer to it.
 
     To show more, such as the pioneer's reward, append it after `cut`, and leave room for it in the context.
@@ -97,15 +97,15 @@ def evaluate_transfer(run: Run, roles: list[Agent]) -> dict[str, float]:
     """What the observer makes of the pioneer's answers to the held-out queries.
 
     observer_copies: share of its answers that are the pioneer's. observer_after_better, observer_after_worse:
-    its mean reward where the pioneer's was above its own mean, and where it was not; neither where the
-    pioneer's rewards are all equal. With rewards of 0 and 1 these are P(second right | first right) and
+    its mean reward where the pioneer's was above its own mean, and where it was not; both are left out where
+    the pioneer's rewards are all equal. With rewards of 0 and 1 these are P(second right | first right) and
     P(second right | first wrong).
     """
     pioneer, observer = roles
     queries = run.task.held_out_queries
     first = answers(pioneer.policy, run.task.pioneer_prompts(queries), run.cfg, seed=0)
     # another seed: with the same random numbers two like agents would agree by chance
-    second = answers(observer.policy, observer_prompts(run, queries, first), run.cfg, seed=1)
+    second = answers(observer.policy, prompts_for_observer(run, queries, first), run.cfg, seed=1)
     r1, r2 = run.task.reward(queries, first), run.task.reward(queries, second)
     better = r1 > r1.mean()
     copies = [a1.strip() == a2.strip() for a1, a2 in zip(first, second, strict=True)]
@@ -134,7 +134,7 @@ def train_cory(run: Run, score: Callable = score) -> None:
         a1 = collect_rollout(pioneer, task.pioneer_prompts(queries), max_new_tokens)
 
         # knowledge transfer: a2 ~ pi_obs(. | s0, a1)
-        prompts = observer_prompts(run, queries, a1.text)
+        prompts = prompts_for_observer(run, queries, a1.text)
         a2 = collect_rollout(observer, prompts, max_new_tokens)
 
         r1 = task.reward(queries, a1.text)

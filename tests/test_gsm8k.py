@@ -78,7 +78,7 @@ def test_a_response_that_grew_as_text_is_cut_for_the_observer(problems):
     tokens = [len(task.tokenizer(text)["input_ids"]) for text in (grown, task.cut(grown))]
     assert tokens[0] == 36 and 8 <= tokens[1] <= 12 and task.cut("x" * 12) == "x" * 12
     run = SimpleNamespace(task=task, cfg=SimpleNamespace(knowledge_transfer=True))
-    assert f"Reference: {task.cut(grown)} Answer:" in loop.observer_prompts(run, ["How?"], [grown])[0]
+    assert f"Reference: {task.cut(grown)} Answer:" in loop.prompts_for_observer(run, ["How?"], [grown])[0]
     long = "x" * 100                            # what a loop adds to a response stays
     assert f"Reference: {long} Answer:" in task.observer_prompts(["How?"], [long])[0]
 

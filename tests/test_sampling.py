@@ -10,7 +10,7 @@ from toys import LETTERS, agent_of, bigram, generator, settings
 
 from cory.errors import UserError
 from cory.experiment.run import Run
-from cory.ppo import rollout, sampling
+from cory.ppo import cache, rollout, sampling
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.loading import load_language_model
 from cory.ppo.rollout import collect_rollout
@@ -246,7 +246,7 @@ def test_nothing_between_two_looks_waits_for_a_gpu(model, monkeypatch):
     class OnGpu(GrowingLayer):
         is_compileable = property(lambda self: True, lambda self, value: None)
 
-    monkeypatch.setattr(sampling, "GrowingLayer", OnGpu)
+    monkeypatch.setattr(cache, "GrowingLayer", OnGpu)
     monkeypatch.setitem(sampling.STEPS_BETWEEN_LOOKS, "cpu", 100)
     waits = {}
     for tokens in (3, 20):

@@ -94,7 +94,7 @@ def test_padding_does_not_change_the_gradient(small, monkeypatch):
     """
     agent, rollout = ragged_rollout(small)
     uncut = lambda self, index: replace(self, **{f.name: getattr(self, f.name)[index] for f in fields(self)})
-    monkeypatch.setattr(Experience, "rows", uncut)
+    monkeypatch.setattr(Experience, "take", uncut)
     fillers = {"response_BT": 9, "mask_BT": 0.0, "logp_BT": 5.0, "ref_logp_BT": 5.0, "kl_BT": 5.0,
                "value_BT": 5.0}
     right = {name: pad(getattr(rollout, name), (0, 2), value=filler) for name, filler in fillers.items()}
@@ -144,7 +144,8 @@ def test_running_the_head_in_chunks_does_not_change_gradient_or_sums(small, monk
     batch.logp_BT.add_(0.2 * torch.randn(batch.logp_BT.shape, generator=generator(3)))
     batch.value_BT.add_(0.3)
     hidden, old = hidden_of(agent, batch), Tokens.of(batch)
-    logp = formulas.token_logprobs(agent.policy.logprobs(hidden), old.response_N)
+    logits = agent.policy.lm.get_output_embeddings()(hidden)
+    logp = formulas.token_logprobs(logits.log_softmax(-1), old.response_N)
     policy_loss = formulas.policy_loss(logp, old.logp_N, old.advantage_N, cfg.cliprange)
     value = agent.policy.value_head(hidden).squeeze(-1)
     value_loss = formulas.value_loss(value, old.value_N, old.return_N, 0.2)
@@ -161,7 +162,7 @@ def test_running_the_head_in_chunks_does_not_change_gradient_or_sums(small, monk
 
 # --- old and new policy, tokens and padding ---
 def test_first_ratio_is_exactly_1(small):
-    """The loss pass repeats the scoring pass: same rows, same shapes, no dropout, so the same bits."""
+    """The update's pass repeats the rollout's: same rows, same shapes, no dropout, so the same bits."""
     agent, rollout = ragged_rollout(small)
     batch = make_experience(rollout, torch.ones(8), 0.1, settings())
     sums = sums_of(agent, batch, settings())

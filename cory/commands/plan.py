@@ -20,6 +20,7 @@ from cory.config import EXPERIMENTS, Config
 from cory.errors import UserError, exit_on_user_error
 from cory.experiment.flags import OneLineParser, parse
 from cory.experiment.tables import table
+from cory.ppo.cache import with_room
 from cory.ppo.loading import model_config, model_errors
 from cory.ppo.lora import linear_layers
 from cory.ppo.minibatches import LOGPROBS_AT_ONCE, TOKENS_AT_ONCE
@@ -115,7 +116,7 @@ class Plan:
             rolled = updated = HALF * (self.weights - self.head)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         per_token = 2 * config.num_hidden_layers * heads * config.hidden_size // config.num_attention_heads
-        cache = self.element * self.rows * per_token * (self.length + max(32, self.length // 4))
+        cache = self.element * self.rows * per_token * with_room(self.length)
         drawn = self.rows * config.vocab_size * (2 * FLOAT + DOUBLE)
         backward = updated + self.policy + self.tokens * self.saved_per_token + 3 * self.logprobs
         backward += 0 if cfg.lora else FLOAT * self.head

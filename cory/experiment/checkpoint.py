@@ -274,8 +274,8 @@ def put_back(file: safe_open, agent: Agent) -> None:
 
 # --- final models ---
 def save_final(run_dir: Path, agents: list[Agent]) -> None:
-    """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy; its critic lies beside it.
-    With LoRA the folder holds the adapter alone, and names the base that it belongs to.
+    """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy. With LoRA the folder holds
+    the adapter alone, and names the base that it belongs to. The critic lies beside it, for its user.
     """
     require_finite(agents)
     broadcast(lambda: own_folder(run_dir / "final"))

@@ -253,8 +253,8 @@ class Run(ExitStack):
         if gap > most and is_main() and not self.warned_off_policy:
             self.warned_off_policy = True
             print(f"\nwarning: sampling_gap is {gap:.2f} nats per token: {turn.role}'s responses were not "
-                  "sampled from the policy that scores them (a filter, a penalty, dropout?). PPO's ratio is "
-                  "of the scored log-probabilities; --importance_cap 2 corrects for it", file=sys.stderr,
+                  "sampled from the policy that is trained (a filter, a penalty, dropout?), whose "
+                  "log-probabilities PPO's ratio is of; --importance_cap 2 corrects for it", file=sys.stderr,
                   flush=True)
 
     def metrics_of(self, queries: list[str], turns: list[Turn]) -> dict[str, float]:

@@ -44,7 +44,7 @@ def read_config(run_dir: Path) -> dict:
     if not path.exists():
         raise UserError("run_dir", str(run_dir), "holds no run (no config.json); name the folder of one")
     with readable(path):
-        saved = {"run": ""} | read_json(path)           # older runs have none
+        saved = read_json(path)
         if {name: type(saved[name]) for name in BESIDE_SETTINGS} != BESIDE_SETTINGS:
             raise ValueError("its config, agents or fingerprints are not what a run writes")
         if not saved["agents"] or not all(map(str.isidentifier, saved["agents"])):

@@ -1,10 +1,11 @@
 """Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
 
 `--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the names of
-its parameters (`OFFERED`); others need a default. The group_size responses to a query stand in consecutive
-rows. An estimator returns the advantages, (B, T), 0 on padding. If it asks for value_BT, a critic is trained
-towards advantage + V, so return them unnormalised. `--whiten_advantages auto` whitens all but rloo and grpo
-afterwards. `Config` knows those of this file by name: `whitens`, `has_critic` and `require_combinations`.
+its parameters (`OFFERED`); others need a default. B is the whole batch, in every process. The group_size
+responses to a query stand in consecutive rows. An estimator returns the advantages, (B, T), 0 on padding. If
+it asks for value_BT, a critic is trained towards advantage + V, so return them unnormalised.
+`--whiten_advantages auto` whitens all but rloo and grpo afterwards. `Config` knows those of this file by
+name: `whitens`, `has_critic` and `require_combinations`.
 """
 import inspect
 from typing import Callable
@@ -89,14 +90,13 @@ def estimator(advantage: str, responses_per_query: int) -> Callable[..., Tensor]
     """The estimator of that name. Raises `UserError` if it asks for what is not offered."""
     function = find("advantage", advantage, ADVANTAGES)
     try:
-        parameter_names(function)
+        asked = parameter_names(function)
     except (TypeError, ValueError) as error:            # of PyTorch's own, say
         raise UserError("advantage", advantage, "has no parameters that Python knows; wrap it") from error
-    unknown = sorted(parameter_names(function) - OFFERED)
-    if unknown:
+    if unknown := sorted(asked - OFFERED):
         way_out = f"asks for {', '.join(unknown)}; it can have {', '.join(sorted(OFFERED))}"
         raise UserError("advantage", advantage, way_out)
-    if "group_size" in parameter_names(function) and responses_per_query < 2:
+    if "group_size" in asked and responses_per_query < 2:
         way_out = "compares the responses to a query and there is one; add --responses_per_query 4, say"
         raise UserError("advantage", advantage, way_out)
     return function

@@ -18,8 +18,8 @@ class Agent:
     and shuffles with. Its policy starts as a copy of the reference, or with LoRA as an adapter on it.
 
     What else an agent keeps must be saved by experiment/checkpoint.py (numbers in `json_state`, tensors in
-    `tensors_of`, both in `load_checkpoint`), or a resumed run begins it anew. That goes for a reference that
-    moves, too. Held-out KL is measured against it.
+    `tensors_of`, both in `load_checkpoint`), or a resumed run begins it anew. This includes a reference that
+    moves; held-out KL is measured against it, and moves too.
     """
 
     def __init__(self, name: str, reference: LanguageModel, cfg: Config, index: int):
@@ -36,10 +36,12 @@ class Agent:
         """Resets all but the weights: Adam's moments, KL coefficient, and the random stream, which then
         repeats from its beginning.
 
-        Another optimizer goes here. `set_learning_rate` sets the rate of its groups, by their `is_critic`. A
-        checkpoint keeps the tensors and numbers that its `state` has for each parameter, and nothing else.
-        `tests/test_loop.py` shows whether a killed run still resumes to the same bits. `require_disk` and
-        `python -m cory plan` count two such tensors for each weight.
+        Another optimizer goes here. `set_learning_rate` overwrites the `lr` of each group, by `is_critic`: a
+        factor of a group's own needs a key of its own, to be read there. A checkpoint keeps the tensors and
+        numbers that `state` has for each parameter, and nothing else. It puts them back on the parameter's
+        device, where fused optimizers have them. An optimizer made of two offers `param_groups`, `state`,
+        `step` and `zero_grad` of both. `tests/test_loop.py` shows whether a killed run still resumes to the
+        same bits. `require_disk` and `python -m cory plan` count two such tensors for each weight.
         """
         trained = self.policy.trained()
         groups = []

@@ -11,12 +11,11 @@ from typing import Callable
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
-from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
 from cory.config import FLOAT32, Precision
 from cory.errors import UserError
-from cory.ppo.cache import GrowingLayer
+from cory.ppo.cache import empty_cache
 from cory.ppo.model import LanguageModel, positions
 from cory.system import hub
 
@@ -133,7 +132,7 @@ def try_out(refused: Callable, model: LanguageModel) -> None:
     if not isinstance(head, nn.Linear) or not torch.allclose(ours, theirs, atol=1e-4, rtol=1e-4):
         raise refused("its logits are not finite, or not those of a linear head alone (soft-capping and "
                       "scaling are not supported); pass another model")
-    model.body(ids, mask, positions(mask), Cache(layer_class_to_replicate=GrowingLayer))
+    model.body(ids, mask, positions(mask), empty_cache())
     torch.tensor(model.end_ids)                         # of generation_config.json, which may hold anything
 
 

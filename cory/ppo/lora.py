@@ -2,7 +2,7 @@
 off the model is the reference.
 
 An adapted layer computes `W x + (lora_alpha / lora_rank) B A x` with W frozen. B starts at 0, so that
-every agent starts as the base.
+every agent starts as the base (with another kind of adapter perhaps by rounding only).
 """
 import re
 import warnings
@@ -45,7 +45,7 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     if base.exists():                                   # to be found from any folder
         lm.peft_config[name].base_model_name_or_path = str(base.resolve())
     lm.peft_config[name].revision = with_revision(cfg.model)[1]
-    lm.adapter_in_use = "unknown"                               # peft has just activated the new one
+    lm.adapter_in_use = name                            # peft has just put it in use
     activate(lm, None)
     return name
 
@@ -75,7 +75,7 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
         why = f"cannot be loaded ({short_message(error)})"
         way_out = f"{why}; put back what the run has saved, or train again"
         raise UserError("adapter", str(folder), way_out) from error
-    lm.adapter_in_use = "unknown"
+    lm.adapter_in_use = name
     activate(lm, None)
     return name
 
@@ -84,7 +84,7 @@ def activate(lm: nn.Module, name: str | None) -> None:
     """Makes the model compute with one adapter, or with none. A model without adapters stays as it is.
 
     peft freezes all other adapters: a backward pass gives gradients to the one that is in use when it runs.
-    `lm.adapter_in_use` is set here, and to "unknown" where peft has just changed it.
+    `lm.adapter_in_use` is its name. What makes peft change it must set that, too.
     """
     if getattr(lm, "adapter_in_use", None) == name:
         return

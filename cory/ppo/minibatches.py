@@ -20,7 +20,7 @@ LOGPROBS_AT_ONCE = {"cpu": 25 * 2**20, "cuda": 2**27}       # elements of (token
 class Experience:
     """What the update trains on: a rollout's tensors, advantages and returns. Padding: EOS in ids, else 0.
 
-    A field's name ends in `_BP`, `_BT` or `_B`, which `rows` reads. `Tokens` takes `_BT` fields by name.
+    A field's name ends in `_BP`, `_BT` or `_B`, which `take` reads. `Tokens` takes `_BT` fields by name.
     """
     prompt_BP: Tensor           # token ids, padded on the left
     prompt_mask_BP: Tensor      # 1 = real prompt token
@@ -32,7 +32,7 @@ class Experience:
     value_BT: Tensor | None     # V_old(s_t), units of reward; None without a critic
     return_BT: Tensor | None    # advantage before whitening + V_old; None without a critic
 
-    def rows(self, index: Tensor) -> "Experience":
+    def take(self, index: Tensor) -> "Experience":
         """The experience of some rows, cut to the longest prompt and the longest response among them."""
         P, T = longest(self.prompt_mask_BP[index]), longest(self.mask_BT[index])
         columns = {"_BP": (slice(-P, None),), "_BT": (slice(0, T),), "_B": ()}
@@ -49,7 +49,7 @@ class Experience:
             rows = rows[local_rows(len(rows))]
             groups = by_length(self.prompt_mask_BP[rows], self.mask_BT[rows], rows_at_once)
             groups = as_many_as_others(groups) if sharded else groups
-            yield [self.rows(rows[group]) for group in groups]
+            yield [self.take(rows[group]) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,25 @@ def tensors(record: Experience | Tokens) -> dict[str, Tensor]:
 
 
 def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, rows_at_once: int) -> list[Tensor]:
-    """Indices of the rows in groups for one forward pass each, in order of length, so that little is padding:
-    at most `rows_at_once` rows and `TOKENS_AT_ONCE` tokens, or a single row.
+    """Indices of the rows in groups for one forward pass each, of rollout and update, in order of length, so
+    that little is padding. Every row is in one group, of at most `rows_at_once` rows and `TOKENS_AT_ONCE`
+    tokens, or alone in it.
     """
-    max_tokens = TOKENS_AT_ONCE[mask_BT.device.type]
-    order = (prompt_mask_BP.sum(1) + mask_BT.sum(1)).argsort(stable=True)
-    lengths = torch.stack([prompt_mask_BP.sum(1), mask_BT.sum(1).long()], 1)[order].tolist()
+    max_tokens, length_B2 = TOKENS_AT_ONCE[mask_BT.device.type], lengths(prompt_mask_BP, mask_BT)
+    order = length_B2.sum(1).argsort(stable=True)
     groups, start, P, T = [], 0, 0, 0
-    for row, (prompt, response) in enumerate(lengths):
+    for row, (prompt, response) in enumerate(length_B2[order].tolist()):
         P, T = max(P, prompt), max(T, response)
         count = row - start                                 # rows of the open group, without this one
         if count and (count == rows_at_once or (count + 1) * (P + T) > max_tokens):
             groups.append(order[start:row])
             start, P, T = row, prompt, response
     return [*groups, order[start:]]
+
+
+def lengths(prompt_mask_BP: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B, 2): real tokens of each prompt and of each response."""
+    return torch.stack([prompt_mask_BP.sum(1), mask_BT.sum(1).long()], 1)
 
 
 def longest(mask: Tensor) -> int:

@@ -21,8 +21,8 @@ class LanguageModel(nn.Module):
     """Any Hugging Face causal LM, its tokenizer, and the softmax temperature its distribution is meant at.
 
     Body and head are called separately, so that logits are made only where a response token is predicted.
-    Dropout is off: sampling, scoring and the update then see the same pi. DIFFERS: the released code samples
-    and trains with dropout after its first update.
+    Dropout is off: sampling, the rollout and the update then see the same pi. DIFFERS: the released code
+    samples and trains with dropout after its first update.
     """
 
     def __init__(self, lm: nn.Module, tokenizer, temperature: float = 1.0,
@@ -74,14 +74,12 @@ class LanguageModel(nn.Module):
         return out.last_hidden_state, out.past_key_values
 
     def logprobs(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) log-probabilities of the next token, in float32, for sampling and scoring. Never train
-        through this: `logp_and_entropy` has gradients in the head's precision.
+        """(N, V) log-probabilities of the next token, in float32, without gradients. To train, use
+        `logp_and_entropy`, whose gradients are in the LM head's precision.
         """
         head = self.lm.get_output_embeddings()
         logits_NV = head_logits(hidden_NH.float(), head.weight, head.bias, self.temperature,
                                 self.precision.head)
-        if logits_NV.requires_grad:
-            return logits_NV.log_softmax(-1)
         return torch.log_softmax(logits_NV, -1, out=logits_NV)      # in place: no second (N, V)
 
     def logp_and_entropy(self, hidden_NH: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,13 +99,14 @@ def head_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, tem
 
 
 class LogpAndEntropy(torch.autograd.Function):
-    """`log pi(a)` and the entropy H of pi with their gradients in closed form, written over pi:
+    """`log pi(a)` and the entropy H of pi with their gradients in closed form:
 
         d log pi(a) / d logits = onehot(a) - pi        d H / d logits = -pi (log pi + H)
 
-    `tests/test_update.py` holds it against plain autograd, which keeps three tensors of (N, V). This keeps
-    one, which `backward` overwrites: it runs once. All three products are in the head's precision. A loss
-    that needs more of pi than log pi(a) and H (top-k, the exact KL) needs its gradient here.
+    `tests/test_update.py` compares it with plain autograd, which keeps three tensors of (N, V). This keeps
+    one, pi. `backward` computes in its memory, so that it runs once. `python -m cory plan` counts these
+    tensors. All three products are in the LM head's precision. A loss that needs more of pi than log pi(a)
+    and H (top-k, the exact KL) needs its gradient here.
     """
 
     @staticmethod
@@ -150,12 +149,12 @@ class LogpAndEntropy(torch.autograd.Function):
 class PolicyWithValue(LanguageModel):
     """The policy and, where the advantage needs one, its critic: a linear value head.
 
-    The head (paper, sec. 3) reads the last hidden state, in float32, and trains the transformer too. The
-    policy is a copy of the base, or with `adapter` the base itself and its adapter of that name. DIFFERS: the
-    value head starts at zero; the paper does not say. Of a deeper head only the last layer can start at zero:
-    draw the others under `torch.random.fork_rng`, by the agent's seed, so that no other random number moves.
-    A critic with a transformer of its own needs hidden states of its own wherever `values` is called, and
-    must be sharded by `Agent`.
+    The value head (paper, sec. 3) reads the last hidden state, in float32, and trains the transformer too.
+    The policy is a copy of the base, or with `adapter` the base itself and its adapter of that name. DIFFERS:
+    the value head starts at zero; the paper does not say. Of a deeper one only the last layer can start at
+    zero: draw the others under `torch.random.fork_rng`, by the agent's seed, which `Agent` must then pass, so
+    that no other random number moves. A critic with a transformer of its own needs hidden states of its own
+    wherever `values` is called, and must be sharded by `Agent`.
     """
 
     def __init__(self, base: LanguageModel, adapter: str | None = None, critic: bool = True):
@@ -171,7 +170,10 @@ class PolicyWithValue(LanguageModel):
             parameter.requires_grad_(True)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """What this agent trains and saves, by name: all weights or its adapter's, and the value head."""
+        """What this agent trains, and checkpoints keep, by name: all weights or its adapter's, and the value
+        head. What is added has the policy's rate, unless `reset` in agent.py says otherwise, and is in no
+        final model, unless `save_final` in checkpoint.py writes it.
+        """
         lm = adapter_parameters(self.lm, self.adapter) if self.adapter else dict(self.lm.named_parameters())
         head = {} if self.value_head is None else dict(self.value_head.named_parameters())
         trained = {f"lm.{name}": p for name, p in lm.items()}

@@ -1,4 +1,5 @@
-"""The rollout buffer: one agent answers prompts, and policy and reference score its answers."""
+"""The rollout buffer: one agent answers prompts, and its policy and reference say how likely the answers are.
+"""
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
-from cory.ppo.minibatches import by_length, logit_chunk_size
+from cory.ppo.minibatches import by_length, lengths, logit_chunk_size
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode, encode_prompts, sample
 from cory.system.distributed import all_gather, local_rows, world_size
@@ -19,9 +20,9 @@ from cory.system.sharding import unsharded
 class Rollout:
     """Prompts and responses under the policy that sampled them, constant over PPO epochs.
 
-    Padding is EOS in token ids, 0 elsewhere. `all_gather_rollout` reads the names: `_BP` is padded on the
-    left, `_BT` on the right, `_B` is a number for each row. Other names are lists with an item for each row.
-    A field may be None, in all processes.
+    Padding is EOS in the two fields of token ids, 0 elsewhere. `all_gather_rollout` pads, and reads the names
+    for it: `_BP` on the left, `_BT` on the right, `_B` is a number for each row. Other names are lists with
+    an item for each row. A field may be None, in all processes.
     """
     prompt_BP: Tensor           # token ids, padded on the left
     prompt_mask_BP: Tensor      # 1 = real prompt token
@@ -53,7 +54,7 @@ class Rollout:
 
 @torch.no_grad()
 def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
-    """`a ~ pi_agent(. | prompt)` for each prompt, scored under policy and reference.
+    """`a ~ pi_agent(. | prompt)` for each prompt, with what policy, reference and critic make of it.
 
     The policy runs a second time over its responses, although sampling knew their log-probabilities: one
     pass over whole rows rounds as the update's does, so that the first ratio is 1 up to rounding, in bfloat16
@@ -68,7 +69,7 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
 def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
     """`collect_rollout` of this process's prompts.
 
-    At most `mini_batch_size` rows at once, although more tokens would fit, so as to round like the update.
+    In passes of at most `mini_batch_size` rows, as in the update, so that both round alike.
     """
     policy, reference, cfg = agent.policy, agent.reference, agent.cfg
     encoded = encode_prompts(policy, prompts, max_new_tokens)
@@ -86,10 +87,10 @@ def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Roll
         ref_hidden_NH = reference.response_hidden(prompt, prompt_mask, response)[real]
         logp_N, ref_logp_N, kl_N = logprobs_and_kl(policy, reference, hidden_NH, ref_hidden_NH,
                                                    response[real], cfg.kl_penalty)
-        scored = [(logp_BT, logp_N), (ref_logp_BT, ref_logp_N), (kl_BT, kl_N)]
+        columns = [(logp_BT, logp_N), (ref_logp_BT, ref_logp_N), (kl_BT, kl_N)]
         if value_BT is not None:
-            scored.append((value_BT, policy.values(hidden_NH)))
-        for x_BT, x_N in scored:
+            columns.append((value_BT, policy.values(hidden_NH)))
+        for x_BT, x_N in columns:
             x_BT[rows[real[0]], real[1]] = x_N
 
     text = decode(policy, sampled.response_BT, mask_BT)
@@ -100,7 +101,7 @@ def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Roll
 
 def pass_sizes(groups: list[Tensor], prompt_mask_BP: Tensor, mask_BT: Tensor) -> list[list[int]]:
     """P, T and N of each group of rows. A GPU is waited for once, and not in each forward pass."""
-    length_B2 = torch.stack([prompt_mask_BP.sum(1), mask_BT.sum(1).long()], 1)
+    length_B2 = lengths(prompt_mask_BP, mask_BT)
     sizes = [torch.cat([length_B2[rows].amax(0), length_B2[rows, 1:].sum(0)]) for rows in groups]
     return torch.stack(sizes).tolist()
 
@@ -133,6 +134,7 @@ def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: 
     """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from both models' hidden states.
 
     Another KL is a branch here and a word of `kl_penalty` in `Config`. Held-out evaluation asks for "full".
+    `python -m cory plan` counts the (N, V) tensors that are alive here.
     """
     # a few tokens at a time: nothing of size (B, T, V) is made
     size, parts = logit_chunk_size(policy), []

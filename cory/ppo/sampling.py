@@ -3,17 +3,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from cory.config import Config
 from cory.errors import Diverged, UserError
 from cory.ppo import formulas
-from cory.ppo.cache import GrowingLayer
+from cory.ppo.cache import empty_cache
 from cory.ppo.minibatches import longest
 from cory.ppo.model import LanguageModel, positions
 from cory.system.distributed import all_reduce_max, local_rows, world_size
 
-# Tokens after which rows that have ended are looked for. In the loop the host waits for the GPU there alone.
+# Tokens after which rows that have ended are looked for: the only place where the loop waits for the GPU.
 STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}
 
 
@@ -103,23 +102,25 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
            is_local: bool = False, cfg: Config | None = None) -> Sample:
     """Samples `a ~ pi(. | prompt)` until one of `end_ids` or `max_new_tokens`; greedily without a generator.
 
-    The distribution is that of `model.logprobs`, the very one that scoring and the update use. With `cfg`, in
+    The distribution is that of `model.logprobs`, which rollouts keep and the update trains. With `cfg`, in
     rollouts alone, tokens are drawn from `sampling_logprobs` instead. There is no repetition penalty
-    (DIFFERS: the released code samples with one and scores without). Each step takes a number from
-    `generator`, on the CPU, for each prompt, ended or not: with `is_local` those of other processes too.
+    (DIFFERS: the released code samples with one and trains without).
+
+    Each step takes one number of `generator`, on the CPU, for each prompt, ended or not. With `is_local` the
+    prompts are this process's share: numbers are taken for those of all processes.
 
     Raises `Diverged` where log-probabilities are NaN.
     """
     B = len(prompts.ids_BP) * (world_size() if is_local else 1)
     rows = local_rows(B) if is_local else slice(B)
-    before = None if generator is None else generator.get_state()
-    uniform_TB = None if generator is None else uniforms(generator, max_new_tokens, B)[:, rows]
+    uniform_TB = None
+    if generator is not None:
+        uniform_TB = uniforms(generator.clone_state(), max_new_tokens, B)[:, rows].to(model.device)
     with model.autocast():                      # once for all steps, so that each weight is cast once
         sampled = sampling_loop(model, prompts, max_new_tokens, uniform_TB, cfg)
     if generator is not None:
-        # The stream moves on by the longest response of all processes. Another rule changes stored results
+        # The stream moves on by the longest response of all processes. Another rule changes stored results.
         steps = sampled.mask_BT.shape[1]
-        generator.set_state(before)
         uniforms(generator, all_reduce_max(steps) if is_local else steps, B)
     if sampled.sampling_logp_BT.isnan().any():           # one NaN or +inf logit makes all of its row NaN
         way_out = ("go on from the last checkpoint or start anew, with a lower --learning_rate or "
@@ -141,7 +142,6 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
     leading columns that are padding in all others; on a GPU this is looked at every 8 tokens. The cache has
     the same R rows in the same order. The three tensors that are returned have all B rows.
     """
-    uniform_TB = None if uniform_TB is None else uniform_TB.to(model.device)
     B, device = len(prompts.ids_BP), model.device
     eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
     response_BT = torch.full((B, max_new_tokens), eos, device=device)
@@ -149,7 +149,7 @@ def sampling_loop(model: LanguageModel, prompts: Prompts, max_new_tokens: int,
     # the rows that are computed, and whether each of them still runs
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
     ids_RL, mask_RL, position_ids_RL = prompts.ids_BP, prompts.mask_BP, positions(prompts.mask_BP)
-    cache = Cache(layer_class_to_replicate=GrowingLayer)
+    cache = empty_cache()
     for t in range(max_new_tokens):
         hidden_RLH, cache = model.body(ids_RL, mask_RL, position_ids_RL, cache)
         logp_RV = model.logprobs(hidden_RLH[:, -1])

@@ -25,15 +25,18 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) 
     """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of a KL controller.
 
     Losses are token means over an optimizer step of `rows_per_optimizer_step` rows. A mini-batch here is one
-    backward pass over some of them: it changes rounding alone. Raises `Diverged` before a gradient that is
-    not finite reaches a parameter. Returns metrics (docs/settings.md). Those of `losses` are means over the
-    tokens of all passes, so under a policy and critic that move. To stop early, stop after a whole pass, in
-    all processes alike (`all_reduce`).
+    backward pass over some of them: how rows are divided into mini-batches changes rounding alone. Raises
+    `Diverged` before a gradient that is not finite reaches a parameter. Returns metrics (docs/settings.md).
+    Those of `losses` are means over the tokens of all passes, so under a policy and critic that move.
+
+    To stop early, stop after a whole pass: `explained_variance` compares the critic's errors of all passes
+    with the returns of all tokens. Stop in all processes alike: `metric_parts["approx_kl"]` has this
+    process's tokens alone, of all passes so far (`all_reduce` sums).
     """
     cfg = agent.cfg
     experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
     rate = set_learning_rate(agent, iteration)
-    seen, grad_norms = defaultdict(list), []
+    metric_parts, grad_norms = defaultdict(list), []
     sharded = sharding.is_sharded(agent.policy.lm)
     for _ in range(cfg.num_ppo_epochs):
         steps = experience.shuffled_mini_batches(cfg.rows_per_optimizer_step, cfg.mini_batch_size,
@@ -41,14 +44,14 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) 
         for mini_batches in steps:
             step_tokens = distributed.all_reduce(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))
             for mini_batch in mini_batches:
-                add_gradient(agent, mini_batch, step_tokens, seen)
+                add_gradient(agent, mini_batch, step_tokens, metric_parts)
             grad_norms.append(optimizer_step(agent, cfg.max_grad_norm))
     metrics = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "learning_rate": rate,
                "grad_norm": sum(grad_norms) / len(grad_norms)}
     if cfg.adap_kl_ctrl:
         kl, n = rollout.kl_B.mean().item(), len(score_B)
         agent.kl_coef = formulas.adapted_kl_coef(agent.kl_coef, kl, cfg.kl_target, cfg.kl_horizon, n)
-    means = token_means(seen, experience)
+    means = token_means(metric_parts, experience)
     for name in means.keys() & metrics.keys():
         raise UserError("metric of the loss", name, "is one of the update's own; give it another name")
     return means | metrics
@@ -66,14 +69,14 @@ def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Conf
     estimate = estimator(cfg.advantage, cfg.responses_per_query)
     advantage_BT = estimate(**{name: offered[name] for name in parameter_names(estimate)})
     require_shape(f"advantage {cfg.advantage}", advantage_BT, mask_BT.shape, "like reward_BT")
-    advantage_BT = advantage_BT.to(mask_BT)             # of whole numbers, say
+    advantage_BT = advantage_BT.to(mask_BT)             # an estimator may return integers
 
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
     if cfg.whitens:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     if cfg.importance_cap > 0:
-        # truncated importance sampling: min(pi_old / q, cap) weighs the policy loss, and no other term. After
-        # whitening, which would undo a weight that all tokens have
+        # Truncated importance sampling: min(pi_old / q, cap) weighs the policy loss, and no other term. After
+        # whitening, because whitening cancels a weight that all tokens have in common.
         weight_BT = (rollout.logp_BT - rollout.sampling_logp_BT).exp().clamp(max=cfg.importance_cap)
         advantage_BT = advantage_BT * weight_BT
     return Experience(prompt_BP=rollout.prompt_BP, prompt_mask_BP=rollout.prompt_mask_BP,
@@ -93,12 +96,14 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
     Return the same names at every call. Of `critic_error`, `token_means` makes `value_error` and
     `explained_variance`.
 
-    The N tokens are of several responses, and may end within one. So a weight of each response belongs into
+    The N tokens are of several responses, and may end within one. So a weight of each response belongs in
     `make_experience`: on the advantages, after whitening, it reaches the policy loss alone; for other terms
-    let a `_BT` field of `Experience` carry it, and an `_N` field of `Tokens`. A ratio of whole responses
-    under the policy as it is now needs a pass of its own in `add_gradient`, before its chunks, and then a
-    `clip_fraction` of its own here. Processes call this unequally often: it may not wait for others, as
-    `all_reduce` or a pass through a sharded model does.
+    let a `_BT` field of `Experience` carry it, and an `_N` field of `Tokens`. The sum over tokens is divided
+    by the tokens of the optimizer step. For a mean over responses weigh each token by 1 / length, and divide
+    by `rows_per_optimizer_step` in `add_gradient` instead. A ratio of whole responses under the policy as it
+    is now needs `logp_and_entropy` of all of `hidden_NH` in `add_gradient`, without gradients, before its
+    chunks, and then a `clip_fraction` of its own here. Processes call this unequally often: it may not wait
+    for others, as `all_reduce` or a pass through a sharded model does.
     """
     logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
     policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)
@@ -123,12 +128,12 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
 
 
 def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor,
-                 seen: dict[str, list[Tensor]]) -> None:
-    """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch; notes metrics in `seen`.
+                 metric_parts: dict[str, list[Tensor]]) -> None:
+    """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch; appends its tokens' metrics.
 
-    The head runs forward and backward for a few tokens at a time, down to the gradient of their hidden
+    The LM head runs forward and backward for a few tokens at a time, down to the gradient of their hidden
     states; the transformer's backward pass follows once. So memory for (N, V) does not grow with N. A new
-    term or metric of tokens belongs into `losses`, and nothing changes here.
+    term or metric of tokens belongs in `losses`, and nothing changes here.
     """
     policy, real = agent.policy, mini_batch.mask_BT.bool()
     prompt_BP, prompt_mask_BP = mini_batch.prompt_BP, mini_batch.prompt_mask_BP
@@ -141,7 +146,7 @@ def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor,
         (loss_N.sum() / step_tokens).backward()
         for name, x_N in metrics.items():
             require_shape(name, x_N, loss_N.shape, "one value per token; take no mean or sum")
-            seen[name].append(x_N.detach())
+            metric_parts[name].append(x_N.detach())
     activate(policy.lm, policy.adapter)     # an edit of `losses` may have activated another adapter
     hidden_NH.backward(leaf_NH.grad)
 
@@ -194,10 +199,10 @@ def set_learning_rate(agent: Agent, iteration: int) -> float:
     return rate
 
 
-def token_means(seen: dict[str, list[Tensor]], experience: Experience) -> dict[str, float]:
+def token_means(metric_parts: dict[str, list[Tensor]], experience: Experience) -> dict[str, float]:
     """Token means of the metrics; of the critic's errors the mean square and the explained variance."""
     means = {}
-    for name, parts in seen.items():
+    for name, parts in metric_parts.items():
         x_N = distributed.all_gather_rows(torch.cat(parts).double())
         if name == "critic_error":
             returns_N = experience.return_BT[experience.mask_BT.bool()]

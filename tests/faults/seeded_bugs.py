@@ -100,7 +100,7 @@ FAULTS = [
     *of("cory/ppo/lora.py",
         ("LoRA", "        lm.disable_adapters()", "        lm.enable_adapters()", "lora"),
         ("LoRA", '    if getattr(lm, "adapter_in_use", None) == name:\n',
-         '    if name and getattr(lm, "adapter_in_use", None) not in (None, "unknown"):\n', "lora"),
+         '    if name and getattr(lm, "adapter_in_use", None) is not None:\n', "lora"),
         ("LoRA", "lora_alpha=cfg.lora_alpha", "lora_alpha=cfg.lora_rank", "lora"),
     ),
 
@@ -124,7 +124,7 @@ FAULTS = [
     *of("cory/ppo/minibatches.py",
         ("random stream", "(len(self.mask_BT), generator=generator)", "(len(self.mask_BT))", "loop"),
         ("mask or padding", '{"_BP": (slice(-P, None),),', '{"_BP": (slice(0, P),),', "update"),
-        ("wrong token or row", "yield [self.rows(rows[group])", "yield [self.rows(group)", "update"),
+        ("wrong token or row", "yield [self.take(rows[group])", "yield [self.take(group)", "update"),
     ),
 
     # --- the update ---
