@@ -70,9 +70,9 @@ def write_run(folder: Path, agents=("llm1", "llm2"), roles=("pioneer", "observer
               loop_metrics=(), reward=1.0, iterations=12, exchange=3, **changes) -> Path:
     """A finished run as `Run` writes it. Agent j ends at held-out reward `reward` + j / 10."""
     config = {"config": "cory.config:ImdbConfig", "run": "", "agents": list(agents), "fingerprints": {},
-              "task": "imdb", "method": "cory", "preset": "tiny", "seed": 0, "learning_rate": 1e-4, "gamma": 1.0,
-              "eval_queries": 256, "temperature": 1.0, "run_dir": str(folder), "wandb": "auto",
-              "wandb_group": "", "device": "auto"} | changes
+              "task": "imdb", "method": "cory", "preset": "tiny", "seed": 0, "learning_rate": 1e-4,
+              "gamma": 1.0, "eval_queries": 256, "temperature": 1.0, "run_dir": str(folder),
+              "wandb": "auto", "wandb_group": "", "device": "auto"} | changes
     base = held_out_of(0.0) | {f"greedy_{name}": 0.5 for name in task_metrics}
     rows = [{"iteration": 0} | {f"eval/base/{name}": value for name, value in base.items()}]
     final = {"iteration": iterations, "queries": 256, "base": held_out_of(0.0)}
