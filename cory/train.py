@@ -16,7 +16,8 @@ from cory.system.distributed import launched
 
 
 def trains(*agents: str, evaluate: Callable | None = None) -> Callable:
-    """Decorator that names the agents a loop trains. The run makes one for each name, in this order.
+    """Decorator that names the agents a loop trains. The run makes one for each name, in this order (with
+    `--share_weights true` one for all).
 
     `evaluate(run, roles)`, if given, measures the agents as a team at each held-out evaluation: `roles` are
     those of the iteration that has just ended. It returns numbers by name, which are logged as
@@ -85,7 +86,8 @@ def train_ppo(run: Run, score: Callable = score) -> None:
 def prompts_for_observer(run: Run, queries: list[str], texts: list[str]) -> list[str]:
     """What the observer reads: each query, and with knowledge transfer the pioneer's answer to it.
 
-    To show more, such as the pioneer's reward, append it after `cut`, and leave room for it in the context.
+    To show more, append it after `cut`, and leave room for it in the context. The pioneer's reward must then
+    be computed here; of `python -m cory benchmark` the phases no longer hold.
     """
     task = run.task
     if run.cfg.knowledge_transfer:
@@ -121,7 +123,7 @@ def train_cory(run: Run, score: Callable = score) -> None:
     """Algorithm 1 of the paper: pioneer and observer, who sees its answer; one reward; roles exchanged.
 
     `score` may be another: recipes and studies pass their own. Both rewards come between rollouts and
-    updates, where `python -m cory benchmark` divides its timings. With `--share_weights true` both roles are
+    updates: there `python -m cory benchmark` divides its timings. With `--share_weights true` both roles are
     one agent. The pioneer's update comes first, so that its rollout is exactly on-policy. The observer's
     rollout is older than that update: its first ratio is not 1.
     """

@@ -125,8 +125,9 @@ class Run(ExitStack):
                        for i, name in enumerate(self.agent_names)]
         self.roles = self.agents * len(self.loop.agents) if cfg.share_weights else self.agents
         broadcast(lambda: require_disk(cfg, self.run_dir, self.agents))
+        trained = {p for agent in self.agents for p in agent.policy.trained().values()}
         for base in self.bases.values() if cfg.shard else ():
-            shard(base.lm, cfg)                 # the agents have had their copies
+            shard(base.lm, cfg, whole=trained)      # after agents have had their copies, or their adapters
         self.state, self.code, self.mark = {}, sources(), secrets.token_hex(8)
         self.start, self.wandb_id = self.resume() if cfg.resume else (0, "")
         self.warned_off_policy = False

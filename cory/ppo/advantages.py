@@ -1,11 +1,11 @@
 """Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
 
 `--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the names of
-its parameters (`OFFERED`); others need a default. B is the whole batch, in every process. The group_size
-responses to a query stand in consecutive rows. An estimator returns the advantages, (B, T), 0 on padding. If
-it asks for value_BT, a critic is trained towards advantage + V, so return them unnormalised.
-`--whiten_advantages auto` whitens all but rloo and grpo afterwards. `Config` knows those of this file by
-name: `whitens`, `has_critic` and `require_combinations`.
+its parameters (`OFFERED`). Any other parameter must have a default value. B is the whole batch, in every
+process. The group_size responses to a query stand in consecutive rows. An estimator returns the advantages,
+(B, T), 0 on padding. If it asks for value_BT, a critic is trained towards advantage + V, so return them
+unnormalised. `--whiten_advantages auto` whitens all but rloo and grpo afterwards. `Config` knows those of
+this file by name: `whitens`, `has_critic` and `require_combinations`.
 """
 import inspect
 from typing import Callable

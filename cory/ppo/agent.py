@@ -28,8 +28,8 @@ class Agent:
         adapter = add_adapter(reference.lm, name, cfg, self.seed) if cfg.lora else None
         critic = "value_BT" in parameter_names(estimator(cfg.advantage, cfg.responses_per_query))
         self.policy = PolicyWithValue(reference, adapter, critic)
-        if cfg.shard and not cfg.lora:              # else the run shards the base, with all adapters in it
-            shard(self.policy.lm, cfg)              # before `reset`: Adam takes the weights as they are then
+        if cfg.shard and not cfg.lora:          # with LoRA the run shards the base, and adapters stay whole
+            shard(self.policy.lm, cfg)          # before `reset`: Adam takes the weights as they are then
         self.reset()
 
     def reset(self) -> None:

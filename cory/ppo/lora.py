@@ -84,7 +84,8 @@ def activate(lm: nn.Module, name: str | None) -> None:
     """Makes the model compute with one adapter, or with none. A model without adapters stays as it is.
 
     peft freezes all other adapters: a backward pass gives gradients to the one that is in use when it runs.
-    `lm.adapter_in_use` is its name. What makes peft change it must set that, too.
+    `lm.adapter_in_use` is its name: set it after a call of peft's own `add_adapter`, `load_adapter` or
+    `set_adapter`.
     """
     if getattr(lm, "adapter_in_use", None) == name:
         return

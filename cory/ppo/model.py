@@ -2,7 +2,7 @@
 
 Where a tensor's name ends in capitals they are its shape: B rows, P prompt tokens (padded on the left), T
 response tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens
-gathered from many rows, R rows that still sample, G queries with k responses each; digits are sizes.
+gathered from many rows, R rows that are still computed, G queries with k responses each; digits are sizes.
 """
 import copy
 from contextlib import nullcontext
@@ -91,7 +91,7 @@ class LanguageModel(nn.Module):
 
 def head_logits(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature: float,
                 precision: str) -> Tensor:
-    """`(hidden weight^T + bias) / temperature`, (N, V)."""
+    """`(hidden weight^T + bias) / temperature`, (N, V). Its gradient stands in `LogpAndEntropy.backward`."""
     logits_NV = multiply(hidden_NH, weight_VH.t(), precision)
     if bias_V is not None:
         logits_NV = logits_NV.add_(bias_V)
@@ -149,11 +149,11 @@ class LogpAndEntropy(torch.autograd.Function):
 class PolicyWithValue(LanguageModel):
     """The policy and, where the advantage needs one, its critic: a linear value head.
 
-    The value head (paper, sec. 3) reads the last hidden state, in float32, and trains the transformer too.
-    The policy is a copy of the base, or with `adapter` the base itself and its adapter of that name. DIFFERS:
-    the value head starts at zero; the paper does not say. Of a deeper one only the last layer can start at
-    zero: draw the others under `torch.random.fork_rng`, by the agent's seed, which `Agent` must then pass, so
-    that no other random number moves. A critic with a transformer of its own needs hidden states of its own
+    The policy is a copy of the base, or with `adapter` the base itself and its adapter of that name. The
+    value head (paper, sec. 3) reads the last hidden state, in float32, and trains the transformer too. It
+    starts at zero (the paper does not say). Of a deeper one only the last layer can start at zero: draw the
+    others under `torch.random.fork_rng`, by the agent's seed, which `Agent` must then pass, so that no other
+    random number moves. A critic with a transformer of its own needs hidden states of its own
     wherever `values` is called, and must be sharded by `Agent`.
     """
 
@@ -163,7 +163,7 @@ class PolicyWithValue(LanguageModel):
         self.value_head = None
         if critic:
             width = self.lm.get_output_embeddings().in_features
-            self.value_head = nn.Linear(width, 1, device=base.device, dtype=torch.float32)
+            self.value_head = nn.utils.skip_init(nn.Linear, width, 1, device=base.device, dtype=torch.float32)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
         for parameter in self.trained().values():

@@ -4,8 +4,9 @@
     tf32        to 11 bits, on a GPU
     bfloat16    to 8 bits, on a GPU and on CPUs that multiply bfloat16
 
-Sums and results are in float32: GPT-2's logits lie near -100, where bfloat16 numbers are 0.5 apart. Another
-word goes here, into `head_precision` of `Config`, and into `precisions` in cory/system/machine.py.
+Sums and results are in float32: GPT-2's logits lie near -100, where bfloat16 numbers are 0.5 apart. To
+add a precision: an entry in `PYTORCH_NAMES`, a word of `head_precision` in `Config`, and the machines that
+have it in `precisions` of cory/system/machine.py.
 """
 import torch
 from torch import Tensor

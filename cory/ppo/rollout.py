@@ -33,7 +33,7 @@ class Rollout:
     ref_logp_BT: Tensor         # log pi0(a_t | s_t), nats
     kl_BT: Tensor               # nats: KL(pi_old || pi0) at s_t (full), or log pi_old - log pi0 of a_t (k1)
     value_BT: Tensor | None     # V_old(s_t), units of reward; None without a critic
-    text: list[str]             # decoded responses: all that crosses to rewards and to the other agent
+    text: list[str]             # decoded responses: all that tasks and the other agent's prompt see
 
     @property
     def kl_B(self) -> Tensor:

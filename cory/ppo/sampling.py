@@ -84,7 +84,7 @@ def sampling_logprobs(logp_BV: Tensor, cfg: Config) -> Tensor:
 def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """One token per row by inversion: the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`.
 
-    Never one of probability 0. In float64: 24 bits would never draw the tokens of p below 6e-8, and there
+    Never one of probability 0. In float64: 24 bits would never draw most tokens of p below 6e-8, and there
     are many. One uniform number per row, of a CPU generator, gives the same stream on every device.
     """
     cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p

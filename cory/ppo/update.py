@@ -100,10 +100,12 @@ def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: flo
     `make_experience`: on the advantages, after whitening, it reaches the policy loss alone; for other terms
     let a `_BT` field of `Experience` carry it, and an `_N` field of `Tokens`. The sum over tokens is divided
     by the tokens of the optimizer step. For a mean over responses weigh each token by 1 / length, and divide
-    by `rows_per_optimizer_step` in `add_gradient` instead. A ratio of whole responses under the policy as it
-    is now needs `logp_and_entropy` of all of `hidden_NH` in `add_gradient`, without gradients, before its
-    chunks, and then a `clip_fraction` of its own here. Processes call this unequally often: it may not wait
-    for others, as `all_reduce` or a pass through a sharded model does.
+    by `rows_per_optimizer_step` in `add_gradient` instead. For a ratio of whole responses (GSPO) compute its
+    value in `add_gradient`, before the chunks, by `logp_and_entropy` of all of `hidden_NH` without gradients;
+    here `logp_N - logp_N.detach()` gives it its gradient. It needs a `clip_fraction` of its own.
+
+    Processes call this unequally often: it may not wait for others, as `all_reduce` or a pass through a
+    sharded model does, nor draw from `agent.generator`, which moves alike in all of them.
     """
     logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
     policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)

@@ -12,9 +12,9 @@ from cory.config import Config
 from cory.system.distributed import all_reduce_max, world_size
 
 
-def shard(lm: nn.Module, cfg: Config) -> None:
-    """From here on each process holds a part of the matrices of each layer; all else stays whole, as autocast
-    takes it. Raises `UserError`.
+def shard(lm: nn.Module, cfg: Config, whole: Collection[nn.Parameter] = ()) -> None:
+    """From here on each process holds a part of the matrices of each layer, but of those in `whole`, which an
+    optimizer may hold already; all else stays whole, too, as autocast takes it. Raises `UserError`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,7 +23,7 @@ def shard(lm: nn.Module, cfg: Config) -> None:
     lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
     cfg.require("shard", lists, "finds no list of transformer layers in this model; leave it out")
     layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
-    matrices = {p for name, p in layers.named_parameters() if p.dim() > 1 and ".lora_" not in name}
+    matrices = {p for p in layers.parameters() if p.dim() > 1}.difference(whole)
     low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(low, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh, replicated = init_device_mesh(device, (world_size(),)), {*base.parameters()} - matrices
