@@ -27,12 +27,14 @@ def rows_of(name: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("task, method, iterations, learning_rate, gain, paper_preset", [
-    ("imdb", "cory", 3, "6e-3", 0.05, "gpt2-large"), ("gsm8k", "ppo", 2, "3e-4", 0.03, "llama2-7b")])
+    ("imdb", "cory", 4, "4e-3", 0.05, "gpt2-large"), ("gsm8k", "ppo", 3, "3e-4", 0.03, "llama2-7b")])
 def test_the_commands_of_the_readme_learn(
         task, method, iterations, learning_rate, gain, paper_preset, tmp_path, capsys):
-    """A short version of each, with larger steps: held-out rewards of all agents rise above the base's."""
-    flags = (f"--method {method} --iterations {iterations} --learning_rate {learning_rate} --eval_every 0 "
-             f"--eval_queries 64 --batch_size 64 --wandb disabled --run_dir {tmp_path / 'run'}")
+    """A short version of each, with larger steps: held-out rewards of all agents rise above the base's. At
+    this seed they do so by three times `gain` and more.
+    """
+    flags = (f"--seed 1 --method {method} --iterations {iterations} --learning_rate {learning_rate} "
+             f"--eval_every 0 --eval_queries 64 --batch_size 64 --wandb disabled --run_dir {tmp_path / 'run'}")
     importlib.import_module(f"train_{task}").main(flags.split())
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith(f"{method.upper()} on {task}: preset tiny, model embedded")

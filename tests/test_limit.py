@@ -117,7 +117,7 @@ def test_the_command_gives_a_finished_run_its_limit(small_flags, tmp_path, capsy
 
 @pytest.mark.parametrize("content", ["{}", '{"rewards": [[1.0], [1.0, 2.0]]}', "{"])
 def test_a_damaged_file_is_one_line(content, tmp_path):
-    config = {"config": "x", "agents": ["llm1"], "fingerprints": {}, "init_kl_coef": 0.1}
+    config = {"config": "x", "run": "", "agents": ["llm1"], "fingerprints": {}, "init_kl_coef": 0.1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "limit.json").write_text(content)
     with pytest.raises(UserError, match="limit.json"):
