@@ -34,7 +34,8 @@ def test_the_commands_of_the_readme_learn(
     this seed they do so by three times `gain` and more.
     """
     flags = (f"--seed 1 --method {method} --iterations {iterations} --learning_rate {learning_rate} "
-             f"--eval_every 0 --eval_queries 64 --batch_size 64 --wandb disabled --run_dir {tmp_path / 'run'}")
+             "--eval_every 0 --eval_queries 64 --batch_size 64 --wandb disabled "
+             f"--run_dir {tmp_path / 'run'}")
     importlib.import_module(f"train_{task}").main(flags.split())
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith(f"{method.upper()} on {task}: preset tiny, model embedded")
