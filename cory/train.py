@@ -86,8 +86,9 @@ def train_ppo(run: Run, score: Callable = score) -> None:
 def prompts_for_observer(run: Run, queries: list[str], texts: list[str]) -> list[str]:
     """What the observer reads: each query, and with knowledge transfer the pioneer's answer to it.
 
-    To show more, append it after `cut`, and leave room for it in the context. The pioneer's reward must then
-    be computed here; of `python -m cory benchmark` the phases no longer hold.
+    To show more, append it after `cut`, and leave room for it in the context. To show the pioneer's reward,
+    compute it here; the phases of `python -m cory benchmark`, which reads them off calls of the reward, are
+    then wrong.
     """
     task = run.task
     if run.cfg.knowledge_transfer:
@@ -123,7 +124,7 @@ def train_cory(run: Run, score: Callable = score) -> None:
     """Algorithm 1 of the paper: pioneer and observer, who sees its answer; one reward; roles exchanged.
 
     `score` may be another: recipes and studies pass their own. Both rewards come between rollouts and
-    updates: there `python -m cory benchmark` divides its timings. With `--share_weights true` both roles are
+    updates: `python -m cory benchmark` takes them for the border. With `--share_weights true` both roles are
     one agent. The pioneer's update comes first, so that its rollout is exactly on-policy. The observer's
     rollout is older than that update: its first ratio is not 1.
     """

@@ -19,7 +19,9 @@ class GrowingLayer(DynamicLayer):
     """One layer's keys and values (R, heads, L, D), in buffers with room to grow: transformers' own layer
     copies all of them for every new token.
 
-    transformers calls `update`, and reads the length off `self.keys`. The sampling loop calls `keep`.
+    transformers calls `update`, and reads the length off `self.keys`. The sampling loop calls `keep`. Keys
+    and values are views of `buffers`: what replaces them alone, as the inherited `reorder_cache` does, is
+    undone by the next `update`.
     """
 
     def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Language models and classifiers from a local folder or the Hub, and what is said of one that is no use."""
+"""Language models and classifiers from a local folder or the Hub, and why one cannot be used."""
 import importlib.util
 import json
 import os

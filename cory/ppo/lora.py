@@ -2,7 +2,7 @@
 off the model is the reference.
 
 An adapted layer computes `W x + (lora_alpha / lora_rank) B A x` with W frozen. B starts at 0, so that
-every agent starts as the base (with another kind of adapter perhaps by rounding only).
+every agent starts as the base (other kinds of adapters may differ by rounding).
 """
 import re
 import warnings
@@ -51,7 +51,9 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
 
 
 def linear_layers(lm: nn.Module) -> dict[str, nn.Module]:
-    """The layers between embedding and head that an adapter can be put on, by path."""
+    """The layers between embedding and LM head that an adapter can be put on, by path. Not the LM head:
+    `head_logits` reads its weight directly, and would pass an adapter over.
+    """
     head = lm.get_output_embeddings()
     return {path.removesuffix(".base_layer"): module for path, module in lm.named_modules()
             if isinstance(module, (nn.Linear, Conv1D)) and module is not head and ".lora_" not in path}

@@ -102,8 +102,9 @@ def lengths(prompt_mask_BP: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def longest(mask: Tensor) -> int:
-    """Most real tokens of any row, and so the column behind the last of them: a row's real tokens stand side
-    by side. To leave one out of the loss weigh it there, and let its mask be 1.
+    """Most real tokens of any row. They stand side by side: `[:longest]` cuts rows that are padded on the
+    right, `[-longest:]` those padded on the left. To leave a token out of the loss, give it the weight 0
+    there, and keep its mask 1.
     """
     return int(mask.sum(1).max())
 

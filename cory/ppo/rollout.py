@@ -69,7 +69,7 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
 def local_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
     """`collect_rollout` of this process's prompts.
 
-    In passes of at most `mini_batch_size` rows, as in the update, so that both round alike.
+    In passes like those of the update, so that the first ratio is 1 up to rounding.
     """
     policy, reference, cfg = agent.policy, agent.reference, agent.cfg
     encoded = encode_prompts(policy, prompts, max_new_tokens)

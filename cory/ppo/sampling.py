@@ -12,7 +12,7 @@ from cory.ppo.minibatches import longest
 from cory.ppo.model import LanguageModel, positions
 from cory.system.distributed import all_reduce_max, local_rows, world_size
 
-# Tokens after which rows that have ended are looked for: the only place where the loop waits for the GPU.
+# After so many tokens the loop looks which rows have ended: only there it waits for the GPU.
 STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 8}
 
 
@@ -84,8 +84,9 @@ def sampling_logprobs(logp_BV: Tensor, cfg: Config) -> Tensor:
 def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """One token per row by inversion: the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`.
 
-    Never one of probability 0. In float64: 24 bits would never draw most tokens of p below 6e-8, and there
-    are many. One uniform number per row, of a CPU generator, gives the same stream on every device.
+    Never one of probability 0. In float64: uniform numbers of 24 bits would never draw most tokens of p below
+    6e-8, and there are many. One uniform number per row, of a CPU generator, gives the same stream on every
+    device.
     """
     cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p
     total_B1 = cumulative_BV[:, -1:]
@@ -119,7 +120,8 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, generato
     with model.autocast():                      # once for all steps, so that each weight is cast once
         sampled = sampling_loop(model, prompts, max_new_tokens, uniform_TB, cfg)
     if generator is not None:
-        # The stream moves on by the longest response of all processes. Another rule changes stored results.
+        # All processes move on by the longest response of any, so that their streams stay alike. Another rule
+        # changes the numbers that tests/test_trajectory.py has stored.
         steps = sampled.mask_BT.shape[1]
         uniforms(generator, all_reduce_max(steps) if is_local else steps, B)
     if sampled.sampling_logp_BT.isnan().any():           # one NaN or +inf logit makes all of its row NaN

@@ -22,7 +22,8 @@ from cory.system import distributed, sharding
 
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) -> dict[str, float]:
-    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of a KL controller.
+    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then with `adap_kl_ctrl` one step of
+    the KL controller.
 
     Losses are token means over an optimizer step of `rows_per_optimizer_step` rows. A mini-batch here is one
     backward pass over some of them: how rows are divided into mini-batches changes rounding alone. Raises
