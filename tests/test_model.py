@@ -138,3 +138,12 @@ def test_the_head_is_told_its_precision_in_sampling_and_in_the_update(small, mon
     hidden = torch.randn(3, 32, requires_grad=True)
     model.logp_and_entropy(hidden, torch.tensor([1, 2, 3]))[0].sum().backward()
     assert asked == ["bfloat16"] * 4
+
+
+def test_a_value_head_draws_no_random_number_and_log_probabilities_no_gradient(small):
+    base = load_language_model(str(small / "lm"))
+    before = torch.get_rng_state()
+    policy = PolicyWithValue(base)
+    assert torch.equal(before, torch.get_rng_state())
+    with pytest.raises(RuntimeError, match="derivative|autograd|automatic differentiation"):
+        policy.logprobs(torch.randn(2, 32)).sum().backward()
