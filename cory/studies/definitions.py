@@ -48,18 +48,19 @@ HALF = "--iterations iterations*0.5"
 DRAWS = 16
 
 
-def rates(rng: random.Random, share: float = 1.0) -> str:
-    rate, critic = share * 10 ** rng.uniform(-3.5, -2.3), share * 10 ** rng.uniform(-3.3, -1.7)
+def rates(rng: random.Random, share: float = 1.0, critic: tuple[float, float] = (-3.3, -1.7)) -> str:
+    """Two rates drawn at random, the critic's between two powers of 10; a share of each."""
+    rate, critic = share * 10 ** rng.uniform(-3.5, -2.3), share * 10 ** rng.uniform(*critic)
     return f"--learning_rate {rate:.1e} --critic_learning_rate {critic:.1e}"
 
 
-def drawn(number: int, method: str, rows: int = 1) -> str:
+def drawn(number: int, method: str, rows: int = 1, **ranges) -> str:
     """A method's flags, with settings drawn at random. The same number draws the same for every method.
 
     Half of a preset's iterations, with batches of `rows` times as many responses.
     """
     rng = random.Random(number)
-    flags = f"{method} {rates(rng)}"
+    flags = f"{method} {rates(rng, **ranges)}"
     epochs, batch, exchange = rng.choice([1, 2]), rng.choice([0.5, 1, 2]), rng.choice([1, 5, 20])
     flags += (f" --num_ppo_epochs {epochs} --iterations iterations*{0.5 / batch:g}"
               f" --batch_size batch_size*{batch * rows:g} --mini_batch_size mini_batch_size*{batch * rows:g}")
@@ -151,6 +152,11 @@ STUDIES = {
         {f"{name} {i}": flags for i in range(DRAWS) for name, flags in
          {"ppo": drawn(i, PPO, rows=2), **{name: drawn(i, flags) for name, flags in TUNED.items()}}.items()},
         baseline="ppo 0", seeds=range(50, 51)),
+    # Likewise: more draws for CORY alone on IMDB, near the critic's rate of its best draw above.
+    "search_cory": Study(
+        "Do settings near the highest critic's rate of `search` suit CORY better?",
+        {f"cory {i}": drawn(i, CORY, critic=(-2.0, -1.5)) for i in range(DRAWS, DRAWS + 8)},
+        baseline=f"cory {DRAWS}", seeds=range(50, 51), tasks=("imdb",)),
     # Those seeds are for reporting alone.
     **{f"tuned_{task}": tuned(task) for task in CHOSEN},
     "paper": Study(
