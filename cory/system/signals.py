@@ -16,13 +16,14 @@ class Signals:
     except under torchrun, which may pass on what has reached its processes already, and except SIGHUP, which
     terminal and shell may both send.
 
-    Exit status: 128 + the signal's number, as a shell has it. What nohup has ignored stays ignored.
+    Exit status: 128 + the signal's number, as a shell has it. What nohup has ignored stays ignored. Forked
+    processes, such as a reward starts, do not inherit `handle`: see `end_by_signals`.
     """
 
     def __init__(self):
         self.received: signal.Signals | None = None
         self.waiting = False
-        self.before, self.process = {}, os.getpid()
+        self.before = {}
 
     def install(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():       # Python allows it nowhere else
@@ -35,9 +36,6 @@ class Signals:
             signal.signal(number, handler)
 
     def handle(self, number: int, frame) -> None:
-        if os.getpid() != self.process:             # a child that a reward has forked dies as it always would
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         if self.received:                                               # torchrun has passed it on once more
             return
         self.received = signal.Signals(number)
@@ -57,3 +55,30 @@ class Signals:
 def say(line: str) -> None:
     if is_main():
         print(f"\n{line}", file=sys.stderr, flush=True)
+
+
+# Signals that the forking thread had blocked before.
+blocked = threading.local()
+
+
+def block() -> None:
+    """Before a fork: Python forgets a signal that reaches a child as it starts. Blocked, the signal waits."""
+    blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+
+
+def unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked.before)
+
+
+def end_by_signals() -> None:
+    """In a forked process the system ends it at a signal. A handler in Python would not be called while it
+    waits for a lock, and `multiprocessing.Pool` would wait for it for ever.
+    """
+    for number in NUMBERS:
+        if isinstance(getattr(signal.getsignal(number), "__self__", None), Signals):
+            signal.signal(number, signal.SIG_DFL)
+    unblock()
+
+
+if hasattr(os, "register_at_fork"):                     # Windows has no fork
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=end_by_signals)
