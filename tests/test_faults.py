@@ -259,7 +259,7 @@ def test_a_strange_config_is_one_line(change, says, copy, capsys):
 
 # --- processes ---
 def test_a_second_signal_ends_at_once_and_processes_that_a_reward_starts_die_as_usual():
-    """By SIGTERM, also as they start, though the run answers signals in Python: else a pool waits for them."""
+    """By SIGTERM, also as they start, though the run answers signals in Python: else pools wait for them."""
     handled = subprocess.run([sys.executable, "-c", """
 import multiprocessing, os, signal, time
 from cory.system.signals import Signals

@@ -77,6 +77,11 @@ def test_differences_by_hand():
         "cory", "ppo", "1", "other eta", "+0.00", "-0.20", "+2.00", "+0.67", "+0.50", "+0.50"]
     combined, reward, *_ = pictures.forest(STUDIES["curves"], "imdb", other_eta).axes
     assert len(reward.lines) == len(combined.lines) + 2                 # an interval and its mean
+    sizes = pd.concat([ppo.assign(batch_size=256), cory.assign(batch_size=64)])
+    reward, *_ = pictures.curves("imdb", sizes).axes
+    assert [line.get_xdata()[-1] for line in reward.lines] == [5.12, 2.56]      # CORY's two agents answer
+    assert reward.get_xlabel() == "thousand answers"
+    assert pictures.curves("imdb", pd.concat([ppo, cory])).axes[0].get_xlabel() == "iteration"
     _, _, of_ppo, of_cory = page.ends_table(pd.concat([ppo, cory.assign(observer_copies=0.5)]))
     assert (of_ppo[-3], of_cory[-3]) == ("–", "0.50")                   # PPO has no team
 

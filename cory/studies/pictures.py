@@ -27,17 +27,23 @@ def draw(study: Study, task: str, rows: pd.DataFrame, out: Path) -> list[Path]:
 
 
 def curves(task: str, rows: pd.DataFrame):
-    """Held-out figures against iterations, mean of agents: mean and sample standard deviation over seeds."""
-    variants = rows.variant.unique()
+    """Held-out figures, mean of agents: mean and sample standard deviation over seeds.
+
+    They are drawn against iterations, or against the answers of all agents so far if batches differ in size.
+    """
+    variants, along = rows.variant.unique(), "iteration"
+    if "batch_size" in rows and rows.batch_size.nunique() > 1:
+        agents, along = rows.groupby(["variant", "seed"]).agent.transform("nunique"), "thousand answers"
+        rows = rows.assign(**{along: rows.iteration * rows.batch_size * agents / 1000})
     figure, axes = grid(4, 3.2, 3.0, columns=4, below=0.2 + 0.06 * len(variants))
-    per_run = rows.groupby(["variant", "seed", "iteration"]).mean(numeric_only=True)
+    per_run = rows.groupby(["variant", "seed", along]).mean(numeric_only=True)
     seeds = rows.groupby("variant").seed.nunique()
     for axis, name in zip(axes, ("reward", "kl", "combined_reward", "distinct_2"), strict=True):
         for i, variant in enumerate(variants):
             of_seeds = per_run.loc[variant, name].groupby("seed")
             curves = [points.droplevel("seed").to_dict() for _, points in of_seeds]
             band(axis, curves, **look(i), label=f"{variant} (n = {seeds[variant]})")
-        axis.set(title=TITLES[name], xlabel="iteration")
+        axis.set(title=TITLES[name], xlabel=along)
     figure.suptitle(f"{task}, held out, mean of a run's agents: mean and sample std over n seeds")
     return figure
 
