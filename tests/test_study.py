@@ -79,8 +79,8 @@ def test_differences_by_hand():
     assert len(reward.lines) == len(combined.lines) + 2                 # an interval and its mean
     sizes = pd.concat([ppo.assign(batch_size=256), cory.assign(batch_size=64)])
     reward, *_ = pictures.curves("imdb", sizes).axes
-    assert [line.get_xdata()[-1] for line in reward.lines] == [5.12, 2.56]      # CORY's two agents answer
-    assert reward.get_xlabel() == "thousand answers"
+    assert [line.get_xdata()[-1] for line in reward.lines] == [5.12, 1.28]
+    assert reward.get_xlabel() == "thousand answers of a role"
     assert pictures.curves("imdb", pd.concat([ppo, cory])).axes[0].get_xlabel() == "iteration"
     _, _, of_ppo, of_cory = page.ends_table(pd.concat([ppo, cory.assign(observer_copies=0.5)]))
     assert (of_ppo[-3], of_cory[-3]) == ("–", "0.50")                   # PPO has no team
@@ -107,6 +107,13 @@ def test_a_run_that_diverged_is_collapsed_and_in_no_mean():
 
 
 # --- definitions and plan ---
+def test_draws_are_those_that_ran_and_more_of_them_lie_near_the_best():
+    assert "--learning_rate 5.9e-04 --critic_learning_rate 1.7e-02" in STUDIES["search"].variants["cory 8"]
+    near = [float(re.search(r"critic_learning_rate (\S+)", flags)[1])
+            for flags in STUDIES["search_cory"].variants.values()]
+    assert len(near) == 8 and all(0.0099 < rate < 0.032 for rate in near)
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_is_made_of_flags_that_there_are(name, tmp_path):
     of_name = STUDIES[name]

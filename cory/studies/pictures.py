@@ -29,12 +29,12 @@ def draw(study: Study, task: str, rows: pd.DataFrame, out: Path) -> list[Path]:
 def curves(task: str, rows: pd.DataFrame):
     """Held-out figures, mean of agents: mean and sample standard deviation over seeds.
 
-    They are drawn against iterations, or against the answers of all agents so far if batches differ in size.
+    They are drawn against iterations, or against the answers of one role so far if batches differ in size.
     """
     variants, along = rows.variant.unique(), "iteration"
     if "batch_size" in rows and rows.batch_size.nunique() > 1:
-        agents, along = rows.groupby(["variant", "seed"]).agent.transform("nunique"), "thousand answers"
-        rows = rows.assign(**{along: rows.iteration * rows.batch_size * agents / 1000})
+        along = "thousand answers of a role"
+        rows = rows.assign(**{along: rows.iteration * rows.batch_size / 1000})
     figure, axes = grid(4, 3.2, 3.0, columns=4, below=0.2 + 0.06 * len(variants))
     per_run = rows.groupby(["variant", "seed", along]).mean(numeric_only=True)
     seeds = rows.groupby("variant").seed.nunique()
