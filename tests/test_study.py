@@ -166,7 +166,7 @@ def test_a_variant_that_is_not_what_it_says_is_one_line(variant, users, says):
     (["curves", "--jobs", "0"], "jobs is 0: must be 1 or more"),
     (["curves", "--variants", "corry"], "variants is 'corry': is not of this study; choose from ppo, cory"),
     (["curves", "--preset", "gpt3"], "preset is 'gpt3': choose from tiny, gpt2"),
-    (["curves", "--from", "none.csv"], "file is 'none.csv': cannot be read"),
+    (["curves", "--from", "none.csv"], "file is 'none.csv': does not exist; check the path"),
     (["curves", "--out", "/proc/x"], "file is '/proc/x/runs': cannot be written"),
     (["nothing"], "invalid choice: 'nothing'")])
 def test_what_a_study_cannot_do_is_one_line(argv, says, capsys):

@@ -25,7 +25,9 @@ def file_errors(path: Path | str, tried: str) -> Iterator[None]:
         raise
     except Exception as error:              # tokenizers and safetensors raise kinds of their own
         why = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
-        if isinstance(error, (OSError, UnicodeEncodeError)) or "os error" in str(error):
+        if tried == "read" and isinstance(error, FileNotFoundError):
+            way_out = "does not exist; check the path, or put back a copy of it"
+        elif isinstance(error, (OSError, UnicodeEncodeError)) or "os error" in str(error):
             way_out = f"cannot be {tried} ({why}); mend its disk or folder, then go on with --resume"
         elif tried == "read":
             way_out = f"is damaged ({type(error).__name__}: {why}); put back a copy of it"
