@@ -54,15 +54,15 @@ def rates(rng: random.Random, share: float = 1.0, critic: tuple[float, float] = 
     return f"--learning_rate {rate:.1e} --critic_learning_rate {critic:.1e}"
 
 
-def drawn(number: int, method: str, rows: int = 1, **ranges) -> str:
+def drawn(number: int, method: str, rows: int = 1, length: float = 0.5, **ranges) -> str:
     """A method's flags, with settings drawn at random. The same number draws the same for every method.
 
-    Half of a preset's iterations, with batches of `rows` times as many responses.
+    `length` of a preset's iterations, with batches of `rows` times as many responses.
     """
     rng = random.Random(number)
     flags = f"{method} {rates(rng, **ranges)}"
     epochs, batch, exchange = rng.choice([1, 2]), rng.choice([0.5, 1, 2]), rng.choice([1, 5, 20])
-    flags += (f" --num_ppo_epochs {epochs} --iterations iterations*{0.5 / batch:g}"
+    flags += (f" --num_ppo_epochs {epochs} --iterations iterations*{length / batch:g}"
               f" --batch_size batch_size*{batch * rows:g} --mini_batch_size mini_batch_size*{batch * rows:g}")
     return flags if method in (PPO, NO_EXCHANGE) else f"{flags} --role_exchange_every {exchange}"
 
@@ -84,22 +84,27 @@ def tuned(task: str) -> Study:
         "Which method is best with settings of its own, on seeds and queries that chose none of them?",
         {"ppo, twice the batch": drawn(chosen["ppo"], PPO, rows=2),
          "ppo": drawn(chosen["ppo"], PPO),
-         **{name: drawn(chosen[name], flags) for name, flags in TUNED.items()}},
-        baseline="ppo, twice the batch", seeds=range(200, 210), tasks=(task,))
+         **{name: drawn(chosen[name], flags) for name, flags in TUNED.items()},
+         # as many bare queries as an agent of CORY has
+         "ppo, half the iterations": drawn(chosen["ppo"], PPO, length=0.25)},
+        baseline="ppo, twice the batch", baselines={"ppo, half the iterations": "cory"},
+        seeds=range(200, 210), tasks=(task,))
 
 
 def parts(task: str) -> Study:
     number = CHOSEN[task]["cory"]
     return Study(
         "Which part of CORY helps: transfer, exchange, or the shared reward?",
-        {name: drawn(number, flags) for name, flags in
-         {"cory": CORY,
-          "no transfer": NO_TRANSFER,
-          "no exchange": NO_EXCHANGE,
-          "no partner's reward": NO_PARTNER,
-          "another query's reward": f"{LOOPS}train_strangers_cory",
-          "partner's reward, centred": f"{LOOPS}train_centred_cory",
-          "ppo": PPO}.items()},
+        {**{name: drawn(number, flags) for name, flags in
+            {"cory": CORY,
+             "no transfer": NO_TRANSFER,
+             "no exchange": NO_EXCHANGE,
+             "no partner's reward": NO_PARTNER,
+             "another query's reward": f"{LOOPS}train_strangers_cory",
+             "partner's reward, centred": f"{LOOPS}train_centred_cory",
+             "ppo": PPO}.items()},
+         # as many bare queries as an agent of CORY has
+         "no transfer, half the iterations": drawn(number, NO_TRANSFER, length=0.25)},
         baseline="cory", seeds=range(200, 205), tasks=(task,))
 
 
