@@ -81,7 +81,9 @@ def test_differences_by_hand():
     reward, *_ = pictures.curves("imdb", sizes).axes
     assert [line.get_xdata()[-1] for line in reward.lines] == [5.12, 1.28]
     assert reward.get_xlabel() == "thousand answers of a role"
-    assert pictures.curves("imdb", pd.concat([ppo, cory])).axes[0].get_xlabel() == "iteration"
+    unknown = pd.concat([sizes, ppo.assign(variant="rows of another file")])
+    for by_iteration in (pd.concat([ppo, cory]), unknown):
+        assert pictures.curves("imdb", by_iteration).axes[0].get_xlabel() == "iteration"
     _, _, of_ppo, of_cory = page.ends_table(pd.concat([ppo, cory.assign(observer_copies=0.5)]))
     assert (of_ppo[-3], of_cory[-3]) == ("–", "0.50")                   # PPO has no team
 
@@ -221,6 +223,7 @@ def test_a_study_from_runs_to_page_and_nothing_twice(small, tmp_path, capsys, co
     assert list(zip(frame.variant, frame.agent, frame.iteration)) == [
         (*whose, n) for _ in range(2) for whose in per_run for n in (0, 1)]
     assert "method" in frame and "lam" not in frame                 # settings that differ
+    assert "batch_size" in frame
     end = json.loads((next(tmp_path.glob("runs/*cory*seed1")) / "eval.json").read_text())["llm2"]
     assert frame.iloc[-1].reward == end["task_reward"] and frame.iloc[-1].distinct_2 == end["distinct_2"]
     study.main(["curves", "--out", str(tmp_path / "again"), "--from", str(out / "rows.csv")])

@@ -29,10 +29,11 @@ def draw(study: Study, task: str, rows: pd.DataFrame, out: Path) -> list[Path]:
 def curves(task: str, rows: pd.DataFrame):
     """Held-out figures, mean of agents: mean and sample standard deviation over seeds.
 
-    They are drawn against iterations, or against the answers of one role so far if batches differ in size.
+    They are drawn against iterations, or against the answers of one role so far if batches differ in size, and
+    all sizes are known.
     """
     variants, along = rows.variant.unique(), "iteration"
-    if "batch_size" in rows and rows.batch_size.nunique() > 1:
+    if "batch_size" in rows and rows.batch_size.notna().all() and rows.batch_size.nunique() > 1:
         along = "thousand answers of a role"
         rows = rows.assign(**{along: rows.iteration * rows.batch_size / 1000})
     figure, axes = grid(4, 3.2, 3.0, columns=4, below=0.2 + 0.06 * len(variants))

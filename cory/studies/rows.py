@@ -28,9 +28,11 @@ CHANGE_THE_BASE = {"model", "dataset", "reward_model", "checker", "one_shot", "c
 
 
 def of_runs(runs: list[StudyRun]) -> pd.DataFrame:
-    """Of the runs that finished or diverged. Settings that are the same in all of them are left out."""
+    """Of the runs that finished or diverged. Settings that are the same in all of them are left out, but for
+    the batch size: pictures need it when these rows are joined to others.
+    """
     rows = pd.DataFrame([row for run in runs if run.finished or run.diverged for row in of_run(run)])
-    may_go = SETTING_NAMES.intersection(rows).difference(NEEDED)
+    may_go = SETTING_NAMES.intersection(rows).difference([*NEEDED, "batch_size"])
     return rows.drop(columns=[name for name in may_go if rows[name].nunique(dropna=False) == 1])
 
 
