@@ -111,9 +111,11 @@ def test_a_run_that_diverged_is_collapsed_and_in_no_mean():
 # --- definitions and plan ---
 def test_draws_are_those_that_ran_and_more_of_them_lie_near_the_best():
     assert "--learning_rate 5.9e-04 --critic_learning_rate 1.7e-02" in STUDIES["search"].variants["cory 8"]
-    near = [float(re.search(r"critic_learning_rate (\S+)", flags)[1])
-            for flags in STUDIES["search_cory"].variants.values()]
-    assert len(near) == 8 and all(0.0099 < rate < 0.032 for rate in near)
+    for task, name, low, high in (("imdb", "critic_learning_rate", 0.0099, 0.032),
+                                  ("gsm8k", "learning_rate", 0.000099, 0.00051)):
+        near = [float(re.search(rf" --{name} (\S+)", flags)[1])
+                for flags in STUDIES[f"search_cory_{task}"].variants.values()]
+        assert len(near) == 8 and all(low < rate < high for rate in near)
 
 
 @pytest.mark.parametrize("name", STUDIES)

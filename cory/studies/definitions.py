@@ -47,10 +47,14 @@ HALF = "--iterations iterations*0.5"
 
 DRAWS = 16
 
+# Where CORY's best draw had the highest critic's rate of all, or the lowest rate: powers of 10 near it.
+EDGES = {"imdb": {"critic": (-2.0, -1.5)}, "gsm8k": {"policy": (-4.0, -3.3)}}
 
-def rates(rng: random.Random, share: float = 1.0, critic: tuple[float, float] = (-3.3, -1.7)) -> str:
-    """Two rates drawn at random, the critic's between two powers of 10; a share of each."""
-    rate, critic = share * 10 ** rng.uniform(-3.5, -2.3), share * 10 ** rng.uniform(*critic)
+
+def rates(rng: random.Random, share: float = 1.0, policy: tuple[float, float] = (-3.5, -2.3),
+          critic: tuple[float, float] = (-3.3, -1.7)) -> str:
+    """Two rates drawn at random, each between two powers of 10; a share of each."""
+    rate, critic = share * 10 ** rng.uniform(*policy), share * 10 ** rng.uniform(*critic)
     return f"--learning_rate {rate:.1e} --critic_learning_rate {critic:.1e}"
 
 
@@ -157,11 +161,11 @@ STUDIES = {
         {f"{name} {i}": flags for i in range(DRAWS) for name, flags in
          {"ppo": drawn(i, PPO, rows=2), **{name: drawn(i, flags) for name, flags in TUNED.items()}}.items()},
         baseline="ppo 0", seeds=range(50, 51)),
-    # Likewise: more draws for CORY alone on IMDB, near the critic's rate of its best draw above.
-    "search_cory": Study(
-        "Do settings near the highest critic's rate of `search` suit CORY better?",
-        {f"cory {i}": drawn(i, CORY, critic=(-2.0, -1.5)) for i in range(DRAWS, DRAWS + 8)},
-        baseline=f"cory {DRAWS}", seeds=range(50, 51), tasks=("imdb",)),
+    # Likewise: more draws for CORY alone.
+    **{f"search_cory_{task}": Study(
+        "Do settings near the rate of CORY's best draw, at the edge of `search`, suit it better?",
+        {f"cory {i}": drawn(i, CORY, **near) for i in range(DRAWS, DRAWS + 8)},
+        baseline=f"cory {DRAWS}", seeds=range(50, 51), tasks=(task,)) for task, near in EDGES.items()},
     # Those seeds are for reporting alone.
     **{f"tuned_{task}": tuned(task) for task in CHOSEN},
     "paper": Study(
