@@ -29,7 +29,7 @@ def draw(study: Study, task: str, rows: pd.DataFrame, out: Path) -> list[Path]:
 def curves(task: str, rows: pd.DataFrame):
     """Held-out figures, mean of agents: mean and sample standard deviation over seeds.
 
-    They are drawn against iterations, or against the answers of one role so far if batches differ in size, and
+    They are drawn against iterations, or against the answers of one role so far if batches differ in size and
     all sizes are known.
     """
     variants, along = rows.variant.unique(), "iteration"
