@@ -104,7 +104,7 @@ def test_runs_of_imdb_are_evaluated_too(small_flags, tmp_path):
     (["cory-0"], ["--device", "cuda"], "device is 'cuda': PyTorch sees no CUDA GPU here"),
     (["cory-0"], ["--out", "/nowhere/p.png"], "out is '/nowhere/p.png'"),
     (["cory-0"], ["--out", "p.txt"], "must end in .png"),
-    ([""], [], "is no finished run (no eval.json)")])
+    ([""], [], "holds no run (no config.json)")])
 def test_bad_requests_exit_2_with_one_line(runs, flags, says, finished, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert says in error_line(evaluate.main, [*(finished / run for run in runs), *flags], capsys)
@@ -136,3 +136,5 @@ def test_a_run_that_is_not_what_it_was_and_rows_it_trained_on_are_refused(
     assert not (tmp_path / "r" / "evaluation").exists()
     (tmp_path / "llm1").rename(tmp_path / "r" / "final" / "llm1")
     evaluate.main([str(tmp_path / "r"), *FLAGS])
+    (tmp_path / "r" / "eval.json").unlink()
+    assert "is no finished run (no eval.json)" in refusal()

@@ -1,11 +1,13 @@
 """The two loops over whole runs: role exchange, ablations, logs, and resuming bit for bit."""
 import json
 import random
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -276,6 +278,7 @@ def test_a_finished_run_can_be_resumed_at_its_end_or_lengthened_but_not_shortene
     before = (folder / "eval.json").read_text()
     resume(folder)
     assert (folder / "eval.json").read_text() == before
+    assert "its 2 iterations are done: results are written again" in capsys.readouterr().out
     longer = run(flags, tmp_path / "longer", "--iterations", "3")
     checkpoints_of(longer)[0].unlink()
     resume(longer, "--iterations", "2")         # an end that was none before has not been evaluated
@@ -290,6 +293,14 @@ def test_other_settings_and_another_run_are_refused_and_the_folder_is_not_touche
     line = error_line(train_imdb.main, [*small_flags, "--run_dir", whole], capsys)
     assert "holds another run; continue it with --resume" in line
     assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_stopped_run_prints_a_command_that_a_shell_reads_as_it_is_meant(capsys):
+    stopped = SimpleNamespace(close=lambda: None, cfg=settings(), run_dir=Path("runs/mine; first"))
+    with pytest.raises(SystemExit) as ended:
+        Run.stop(stopped, 3, signal.SIGINT)
+    assert ended.value.code == 130
+    assert shlex.split(capsys.readouterr().out)[-3:] == ["--resume", "--run_dir", "runs/mine; first"]
 
 
 def test_final_models_load_in_plain_transformers(whole):

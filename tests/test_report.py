@@ -220,9 +220,9 @@ def offline(tmp_path, monkeypatch):
 
 @pytest.mark.pictures
 def test_wandb_offline_receives_every_metric_and_the_tables(small_flags, offline, tmp_path, capsys):
-    folder = tmp_path / "run"
+    folder = tmp_path / "a run"
     train_imdb.main([*small_flags, "--run_dir", str(folder), "--iterations", "1", "--wandb", "auto"])
-    assert f"wandb sync {folder}/wandb/offline-run-" in capsys.readouterr().out
+    assert f"wandb sync '{folder}'/wandb/offline-run-" in capsys.readouterr().out
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
 
     def saved_id():

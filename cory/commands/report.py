@@ -28,10 +28,10 @@ def finished(run_dirs: list[Path]) -> list[dict]:
     """config.json of each run. A setting that a run is older than has its default, which is printed. Raises
     `UserError` for a folder without eval.json.
     """
+    configs = [read_config(run_dir) for run_dir in run_dirs]
     for run_dir in run_dirs:
         if not (run_dir / "eval.json").exists():
             raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
-    configs = [read_config(run_dir) for run_dir in run_dirs]
     known = set.union(*map(set, configs))
     for run_dir, config in zip(run_dirs, configs, strict=True):
         if known - {*config}:

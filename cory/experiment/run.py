@@ -3,6 +3,7 @@ import json
 import os
 import random
 import secrets
+import shlex
 import signal
 import statistics
 import sys
@@ -173,6 +174,8 @@ class Run(ExitStack):
         edited = [file for file, now in self.code.items() if state["code"].get(file, now) != now]
         if edited:
             print(f"other code than at the checkpoint, by which the run goes on: {', '.join(edited)}")
+        if done == cfg.iterations:
+            print(f"its {done} iterations are done: results are written again; ask for more by --iterations")
         agents = dict(zip(self.agent_names, self.agents, strict=True))
         self.roles = [agents[name] for name in state["roles"]]
         self.played = [agents[name] for name in state["played"]]
@@ -225,7 +228,7 @@ class Run(ExitStack):
     def stop(self, iteration: int, received: signal.Signals) -> None:
         """Ends a run that a signal has reached, after an iteration that is saved."""
         self.close()
-        way_on = f"go on with: {started_as(sys.argv[0])} --resume --run_dir {self.run_dir}"
+        way_on = f"go on with: {started_as(sys.argv[0])} --resume --run_dir {shlex.quote(str(self.run_dir))}"
         if not self.cfg.save_every:
             way_on = "nothing is saved, as --save_every 0 asks"
         print(f"stopped by {received.name} after iteration {iteration}; {way_on}", flush=True)

@@ -1,5 +1,6 @@
 """Weights & Biases: where a run goes, under which keys, and what it holds at its end (docs/settings.md)."""
 import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Callable
@@ -47,7 +48,7 @@ class WandB:
         except Exception as error:
             if not self.failed:
                 print(f"W&B fails ({short_message(error)}). metrics.jsonl has every row; upload what W&B "
-                      f"kept with: wandb sync {self.run_dir}/wandb/run-*", flush=True)
+                      f"kept with: wandb sync {shlex.quote(str(self.run_dir))}/wandb/run-*", flush=True)
             self.failed = True
 
 
@@ -77,7 +78,7 @@ def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
         run = wandb.init(mode="offline", **options)
         append = "--append " if wandb_id else ""
         print(f"W&B is offline (`wandb login` stores a key); upload later with: wandb sync {append}"
-              f"{run_dir}/wandb/offline-run-*", flush=True)
+              f"{shlex.quote(str(run_dir))}/wandb/offline-run-*", flush=True)
     run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
     return run
 

@@ -115,8 +115,8 @@ def described(cfg: Config, device: torch.device) -> str:
     precision = f"{cfg.dtype}, head in {cfg.head_precision}"
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, {precision}"
-    cpu, library = processor(), "oneDNN" if onednn.overrides else "PyTorch"
-    return (f"{cpu.name} ({', '.join(cpu.has) or 'no AVX-512'}), {torch.get_num_threads()} threads, "
+    cpu, library, threads = processor(), "oneDNN" if onednn.overrides else "PyTorch", torch.get_num_threads()
+    return (f"{cpu.name} ({', '.join(cpu.has) or 'no AVX-512'}), {threads} thread{'s' * (threads > 1)}, "
             f"{precision}, products by {library}")
 
 
