@@ -30,7 +30,7 @@ def test_reports_phases_memory_and_floor(flags, more, capsys):
     machine, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     seconds, floor = result["seconds"], result["floor"]
-    assert "1 threads" in machine and 0.1 < result["peak_gib"] < 5
+    assert ", 1 thread, " in machine and 0.1 < result["peak_gib"] < 5
     assert seconds.keys() == floor.keys() == result["share_of_floor"].keys()
     assert seconds["sample"] > 0 and seconds["sample"] + seconds["score"] + seconds["update"] > 0
     assert floor["total"] == pytest.approx(floor["sample"] + floor["score"] + floor["update"])
