@@ -116,6 +116,18 @@ def test_draws_are_those_that_ran_and_more_of_them_lie_near_the_best():
         near = [float(re.search(rf" --{name} (\S+)", flags)[1])
                 for flags in STUDIES[f"search_cory_{task}"].variants.values()]
         assert len(near) == 8 and all(low < rate < high for rate in near)
+    better = STUDIES["tuned_gsm8k"].variants["cory, lower rate"]
+    assert better == STUDIES["search_cory_gsm8k"].variants["cory 16"] and "--learning_rate 1.8e-04" in better
+
+
+@pytest.mark.parametrize("task", ["imdb", "gsm8k"])
+@pytest.mark.parametrize("study_name, variant", [("tuned", "ppo"), ("parts", "no transfer")])
+def test_a_control_has_half_the_iterations_and_nothing_else_changed(study_name, variant, task):
+    variants = STUDIES[f"{study_name}_{task}"].variants
+    whole, half = variants[variant].split(), variants[f"{variant}, half the iterations"].split()
+    (pair,) = [(a, b) for a, b in zip(whole, half, strict=True) if a != b]
+    of_whole, of_half = (float(value.removeprefix("iterations*")) for value in pair)
+    assert of_half == of_whole / 2
 
 
 @pytest.mark.parametrize("name", STUDIES)

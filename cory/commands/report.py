@@ -26,7 +26,7 @@ FREE_BETWEEN_RUNS = {"method", "seed", "run_dir", "resume", "save_every", "sampl
 
 def finished(run_dirs: list[Path]) -> list[dict]:
     """config.json of each run. A setting that a run is older than has its default, which is printed. Raises
-    `UserError` for a folder without eval.json.
+    `UserError` for a folder that holds no run, or none that has finished.
     """
     configs = [read_config(run_dir) for run_dir in run_dirs]
     for run_dir in run_dirs:
