@@ -21,9 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cory.config import ImdbConfig
-from cory.experiment import plots
-from cory.system.machine import prepare_device, settled
+from cory.run import plots
 
 for number in (signal.SIGINT, signal.SIGHUP):  # a script or nohup ignores them, and a run keeps to that
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -32,7 +30,7 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a script or nohup ignores them,
 SIZES = (
     "--batch_size 8 --mini_batch_size 4 --gradient_accumulation_steps 2 --eval_queries 8 --eval_every 3 "
     "--save_every 1 --learning_rate 1e-3 --role_exchange_every 2 --wandb disabled --device cpu "
-    "--num_ppo_epochs 4 --lr_schedule constant --critic_learning_rate 0 --lora false --eval_samples 1"
+    "--num_ppo_epochs 4 --lr_schedule constant --critic_learning_rate 0 --lora_rank 0 --eval_samples 1"
 ).split()
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -55,7 +53,7 @@ def save_gpt2(folder: Path, tokenizer=None, **changes) -> Path:
     return folder
 
 
-SLOW = ["test_distributed", "test_recipes", "test_loop", "test_faults", "test_limit", "test_end_to_end"]
+SLOW = ["test_distributed", "test_recipes", "test_resume", "test_methods", "test_end_to_end"]
 
 
 def pytest_collection_modifyitems(items):
@@ -72,34 +70,26 @@ def pytest_xdist_make_scheduler(config, log):
     return LoadFileScheduling(config, log)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def tuned():
-    """What every run sets for its whole process, from the first test on: else their order would decide
-    which code they run.
-    """
-    prepare_device(settled(ImdbConfig(device="cpu")))
-
-
-PICTURES = ["cory.experiment.run.draw_curves", "cory.commands.report.draw_runs",
-            "cory.commands.evaluate.draw_pass_at_k"]
+PLOTS = {"cory.run.run.draw_runs": plots.draw_runs, "cory.run.report.draw_runs": plots.draw_runs,
+         "cory.run.evaluate.draw_pass_at_k": plots.draw_pass_at_k}
 
 
 @pytest.fixture(scope="session", autouse=True)
-def few_pictures():
-    """A picture takes as long as three iterations of a small model: runs and commands draw it in tests
-    marked `pictures` alone.
+def few_plots():
+    """A plot takes as long as three iterations of a small model: runs and commands draw it in tests marked
+    `plots` alone.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name in PICTURES:
+        for name in PLOTS:
             patch.setattr(name, lambda *args: None)
         yield
 
 
 @pytest.fixture(autouse=True)
-def pictures(request, monkeypatch):
-    if "pictures" in request.keywords:
-        for name in PICTURES:
-            monkeypatch.setattr(name, getattr(plots, name.rpartition(".")[2]))
+def plots_where_marked(request, monkeypatch):
+    if "plots" in request.keywords:
+        for name, draw in PLOTS.items():
+            monkeypatch.setattr(name, draw)
 
 
 def save_small(folder: Path) -> Path:
@@ -117,8 +107,6 @@ def save_small(folder: Path) -> Path:
     (folder / "openings").mkdir()
     for split, rows in (("train", 40), ("test", 20)):
         texts = [" ".join(rng.choices(words, k=10)) for _ in range(rows)]
-        # in capitals, so that no training text begins with a held-out query
-        texts = [text.upper() for text in texts] if split == "test" else texts
         lines = [json.dumps({"text": text}) for text in texts]
         (folder / "openings" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return folder

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from cory.config import ImdbConfig
-from cory.experiment.checkpoint import checkpoints_of
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.ppo.update import ppo_update
-from cory.system.files import checksum
+from cory.run.checkpoint import checkpoints_of, checksum
 
+TIMES = ("seconds", "_per_second")       # metrics that no two runs share
 LETTERS = "abcdef."                     # ids 0..6; "." is EOS
 
 
@@ -60,10 +60,10 @@ class BigramLM(nn.Module):
         return self.head
 
 
-def bigram(logits_UV=None, seed=0, temperature=1.0) -> LanguageModel:
+def bigram(logits_UV=None, seed=0) -> LanguageModel:
     if logits_UV is None:
         logits_UV = torch.randn(7, 7, generator=generator(seed))
-    return LanguageModel(BigramLM(logits_UV), LetterTokenizer(), temperature).requires_grad_(False)
+    return LanguageModel(BigramLM(logits_UV), LetterTokenizer()).requires_grad_(False)
 
 
 def generator(seed=0) -> torch.Generator:
@@ -71,7 +71,7 @@ def generator(seed=0) -> torch.Generator:
 
 
 def settings(**changes) -> ImdbConfig:
-    small = dict(batch_size=8, mini_batch_size=8, learning_rate=0.05, adap_kl_ctrl=False, eval_queries=8)
+    small = dict(batch_size=8, mini_batch_size=8, learning_rate=0.05, kl_target=0.0, eval_queries=8)
     return ImdbConfig(**(small | changes))
 
 
@@ -79,10 +79,10 @@ def agent_of(model: LanguageModel, **changes) -> Agent:
     return Agent("llm1", model, settings(**changes), 0)
 
 
-def train_on(agent: Agent, rollout, score_B, iteration: int, cfg: ImdbConfig) -> dict[str, float]:
+def train_on(agent: Agent, rollout, score_B, cfg: ImdbConfig) -> dict[str, float]:
     """`ppo_update` of the agent with these settings."""
     agent.cfg = cfg
-    return ppo_update(agent, rollout, score_B, iteration)
+    return ppo_update(agent, rollout, score_B)
 
 
 def close(x, expected, tolerance=1e-6) -> None:
@@ -105,7 +105,7 @@ def error_line(main, flags: list, capsys) -> str:
 def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
     """Of a run's file, without the times, which no two runs share."""
     lines = [json.loads(line) for line in Path(run_dir, file).open()]
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in lines]
+    return [{key: value for key, value in row.items() if not key.endswith(TIMES)} for row in lines]
 
 
 def read(path: Path) -> dict:

@@ -1,11 +1,9 @@
 """Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
 
-`--advantage` names one of these or one of the user's own. An estimator asks for what it needs by the names of
-its parameters (`OFFERED`). Any other parameter must have a default value. B is the whole batch, in every
-process. The group_size responses to a query stand in consecutive rows. An estimator returns the advantages,
-(B, T), 0 on padding. If it asks for value_BT, a critic is trained towards advantage + V, so return them
-unnormalised. `--whiten_advantages auto` whitens all but rloo and grpo afterwards. `Config` knows those of
-this file by name: `whitens`, `has_critic` and `require_combinations`.
+`--advantage` names one of these or one of your own. An estimator asks for what it needs by the names of its
+parameters: reward_BT, mask_BT, value_BT, group_size, gamma, lam; any other parameter needs a default value. B is
+the whole batch; the group_size responses to a query stand in consecutive rows. It returns the advantages, (B, T),
+0 on padding. If it asks for value_BT, a critic is trained towards advantage + V.
 """
 import inspect
 from typing import Callable
@@ -13,11 +11,10 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from cory.config import ADVANTAGES
+from cory.config import ADVANTAGES, Config
 from cory.errors import UserError
 from cory.names import find
 
-# what an estimator can ask for; `make_experience` in update.py gives it
 OFFERED = {"reward_BT", "mask_BT", "value_BT", "group_size", "gamma", "lam"}
 
 
@@ -86,23 +83,14 @@ def grouped_returns(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tens
     return (reward_BT * mask_BT).sum(1).view(-1, group_size)
 
 
-def estimator(advantage: str, responses_per_query: int) -> Callable[..., Tensor]:
-    """The estimator of that name. Raises `UserError` if it asks for what is not offered."""
-    function = find("advantage", advantage, ADVANTAGES)
-    try:
-        asked = parameter_names(function)
-    except (TypeError, ValueError) as error:            # of PyTorch's own, say
-        raise UserError("advantage", advantage, "has no parameters that Python knows; wrap it") from error
-    if unknown := sorted(asked - OFFERED):
-        way_out = f"asks for {', '.join(unknown)}; it can have {', '.join(sorted(OFFERED))}"
-        raise UserError("advantage", advantage, way_out)
-    if "group_size" in asked and responses_per_query < 2:
-        way_out = "compares the responses to a query and there is one; add --responses_per_query 4, say"
-        raise UserError("advantage", advantage, way_out)
-    return function
-
-
-def parameter_names(function: Callable) -> set[str]:
-    """What an estimator asks for: parameters that are offered, or that have no default."""
+def estimator(cfg: Config) -> tuple[Callable[..., Tensor], set[str]]:
+    """The estimator that `--advantage` names, and what it asks for. Raises `UserError`."""
+    function = find("advantage", cfg.advantage, ADVANTAGES)
     parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.name in OFFERED or p.default is p.empty}
+    asked = {p.name for p in parameters if p.name in OFFERED or p.default is p.empty}
+    if asked - OFFERED:
+        raise UserError("advantage", cfg.advantage, f"asks for {', '.join(sorted(asked - OFFERED))}; it can "
+                        f"have {', '.join(sorted(OFFERED))}")
+    cfg.require("responses_per_query", "group_size" not in asked or cfg.responses_per_query >= 2,
+                f"{cfg.advantage} compares the responses to a query; add --responses_per_query 4, say")
+    return function, asked

@@ -1,62 +1,95 @@
 """An agent: what travels together when roles are exchanged."""
-import torch
+import copy
 
-from cory.config import Config
-from cory.ppo.advantages import estimator, parameter_names
-from cory.ppo.lora import add_adapter
+import numpy as np
+import torch
+from torch import Tensor
+
+from cory.config import LR_SCHEDULES, Config
+from cory.names import find
+from cory.ppo.advantages import estimator
+from cory.ppo.lora import adapter_parameters, add_adapter
 from cory.ppo.model import LanguageModel, PolicyWithValue
 from cory.system.sharding import by_placement, shard
-
-SEED_STEP = 2 * 0x4F1BBCDD          # twice an odd number: it comes back to 0 after 2^31 pairs of agents
 
 
 class Agent:
     """One LLM of the team (`llm1`, `llm2`, ...), whichever role it plays.
 
-    It has its settings `cfg`, its base model `reference` (which agents of equal bases share), its policy, its
-    value head if the advantage needs a critic, Adam, the KL coefficient and the random stream that it samples
-    and shuffles with. Its policy starts as a copy of the reference, or with LoRA as an adapter on it.
+    policy: what it samples from and trains, with its value head; it starts as a copy of its base, or with LoRA
+    as an adapter on it. reference: what its KL is measured against, the base unless `move_reference` is called.
+    kl_coef: eta. draws: how many random generators it has been given.
 
-    What else an agent keeps must be saved by experiment/checkpoint.py (numbers in `json_state`, tensors in
-    `tensors_of`, both in `load_checkpoint`), or a resumed run begins it anew. This includes a reference that
-    moves; held-out KL is measured against it, and moves too.
+    An agent has these attributes and no others. A checkpoint keeps `tensors`, Adam's state and `numbers`; what
+    else a method must remember belongs in `run.state`.
     """
 
-    def __init__(self, name: str, reference: LanguageModel, cfg: Config, index: int):
-        self.name, self.reference, self.cfg = name, reference, cfg
-        self.seed = agent_seed(cfg.seed, index)
-        adapter = add_adapter(reference.lm, name, cfg, self.seed) if cfg.lora else None
-        critic = "value_BT" in parameter_names(estimator(cfg.advantage, cfg.responses_per_query))
-        self.policy = PolicyWithValue(reference, adapter, critic)
-        if cfg.shard and not cfg.lora:          # with LoRA the run shards the base, and adapters stay whole
-            shard(self.policy.lm, cfg)          # before `reset`: Adam takes the weights as they are then
+    __slots__ = ("name", "cfg", "index", "base", "policy", "own_reference", "optimizer", "kl_coef",
+                 "draws")
+
+    def __init__(self, name: str, base: LanguageModel, cfg: Config, index: int):
+        self.name, self.cfg, self.index, self.base = name, cfg, index, base
+        self.own_reference, self.draws = None, 0
+        _, asked = estimator(cfg)
+        adapter = None
+        if cfg.lora_rank:
+            adapter_seed = int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0])
+            adapter = add_adapter(base.lm, name, cfg, adapter_seed)
+        self.policy = PolicyWithValue(base, adapter, "value_BT" in asked, cfg.gradient_checkpointing)
+        if cfg.shard and not cfg.lora_rank:         # with LoRA the base is divided, and adapters stay whole
+            shard(self.policy.lm, cfg)
         self.reset()
 
     def reset(self) -> None:
-        """Resets all but the weights: Adam's moments, KL coefficient, and the random stream, which then
-        repeats from its beginning.
-
-        Another optimizer goes here. `set_learning_rate` overwrites the `lr` of each group, by `is_critic`: a
-        factor of a group's own needs a key of its own, to be read there. A checkpoint keeps the tensors and
-        numbers that `state` has for each parameter, and nothing else. It puts them back on the parameter's
-        device, where fused optimizers have them. An optimizer made of two offers `param_groups`, `state`,
-        `step` and `zero_grad` of both. `tests/test_loop.py` shows whether a killed run still resumes to the
-        same bits. `require_disk` and `python -m cory plan` count two such tensors for each weight.
-        """
-        trained = self.policy.trained()
+        """A new optimizer and the first KL coefficient; the weights stay."""
         groups = []
         for is_critic in (False, True):
-            parameters = [p for name, p in trained.items() if name.startswith("value_head.") == is_critic]
+            parameters = [p for name, p in self.policy.trainable_parameters().items()
+                          if name.startswith("value_head.") == is_critic]
             groups += [{"params": group, "is_critic": is_critic} for group in by_placement(parameters)]
         self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
-        self.generator = torch.Generator().manual_seed(self.seed)
+
+    @property
+    def reference(self) -> LanguageModel:
+        return self.own_reference or self.base
+
+    def move_reference(self) -> None:
+        """From here on the KL is measured against the present policy (iterative KL)."""
+        policy = self.policy
+        if self.own_reference is None:
+            if policy.adapter:
+                lm, adapter = policy.lm, add_adapter(policy.lm, f"{self.name}_reference", self.cfg, seed=0)
+            else:
+                lm, adapter = copy.deepcopy(policy.lm).requires_grad_(False), None
+            self.own_reference = LanguageModel(lm, policy.tokenizer, policy.dtype, policy.chat_template, adapter)
+        with torch.no_grad():
+            for old, new in zip(weights(self.own_reference), weights(policy), strict=True):
+                old.copy_(new)
+
+    def generator(self) -> np.random.Generator:
+        """A new random generator, which no other agent, run or call has: one for each rollout and update."""
+        self.draws += 1
+        return np.random.default_rng((self.cfg.seed, self.index, self.draws))
+
+    def set_learning_rate(self, iteration: int) -> None:
+        """Step sizes of an iteration (1, 2, ...): `base * schedule((iteration - 1) / iterations)`."""
+        cfg = self.cfg
+        factor = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)((iteration - 1) / cfg.iterations)
+        for group in self.optimizer.param_groups:
+            critic = group["is_critic"] and cfg.critic_learning_rate
+            group["lr"] = (critic or cfg.learning_rate) * factor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps beside Adam's state, by name: trained weights, and a reference of its own."""
+        reference = weights(self.own_reference) if self.own_reference else []
+        return self.policy.trainable_parameters() | {f"reference.{i}": x for i, x in enumerate(reference)}
+
+    def numbers(self) -> dict[str, float]:
+        return {"kl_coef": self.kl_coef, "draws": self.draws}
 
 
-def agent_seed(seed: int, index: int) -> int:
-    """A seed below 2^32 that no other agent (index 0, 1, 2, ...) of a run has.
-
-    PyTorch's CPU generator uses the low 32 bits of its seed. The first two agents of two runs (seeds below
-    2^31) never share one. Nor do further agents, if the runs' seeds are small.
-    """
-    return (2 * seed + index % 2 + index // 2 * SEED_STEP) % 2**32
+def weights(model: LanguageModel) -> list[Tensor]:
+    """Of a model's own: those of its adapter, or all."""
+    return list((adapter_parameters(model.lm, model.adapter) if model.adapter else
+                 dict(model.lm.named_parameters())).values())

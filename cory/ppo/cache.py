@@ -4,37 +4,33 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 def empty_cache() -> Cache:
-    """The cache of one call of the sampling loop. Layers with a sliding window keep all keys, too: the
-    model's mask then hides those outside the window.
+    """The cache of one call of the sampling loop. Layers with a sliding window keep all keys, too: the model's
+    mask then hides those outside the window.
     """
     return Cache(layer_class_to_replicate=GrowingLayer)
 
 
-def with_room(length: int) -> int:
-    """Columns of a new buffer for so many tokens. `python -m cory plan` counts them."""
-    return length + max(32, length // 4)
-
-
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values (R, heads, L, D), in buffers with room to grow: transformers' own layer
-    copies all of them for every new token.
+    """One layer's keys and values (R, heads, L, D), in buffers with room to grow: transformers' own layer copies
+    all of them for every new token.
 
-    transformers calls `update`, and reads the length off `self.keys`. The sampling loop calls `keep`. Keys
-    and values are views of `buffers`: what replaces them alone, as the inherited `reorder_cache` does, is
-    undone by the next `update`.
+    transformers calls `update`, and reads the length off `self.keys`. The sampling loop calls `keep`. Keys and
+    values are views of `buffers`.
     """
 
     def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        keys = keys.to(values.dtype)            # rotary embeddings leave them in float32
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
             self.buffers = [x[:, :, :0] for x in (keys, values)]
-            # Only transformers' masks read this flag: nothing is compiled. Without it they ask at each new
-            # token whether all of the mask is 1, and wait for the GPU's answer.
+            # Only transformers' masks read this flag: without it they ask at each new token whether all of the
+            # mask is 1, and wait for the GPU's answer. Nothing is compiled.
             self.is_compileable = keys.device.type == "cuda"
         start = self.get_seq_length()
         end = start + keys.shape[2]
         if end > self.buffers[0].shape[2]:
-            grown = [b.new_empty(*b.shape[:2], with_room(end), b.shape[3]) for b in self.buffers]
+            room = end + max(32, end // 4)
+            grown = [b.new_empty(*b.shape[:2], room, b.shape[3]) for b in self.buffers]
             for new, old in zip(grown, self.buffers, strict=True):
                 new[:, :, :start] = old[:, :, :start]
             self.buffers = grown

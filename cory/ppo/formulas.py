@@ -1,10 +1,9 @@
-"""The formulas of PPO, its schedules and evaluation as pure functions of tensors and floats.
+"""The formulas of PPO, its schedules and evaluation, as pure functions of tensors and floats.
 
 Shapes: B batch rows, T response tokens, N response tokens gathered from many rows, V vocabulary.
 Masks: 1 = real response token, 0 = padding. Log-probabilities, entropies and KL are in nats, in float32.
 """
 import math
-from typing import Callable
 
 import torch
 from torch import Tensor
@@ -25,13 +24,14 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
     return torch.zeros_like(x_BT).masked_scatter(real, white_N.to(x_BT.dtype))
 
 
-def explained_variance(error_N: Tensor, return_N: Tensor) -> float:
-    """`1 - Var(error) / Var(return)` of errors V - return: 1 is perfect, below 0 worse than a constant.
+def explained_variance(value_N: Tensor, return_N: Tensor) -> float:
+    """`1 - Var(return - V) / Var(return)`: 1 is perfect, below 0 worse than a constant. (Population variances.)
 
     0 where the returns are constant. In float64.
     """
+    error_N = return_N.double() - value_N.double()
     return_variance = return_N.double().var(correction=0).item()
-    return 1 - error_N.double().var(correction=0).item() / return_variance if return_variance > 0 else 0.0
+    return 1 - error_N.var(correction=0).item() / return_variance if return_variance > 0 else 0.0
 
 
 # --- log-probabilities, entropy, KL ---
@@ -117,25 +117,13 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n:
 
         error = clip(kl / target - 1, -0.2, 0.2)        kl_coef <- kl_coef (1 + error n / horizon)
 
-    kl: the iteration's mean KL of a response, in nats; n: responses in it. Positive if 0.2 n < horizon.
+    kl: the iteration's mean KL of a response, in nats; n: responses in it. The factor is 0 or more.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * n / horizon)
+    return kl_coef * max(0.0, 1 + error * n / horizon)
 
 
-# --- learning rate ---
-def learning_rate(base: float, iteration: int, iterations: int, warmup: int,
-                  schedule: Callable[[float], float]) -> float:
-    """The step size of an iteration (1, 2, ..., iterations).
-
-    In the first `warmup` iterations it rises by `base / (warmup + 1)` each. Then it is `base *
-    schedule(progress)`: progress is 0 at the first of the others, just below 1 at the last.
-    """
-    if iteration <= warmup:
-        return base * iteration / (warmup + 1)
-    return base * schedule((iteration - 1 - warmup) / (iterations - warmup))
-
-
+# --- learning-rate schedules: a factor for the progress of training, from 0 to just below 1 ---
 def constant(progress: float) -> float:
     return 1.0
 

@@ -1,216 +1,173 @@
-"""The update of one agent on one rollout: rewards, advantages, the objective, the optimizer steps.
+"""The update of one agent on one rollout.
 
-    rollout -> token rewards -> advantages -> experience -> mini-batches -> losses -> gradient -> Adam
+    rollout -> token rewards -> advantages -> mini-batches -> loss of each token -> gradient -> Adam
 """
-import math
 from collections import defaultdict
+from dataclasses import replace
+from typing import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cory.config import LR_SCHEDULES, Config
 from cory.errors import Diverged, UserError
-from cory.names import find
 from cory.ppo import formulas
-from cory.ppo.advantages import estimator, parameter_names
+from cory.ppo.advantages import estimator
 from cory.ppo.agent import Agent
+from cory.ppo.batches import by_length, rows_per_head
 from cory.ppo.lora import activate
-from cory.ppo.minibatches import Experience, Tokens, logit_chunk_size
-from cory.ppo.model import PolicyWithValue
-from cory.ppo.rollout import Rollout
-from cory.system import distributed, sharding
+from cory.ppo.rollout import Rollout, take
+from cory.system.device import timed
+from cory.system.distributed import processes
+from cory.system.sharding import as_many_as_others, clip_gradients, gradient_norm, is_sharded, sum_gradients
 
 
-def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor, iteration: int) -> dict[str, float]:
-    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then with `adap_kl_ctrl` one step of
-    the KL controller.
+def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
+    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
 
-    Losses are token means over an optimizer step of `rows_per_optimizer_step` rows. A mini-batch here is one
-    backward pass over some of them: how rows are divided into mini-batches changes rounding alone. Raises
-    `Diverged` before a gradient that is not finite reaches a parameter. Returns metrics (docs/settings.md).
-    Those of `losses` are means over the tokens of all passes, so under a policy and critic that move.
-
-    To stop early, stop after a whole pass: `explained_variance` compares the critic's errors of all passes
-    with the returns of all tokens. Stop in all processes alike: `metric_parts["approx_kl"]` has this
-    process's tokens alone, of all passes so far (`all_reduce` sums).
+    Returns metrics. Those of `losses` are means over the tokens of all passes, each computed before its step.
+    Raises `Diverged` before a gradient that is not finite reaches a parameter.
     """
-    cfg = agent.cfg
-    experience = make_experience(rollout, score_B, agent.kl_coef, cfg)
-    rate = set_learning_rate(agent, iteration)
-    metric_parts, grad_norms = defaultdict(list), []
-    sharded = sharding.is_sharded(agent.policy.lm)
-    for _ in range(cfg.num_ppo_epochs):
-        steps = experience.shuffled_mini_batches(cfg.rows_per_optimizer_step, cfg.mini_batch_size,
-                                                 agent.generator, sharded)
-        for mini_batches in steps:
-            step_tokens = distributed.all_reduce(sum(mini_batch.mask_BT.sum() for mini_batch in mini_batches))
-            for mini_batch in mini_batches:
-                add_gradient(agent, mini_batch, step_tokens, metric_parts)
-            grad_norms.append(optimizer_step(agent, cfg.max_grad_norm))
-    metrics = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "learning_rate": rate,
-               "grad_norm": sum(grad_norms) / len(grad_norms)}
-    if cfg.adap_kl_ctrl:
+    cfg, rng = agent.cfg, agent.generator()
+    rollout = with_advantages(rollout, score_B, agent)
+    sums, grad_norms = defaultdict(float), []
+    with timed("update", agent.policy.device):
+        for _ in range(cfg.num_ppo_epochs):
+            for mini_batches in optimizer_steps(rollout, agent, rng):
+                step_tokens = processes().sum(sum(rows.mask_BT.sum() for rows in mini_batches))
+                for rows in mini_batches:
+                    add_gradient(agent, rows, step_tokens, sums)
+                grad_norms.append(optimizer_step(agent))
+    tokens = cfg.num_ppo_epochs * rollout.mask_BT.sum().item()
+    metrics = {name: processes().sum(total).item() / tokens for name, total in sums.items()}
+    metrics |= {"score": score_B.mean().item(), "kl_coef": agent.kl_coef,
+                "learning_rate": agent.optimizer.param_groups[0]["lr"], "grad_norm": np.mean(grad_norms).item()}
+    if rollout.value_BT is not None:
+        real = rollout.mask_BT.bool()
+        value_N, return_N = rollout.value_BT[real], rollout.return_BT[real]
+        metrics |= {"value_mse": ((value_N - return_N) ** 2).mean().item(),
+                    "explained_variance": formulas.explained_variance(value_N, return_N)}
+    if cfg.kl_target:
         kl, n = rollout.kl_B.mean().item(), len(score_B)
         agent.kl_coef = formulas.adapted_kl_coef(agent.kl_coef, kl, cfg.kl_target, cfg.kl_horizon, n)
-    means = token_means(metric_parts, experience)
-    for name in means.keys() & metrics.keys():
-        raise UserError("metric of the loss", name, "is one of the update's own; give it another name")
-    return means | metrics
+    return metrics
 
 
-def make_experience(rollout: Rollout, score_B: Tensor, kl_coef: float, cfg: Config) -> Experience:
-    """Scores (B,) and the KL penalty become token rewards, advantages and critic targets."""
-    mask_BT, value_BT = rollout.mask_BT, rollout.value_BT
+def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
+    """Scores (B,) and the KL penalty become token rewards, and these advantages and the critic's targets."""
+    cfg, mask_BT, value_BT = agent.cfg, rollout.mask_BT, rollout.value_BT
     require_shape("score", score_B, mask_BT.shape[:1], "a number for each response")
-    reward_kl_coef = kl_coef if cfg.kl_in == "reward" else 0.0
-    reward_BT = formulas.token_rewards(score_B.to(mask_BT), rollout.kl_BT, mask_BT, reward_kl_coef)
+    kl_coef = agent.kl_coef if cfg.kl_in == "reward" else 0.0
+    reward_BT = formulas.token_rewards(score_B.to(mask_BT), rollout.kl_BT, mask_BT, kl_coef)
 
     offered = {"reward_BT": reward_BT, "mask_BT": mask_BT, "value_BT": value_BT, "gamma": cfg.gamma,
                "lam": cfg.lam, "group_size": cfg.responses_per_query}
-    estimate = estimator(cfg.advantage, cfg.responses_per_query)
-    advantage_BT = estimate(**{name: offered[name] for name in parameter_names(estimate)})
+    estimate, asked = estimator(cfg)
+    advantage_BT = estimate(**{name: offered[name] for name in asked})
     require_shape(f"advantage {cfg.advantage}", advantage_BT, mask_BT.shape, "like reward_BT")
     advantage_BT = advantage_BT.to(mask_BT)             # an estimator may return integers
 
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
     if cfg.whitens:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
-    if cfg.importance_cap > 0:
-        # Truncated importance sampling: min(pi_old / q, cap) weighs the policy loss, and no other term. After
-        # whitening, because whitening cancels a weight that all tokens have in common.
-        weight_BT = (rollout.logp_BT - rollout.sampling_logp_BT).exp().clamp(max=cfg.importance_cap)
-        advantage_BT = advantage_BT * weight_BT
-    return Experience(prompt_BP=rollout.prompt_BP, prompt_mask_BP=rollout.prompt_mask_BP,
-                      response_BT=rollout.response_BT, mask_BT=mask_BT, logp_BT=rollout.logp_BT,
-                      ref_logp_BT=rollout.ref_logp_BT, advantage_BT=advantage_BT, value_BT=value_BT,
-                      return_BT=return_BT)
+    return replace(rollout, advantage_BT=advantage_BT, return_BT=return_BT)
 
 
-def losses(policy: PolicyWithValue, hidden_NH: Tensor, old: Tokens, kl_coef: float,
-           cfg: Config) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole objective, token by token: (loss (N,) to be averaged and minimised, metrics (N,) by name).
+def optimizer_steps(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> Iterator[list[Rollout]]:
+    """Yields this process's mini-batches for each optimizer step of one shuffled pass.
 
-        loss = policy_loss + kl_coef k3 [kl_in loss] - ent_coef entropy + vf_coef value_loss [with a critic]
-
-    hidden_NH (N, H): the policy's last hidden states of N response tokens; `old`: what the rollout knows of
-    them. A metric is logged as its mean over all tokens of the update: one more line here is one more curve.
-    Return the same names at every call. Of `critic_error`, `token_means` makes `value_error` and
-    `explained_variance`.
-
-    The N tokens are of several responses, and may end within one. So a weight of each response belongs in
-    `make_experience`: on the advantages, after whitening, it reaches the policy loss alone; for other terms
-    let a `_BT` field of `Experience` carry it, and an `_N` field of `Tokens`. The sum over tokens is divided
-    by the tokens of the optimizer step. For a mean over responses weigh each token by 1 / length, and divide
-    by `rows_per_optimizer_step` in `add_gradient` instead. For a ratio of whole responses (GSPO) compute its
-    value in `add_gradient`, before the chunks, by `logp_and_entropy` of all of `hidden_NH` without gradients;
-    here `logp_N - logp_N.detach()` gives it its gradient. It needs a `clip_fraction` of its own.
-
-    Processes call this unequally often: it may not wait for others, as `all_reduce` or a pass through a
-    sharded model does, nor draw from `agent.generator`, which moves alike in all of them.
+    A mini-batch is one backward pass. How rows are divided into mini-batches changes results by rounding alone.
     """
-    logp_N, entropy_N = policy.logp_and_entropy(hidden_NH, old.response_N)
-    policy_loss_N = formulas.policy_loss(logp_N, old.logp_N, old.advantage_N, cfg.cliprange)
-    loss_N = policy_loss_N.clone()          # a copy: `loss_N -= ...` leaves the metric as it is
-    unclipped_N = -(logp_N - old.logp_N).exp() * old.advantage_N
-    metrics = {"policy_loss": policy_loss_N, "entropy": entropy_N,
-               # tokens whose loss is not exactly -ratio A: a policy loss of another form needs its own count
-               "clip_fraction": policy_loss_N != unclipped_N,
-               "approx_kl": formulas.kl_k3(old.logp_N, logp_N)}         # of KL(pi_old || pi), if q is pi_old
+    cfg = agent.cfg
+    order = torch.from_numpy(rng.permutation(len(rollout.mask_BT))).to(rollout.mask_BT.device)
+    for rows in order.split(cfg.rows_per_optimizer_step):
+        rows = rows[processes().rows(len(rows))]
+        groups = by_length(rollout.prompt_mask_BP[rows], rollout.mask_BT[rows], cfg.mini_batch_size)
+        groups = as_many_as_others(groups) if is_sharded(agent.policy.lm) else groups
+        yield [take(rollout, rows[group]) for group in groups]
+
+
+def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The objective of a few whole responses: (loss (B, T), to be averaged over tokens and minimised; metrics).
+
+        loss = policy_loss + kl_coef k3 [--kl_in loss] - ent_coef entropy + vf_coef value_loss [with a critic]
+
+    hidden_BTH: the policy's last hidden states, from which each response token is predicted. A metric is (B, T),
+    and is logged as its mean over all tokens of the update: one more line here is one more curve. What stands on
+    padding is left out. The mean is over the tokens of an optimizer step, in all processes.
+    """
+    policy, cfg, real = agent.policy, agent.cfg, rows.mask_BT.bool()
+    logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)
+    logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
+
+    policy_loss_BT = formulas.policy_loss(logp_BT, rows.logp_BT, rows.advantage_BT, cfg.cliprange)
+    loss_BT = policy_loss_BT
+    unclipped_BT = -(logp_BT - rows.logp_BT).exp() * rows.advantage_BT
+    metrics = {"policy_loss": policy_loss_BT, "entropy": entropy_BT,
+               "clip_fraction": policy_loss_BT != unclipped_BT,
+               "approx_kl": formulas.kl_k3(rows.logp_BT, logp_BT)}         # of KL(pi_old || pi)
     if cfg.kl_in == "loss":
-        kl_loss_N = formulas.kl_k3(logp_N, old.ref_logp_N)
-        loss_N = loss_N + kl_coef * kl_loss_N
-        metrics["kl_loss"] = kl_loss_N
+        kl_loss_BT = formulas.kl_k3(logp_BT, rows.ref_logp_BT)
+        loss_BT = loss_BT + agent.kl_coef * kl_loss_BT
+        metrics["kl_loss"] = kl_loss_BT
     if cfg.ent_coef > 0:
-        loss_N = loss_N - cfg.ent_coef * entropy_N
+        loss_BT = loss_BT - cfg.ent_coef * entropy_BT
     if policy.value_head is not None:
-        value_N = policy.values(hidden_NH)
-        value_loss_N = formulas.value_loss(value_N, old.value_N, old.return_N, cfg.cliprange_value)
-        loss_N = loss_N + cfg.vf_coef * value_loss_N
-        metrics |= {"value_loss": value_loss_N, "critic_error": value_N.double() - old.return_N.double()}
-    return loss_N, metrics
+        value_BT = policy.values(hidden_BTH)
+        value_loss_BT = formulas.value_loss(value_BT, rows.value_BT, rows.return_BT, cfg.cliprange_value)
+        loss_BT = loss_BT + cfg.vf_coef * value_loss_BT
+        metrics["value_loss"] = value_loss_BT
+    return loss_BT, metrics
 
 
-def add_gradient(agent: Agent, mini_batch: Experience, step_tokens: Tensor,
-                 metric_parts: dict[str, list[Tensor]]) -> None:
-    """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch; appends its tokens' metrics.
+def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: dict[str, Tensor]) -> None:
+    """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch, and its metrics to their sums.
 
-    The LM head runs forward and backward for a few tokens at a time, down to the gradient of their hidden
-    states; the transformer's backward pass follows once. So memory for (N, V) does not grow with N. A new
-    term or metric of tokens belongs in `losses`, and nothing changes here.
+    LM head and losses run forward and backward for a few rows at a time, down to the gradient of their hidden
+    states; the transformer's backward pass follows once. So memory for (tokens, V) does not grow with the rows.
     """
-    policy, real = agent.policy, mini_batch.mask_BT.bool()
-    prompt_BP, prompt_mask_BP = mini_batch.prompt_BP, mini_batch.prompt_mask_BP
-    hidden_NH = policy.response_hidden(prompt_BP, prompt_mask_BP, mini_batch.response_BT)[real]
-    leaf_NH = hidden_NH.detach().requires_grad_()
-    size = logit_chunk_size(policy)
-    for hidden, old in zip(leaf_NH.split(size), Tokens.of(mini_batch).split(size), strict=True):
-        loss_N, metrics = losses(policy, hidden, old, agent.kl_coef, agent.cfg)
-        require_shape("loss", loss_N, old.logp_N.shape, "one value per token; take no mean or sum")
-        (loss_N.sum() / step_tokens).backward()
-        for name, x_N in metrics.items():
-            require_shape(name, x_N, loss_N.shape, "one value per token; take no mean or sum")
-            metric_parts[name].append(x_N.detach())
-    activate(policy.lm, policy.adapter)     # an edit of `losses` may have activated another adapter
-    hidden_NH.backward(leaf_NH.grad)
+    policy = agent.policy
+    hidden_BTH = policy.response_hidden(mini_batch.prompt_BP, mini_batch.prompt_mask_BP, mini_batch.response_BT)
+    leaf_BTH = hidden_BTH.detach().requires_grad_()
+    sizes, start = rows_per_head(policy, mini_batch.mask_BT), 0
+    for size in sizes:
+        index = torch.arange(start, start + size, device=policy.device)
+        rows = take(mini_batch, index) if len(sizes) > 1 else mini_batch
+        loss_BT, metrics = losses(agent, rows, leaf_BTH[start:start + size, :rows.mask_BT.shape[1]])
+        start += size
+        real = rows.mask_BT.bool()
+        for name, x_BT in {"loss": loss_BT, **metrics}.items():
+            require_shape(name, x_BT, real.shape, "one value per token; take no mean or sum")
+        (loss_BT[real].sum() / step_tokens).backward()
+        for name, x_BT in metrics.items():
+            sums[name] = sums[name] + x_BT.detach()[real].double().sum()
+    activate(policy.lm, policy.adapter)     # whatever ran since: gradient checkpointing runs layers again
+    hidden_BTH.backward(leaf_BTH.grad)
 
 
-def require_shape(name: str, x: Tensor, shape: torch.Size, what: str) -> None:
-    """Raises `UserError` for what a user's own function has returned, unless it is a tensor of that shape."""
-    actual = x.shape if isinstance(x, Tensor) else None
-    if actual != shape:
-        found = f"a {type(x).__name__}" if actual is None else f"a tensor of shape {tuple(actual)}"
-        raise UserError(name, found, f"must be a tensor of shape {tuple(shape)}: {what}")
-
-
-def optimizer_step(agent: Agent, max_grad_norm: float) -> float:
-    """Clips if asked to, steps, clears. Returns the norm before clipping, of policy and critic together.
-
-    Gradients are summed over processes: the loss was divided by the tokens of all.
+def optimizer_step(agent: Agent) -> float:
+    """Sums gradients over processes, clips if asked to, steps, clears. Returns the norm before clipping, of
+    policy and critic together.
     """
-    trained = list(agent.policy.trained().values())
-    replicated = [p for p in trained if not sharding.is_sharded(p)]     # `shard` has FSDP sum the others
-    distributed.all_reduce_gradients(replicated)
-    parameters = [p for p in trained if p.grad is not None]
-    norm = sharding.gradient_norm(parameters)
+    parameters = [*agent.policy.trainable_parameters().values()]
+    sum_gradients(parameters)
+    parameters = [p for p in parameters if p.grad is not None]
+    if not parameters:
+        raise UserError("loss", agent.name, "has no gradient for any parameter of this agent")
+    norm = gradient_norm(parameters)
     if not norm.isfinite():
-        way_out = ("the gradient was not applied. Mend a score, advantage or loss of your own, or start "
-                   "a new run with a lower --learning_rate or with --max_grad_norm 1")
-        raise Diverged("grad_norm", norm.item(), agent.name, way_out)
-    if max_grad_norm > 0:
-        for group in sharding.by_placement(parameters):
-            torch.nn.utils.clip_grads_with_norm_(group, max_grad_norm, norm)
+        raise Diverged("grad_norm", norm.item(), f"{agent.name} has diverged; the gradient was not applied. Mend a "
+                       "score, advantage or loss of your own, or start a new run with a lower --learning_rate or "
+                       "with --max_grad_norm 1")
+    if agent.cfg.max_grad_norm > 0:
+        clip_gradients(parameters, agent.cfg.max_grad_norm, norm)
     agent.optimizer.step()
     agent.optimizer.zero_grad(set_to_none=True)
     return norm.item()
 
 
-def set_learning_rate(agent: Agent, iteration: int) -> float:
-    """Sets this iteration's step sizes, of policy and critic, and returns the policy's."""
-    cfg = agent.cfg
-    schedule = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)
-    bases = cfg.learning_rate, cfg.critic_learning_rate or cfg.learning_rate
-    way_out = "must be a function from progress (0 to 1) to a factor of 0 or more"
-    try:
-        rate, critic_rate = (float(formulas.learning_rate(base, iteration, cfg.iterations,
-                                                          cfg.warmup_iterations, schedule)) for base in bases)
-    except (TypeError, ValueError) as error:            # the schedule takes no number, or returns none
-        raise UserError("lr_schedule", cfg.lr_schedule, f"{way_out} ({error})") from error
-    if not 0 <= rate < math.inf:
-        raise UserError("lr_schedule", cfg.lr_schedule, way_out)
-    for group in agent.optimizer.param_groups:
-        group["lr"] = critic_rate if group["is_critic"] else rate
-    return rate
-
-
-def token_means(metric_parts: dict[str, list[Tensor]], experience: Experience) -> dict[str, float]:
-    """Token means of the metrics; of the critic's errors the mean square and the explained variance."""
-    means = {}
-    for name, parts in metric_parts.items():
-        x_N = distributed.all_gather_rows(torch.cat(parts).double())
-        if name == "critic_error":
-            returns_N = experience.return_BT[experience.mask_BT.bool()]
-            means["value_error"] = (x_N**2).mean().item()
-            means["explained_variance"] = formulas.explained_variance(x_N, returns_N)
-        else:
-            means[name] = x_N.mean().item()
-    return means
+def require_shape(name: str, x: Tensor, shape: torch.Size, what: str) -> None:
+    """Raises `UserError` for what an edited function has returned, unless it is a tensor of that shape."""
+    actual = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+    if actual != tuple(shape):
+        raise UserError(name, actual, f"must be a tensor of shape {tuple(shape)}: {what}")

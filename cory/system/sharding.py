@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from cory.config import Config
-from cory.system.distributed import all_reduce_max, world_size
+from cory.system.distributed import processes
 
 
 def shard(lm: nn.Module, cfg: Config, whole: Collection[nn.Parameter] = ()) -> None:
-    """From here on each process holds a part of the matrices of each layer, but of those in `whole`, which an
-    optimizer may hold already; all else stays whole, too, as autocast takes it. Raises `UserError`.
+    """From here on each process holds a part of the matrices of each layer, except of those in `whole`, which
+    an optimizer may hold already. All else stays whole. Raises `UserError`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,7 +26,7 @@ def shard(lm: nn.Module, cfg: Config, whole: Collection[nn.Parameter] = ()) -> N
     matrices = {p for p in layers.parameters() if p.dim() > 1}.difference(whole)
     low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh, replicated = init_device_mesh(device, (world_size(),)), {*base.parameters()} - matrices
+    mesh, replicated = init_device_mesh(device, (processes().size,)), {*base.parameters()} - matrices
     for module in (*layers, base):
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=replicated)
         module.set_gradient_divide_factor(1.0)          # a sum, not a mean
@@ -75,13 +75,22 @@ def by_placement(parameters: Collection[nn.Parameter]) -> list[list[nn.Parameter
     return [group for group in (replicated, sharded) if group]
 
 
+def sum_gradients(parameters: list[nn.Parameter]) -> None:
+    """Sums gradients over the processes; FSDP has done so for those that are sharded."""
+    processes().sum_gradients([p for p in parameters if not is_sharded(p)])
+
+
 def gradient_norm(parameters: Collection[nn.Parameter]) -> Tensor:
-    """The norm of all gradients together."""
-    groups = by_placement(parameters)
-    if len(groups) < 2:
-        return full_tensor(nn.utils.get_total_norm([p.grad for p in parameters]))
-    norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group])) for group in groups]
-    return torch.stack(norms).norm()
+    """The norm of all gradients together, a scalar."""
+    groups = [[p for p in group if p.grad is not None] for group in by_placement(parameters)]
+    norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group])) for group in groups if group]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+
+def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scales all gradients, whose norm together is `norm`, by `min(1, max_norm / norm)`."""
+    for group in by_placement(parameters):
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
 
 
 def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:
@@ -89,7 +98,7 @@ def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:
 
     Each pass through a sharded model needs all processes.
     """
-    most = all_reduce_max(len(groups))
+    most = max(processes().gather([len(groups)]))
     while len(groups) < most:
         longest = max(range(len(groups)), key=lambda i: len(groups[i]))
         groups = [*groups[:longest], *groups[longest].tensor_split(2), *groups[longest + 1:]]

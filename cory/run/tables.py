@@ -7,41 +7,35 @@ import numpy as np
 from cory.names import short_name
 
 FORMATS = {"task_reward": ".2f", "kl": ".1f", "combined_reward": ".2f", "length": ".1f",
-           "base_perplexity": ".0f", "share_of_limit": ".2f"}        # others: .3f
+           "base_perplexity": ".0f"}                                # others: .3f
 
 
 def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, list]:
-    """{label: [what belongs to the agent, for each seed]} of runs (config.json, {agent: what belongs to it}).
+    """{label: [what belongs to it, for each seed]} of runs (config.json, {"base", agent, role or "team": ...}).
 
-    A group is an agent of one method, and of one value of each setting in `by`. Labels read `PPO LLM1`, or
-    with by=["learning_rate"] `CORY LLM2, learning_rate 0.001`. What belongs to "base" comes first: as `base`
-    where all runs agree on it, else for each combination of values.
+    A group is one of these names, of one method, and of one value of each setting in `by`. Labels read `PPO LLM1`,
+    or with by=["learning_rate"] `CORY LLM2, learning_rate 0.001`. The base comes first, once if all runs agree on
+    it.
     """
     by = [name for name in dict.fromkeys(by) if name != "method"]
-    order = ("method", *by, "seed")
-    methods = {config["method"] for config, _ in runs}
-    short = {method: short_name(method).upper() for method in methods}
-    if len({*short.values()}) < len(methods):       # a:train_chain and b:train_chain
-        short = {method: method for method in methods}
     bases, groups = {}, defaultdict(list)
-    for config, of_name in sorted(runs, key=lambda run: [sortable(run[0][name]) for name in order]):
-        for name in of_name:
-            whose = config["agents"] if name == "team" else [name]
-            values = "".join(f", {setting} {values_of(config, whose, setting)}" for setting in by)
+    for config, parts in sorted(runs, key=lambda run: [sortable(run[0][name]) for name in ("method", *by, "seed")]):
+        values = "".join(f", {setting} {value_of(config, setting)}" for setting in by)
+        for name, part in parts.items():
             if name.startswith("base"):
-                bases.setdefault(f"{name}{values}", [of_name[name]])
-            elif name in (*config["agents"], "team"):
-                groups[f"{short[config['method']]} {name.upper()}{values}"].append(of_name[name])
+                bases.setdefault(f"{name}{values}", [part])
+            else:
+                groups[f"{short_name(config['method']).upper()} {name.upper()}{values}"].append(part)
     first, *others = bases.values() or [None]
     if first and all(base == first for base in others):
         bases = {"base": first}
     return bases | groups
 
 
-def values_of(config: dict, agents: list[str], setting: str) -> str:
-    """A setting's value of these agents, or their values with strokes between them."""
-    own = [config.get("agent_settings", {}).get(name, {}) for name in agents]
-    return "/".join(dict.fromkeys(str(settings.get(setting, config[setting])) for settings in own))
+def value_of(config: dict, setting: str) -> str:
+    """A setting's value, and after a stroke each other one that an agent has for itself."""
+    own = [settings[setting] for settings in config["agent_settings"].values() if setting in settings]
+    return "/".join(dict.fromkeys(map(str, [config[setting], *own])))
 
 
 def sortable(setting) -> tuple:
@@ -53,9 +47,9 @@ def sortable(setting) -> tuple:
 def results_table(held_out: dict) -> str:
     """The tables of eval.json: every metric of the base and of each agent, then those of the team."""
     columns = {name: [x] for name, x in held_out.items() if isinstance(x, dict)}
-    team = {"team": columns.pop("team", [{}])}
+    team = columns.pop("team", None)
     tables = [groups_table("held-out", columns)]
-    return "\n\n".join(tables + [groups_table("held-out", team)] * any(team["team"]))
+    return "\n\n".join(tables + ([groups_table("held-out", {"team": team})] if team else []))
 
 
 def groups_table(corner: str, groups: dict[str, list[dict]]) -> str:

@@ -1,4 +1,5 @@
-"""Pictures of whatever agents and metrics there are: one run, several compared, pass@k."""
+"""Plots of whatever agents and metrics there are: one run, several compared, pass@k."""
+import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -6,35 +7,30 @@ from typing import Sequence
 
 import numpy as np
 
-from cory.errors import UserError
-from cory.experiment.limit import limit_of
-from cory.experiment.saved_config import load_config, read_config
-from cory.experiment.tables import grouped
+from cory.config import ASSETS
+from cory.flags import read_config
 from cory.names import short_name
-from cory.system.files import read_log, replaced
+from cory.run.tables import grouped
+from cory.system.files import put_in_place, read_jsonl
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")  # Okabe and Ito's
 LINES = ("-", "--", "-.")
-LIMIT = {"color": "silver", "linewidth": 3, "zorder": 1}
-BEST_OF = {"color": "gray", "linestyle": "", "marker": "x", "markersize": 7, "zorder": 1}
 BASE = {"color": "gray", "linestyle": ":", "linewidth": 1.2}
+BEST_OF_N = {"color": "gray", "linestyle": "", "marker": "x", "markersize": 7, "zorder": 1}
 FIRST = {"task_reward": "task reward", "kl": "KL per response (nats)", "combined_reward": "combined reward",
          "entropy": "entropy per token (nats)", "explained_variance": "explained variance"}
 # The other metrics of every update and evaluation. A metric that stands neither here nor above has a panel.
-WITHOUT_PANEL = {"task_reward_std", "length", "sampling_gap", "score", "policy_loss", "value_loss",
-                 "value_error", "clip_fraction", "approx_kl", "kl_loss", "grad_norm", "kl_coef",
-                 "learning_rate", "distinct_1", "distinct_2", "repeated_tokens", "base_perplexity",
-                 "iteration", "seconds"}
+WITHOUT_PANEL = {"task_reward_std", "length", "sampling_gap", "score", "policy_loss", "value_loss", "value_mse",
+                 "clip_fraction", "approx_kl", "kl_loss", "grad_norm", "kl_coef", "learning_rate", "distinct_1",
+                 "distinct_2", "repeated_tokens", "base_perplexity", "iteration", "seconds", "sampling_seconds",
+                 "scoring_seconds", "update_seconds", "tokens_per_second"}
 
 
-def curves_of(rows: list[dict], agent: str, base: str, first: bool) -> dict[str, dict[int, float]]:
-    """{metric: {iteration: value}} of an agent, where the value is a finite number.
-
-    `kl` is of training, `eval/kl` held out; there iteration 0 is the base. What a loop measures, and of its
-    team, counts as the `first` agent's.
+def curves_of(rows: list[dict], training: str, held_out: Sequence[str]) -> dict[str, dict[int, float]]:
+    """{metric: {iteration: value}} where the value is a finite number, of keys `training/NAME`, and as `eval/NAME`
+    of keys `eval/X/NAME` for each X in `held_out`.
     """
-    kinds = {agent: "", f"eval/{agent}": "eval/", f"eval/{base}": "eval/"}
-    kinds |= {"": "", "eval/team": "eval/team: "} if first else {}
+    kinds = {training: ""} | {f"eval/{name}": "eval/" for name in held_out}
     curves = defaultdict(dict)
     for row in rows:
         for key, value in row.items():
@@ -44,9 +40,24 @@ def curves_of(rows: list[dict], agent: str, base: str, first: bool) -> dict[str,
     return curves
 
 
-def metric_names(agents: list[dict[str, dict]]) -> list[str]:
-    """The metrics of `curves_of` that have a panel. Held-out `greedy_X` shares that of X."""
-    keys = [key.removeprefix("eval/greedy_").removeprefix("eval/") for curves in agents for key in curves]
+def read_curves(run_dir: Path, roles: bool = False) -> dict[str, dict]:
+    """`curves_of` each agent of a run, or of each role, and of the team: what the method measures."""
+    config, rows = read_config(run_dir), read_jsonl(run_dir / "metrics.jsonl")
+    names = config["agents"]
+    if roles:
+        names = list(dict.fromkeys(role for row in rows for role in row.get("roles", {})))
+    base = "base"
+    parts = {}
+    for name in names:
+        base = f"base_{name}" if f"eval/base_{name}/kl" in rows[0] else base
+        parts[name] = curves_of(rows, name, [name, base])
+    team = curves_of(rows, "", ["team"])
+    return parts | ({"team": team} if {*team} - WITHOUT_PANEL else {})
+
+
+def metric_names(parts: list[dict[str, dict]]) -> list[str]:
+    """The metrics that have a panel. Held-out `greedy_X` shares that of X."""
+    keys = [key.removeprefix("eval/greedy_").removeprefix("eval/") for curves in parts for key in curves]
     return [name for name in FIRST | dict.fromkeys(keys) if name in keys and name not in WITHOUT_PANEL]
 
 
@@ -57,7 +68,7 @@ def smooth(values: dict[int, float]) -> dict[int, float]:
 
 
 def look(index: int) -> dict:
-    """Colour and line of the index-th agent or group; colours come again with another line."""
+    """Colour and line of the index-th group; colours come again with another line."""
     line, color = LINES[index // len(COLORS) % len(LINES)], COLORS[index % len(COLORS)]
     return {"color": color, "linestyle": line, "linewidth": 1.6, "marker": "o", "markersize": 6}
 
@@ -83,7 +94,7 @@ def grid(panels: int, width: float, height: float, columns: int = 3, below: floa
 
 
 def save(figure, path: Path) -> None:
-    """With a legend of all labels under the panels. Whole or not at all."""
+    """With a legend of all labels under the panels."""
     handles = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -91,28 +102,23 @@ def save(figure, path: Path) -> None:
     columns = max(1, int(figure.get_figwidth() // 4))
     if handles:
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False)
-    with replaced(path) as temporary:
-        figure.savefig(temporary, dpi=110, format=path.suffix[1:])
+    temporary = path.with_name(f"{path.name}.writing")
+    figure.savefig(temporary, dpi=110, format=path.suffix[1:])
+    put_in_place(temporary, path)
 
 
-def draw_curves(run_dir: Path):
-    """curves.png of one run, in its folder."""
-    return draw_runs([run_dir], run_dir / "curves.png")
-
-
-def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = (), configs: Sequence[dict] = ()):
-    """A panel for each metric of agents and loops, and one of reward against KL, of groups as in the tables.
-    Returns the figure. Raises `UserError`.
+def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = (), roles: bool = False):
+    """A panel for each metric, and one of held-out reward against KL, of groups as in the tables. Returns the
+    figure.
     """
-    configs = configs or [read_config(run_dir) for run_dir in run_dirs]
-    runs = [(config, read_curves(run_dir)) for run_dir, config in zip(run_dirs, configs, strict=True)]
-    agents = [curves for _, of_run in runs for curves in of_run.values()]
-    names = metric_names(agents)
+    runs = [(read_config(run_dir), read_curves(run_dir, roles)) for run_dir in run_dirs]
+    parts = [curves for _, of_run in runs for curves in of_run.values()]
+    names = metric_names(parts)
     figure, (*panels, frontier) = grid(len(names) + 1, 4.2, 3.2, below=0.9)
     for ax, name in zip(panels, names, strict=True):
         ax.set(title=FIRST.get(name, name.replace("_", " ")), xlabel="iteration")
         ax.xaxis.get_major_locator().set_params(integer=True)
-        for value in {curves[f"eval/{name}"].get(0) for curves in agents} - {None}:
+        for value in {curves[f"eval/{name}"].get(0) for curves in parts} - {None}:
             ax.axhline(value, label="base", **BASE)
     frontier.set(title="held-out reward against KL", xlabel=FIRST["kl"], ylabel=FIRST["task_reward"])
 
@@ -123,32 +129,22 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = (), configs: 
             band(ax, [curves[f"eval/{name}"] for curves in seeds], **style, markeredgecolor="white", zorder=3)
             greedy = [curves[f"eval/greedy_{name}"] for curves in seeds]
             if any(greedy):
-                hollow = style | {"markerfacecolor": "white", "label": "hollow: greedy answers"}
+                hollow = style | {"markerfacecolor": "white", "label": "hollow: greedy responses"}
                 band(ax, greedy, **hollow, zorder=3)
         for curves in seeds:
             kl, reward = curves["eval/kl"], curves["eval/task_reward"]
             both = [iteration for iteration in kl if iteration in reward]
             frontier.plot([kl[i] for i in both], [reward[i] for i in both], **style, markeredgecolor="white")
-    for limit in filter(None, map(limit_of, run_dirs)):
-        best = f"the base's best of {', '.join(map(str, limit.best_of))}"
-        frontier.plot(*zip(*limit.tilts, strict=True), label="limit: the base tilted by reward", **LIMIT)
-        frontier.plot(*zip(*limit.best_of.values(), strict=True), label=best, **BEST_OF)
+    for points in filter(None, (embedded_best_of_n(config) for config, _ in runs[:1])):
+        label = f"the base's best of {', '.join(points)}"
+        frontier.plot(*zip(*points.values(), strict=True), label=label, **BEST_OF_N)
 
     task, preset, seed = (values_of(runs, setting) for setting in ("task", "preset", "seed"))
     bands = "; bands: sample std over n seeds" if len(runs) > 1 else ""
     figure.suptitle(f"{task}, preset {preset}, seed {seed}\n"
-                    f"lines: training batches, mean over a tenth of the run; points: held-out queries{bands}")
+                    f"dots: held-out evaluation; thin lines: training batches, and their running mean{bands}")
     save(figure, out)
     return figure
-
-
-def read_curves(run_dir: Path) -> dict[str, dict]:
-    """`curves_of` each agent of a run."""
-    agents, rows = read_config(run_dir)["agents"], read_log(run_dir / "metrics.jsonl")
-    columns = load_config(run_dir).base_columns(agents)
-    if not rows:
-        raise UserError("run_dirs", str(run_dir), "its metrics.jsonl holds no rows; leave the run out")
-    return {agent: curves_of(rows, agent, columns[agent], first=agent == agents[0]) for agent in agents}
 
 
 def draw_training(ax, seeds: list[dict[int, float]], style: dict) -> None:
@@ -158,6 +154,16 @@ def draw_training(ax, seeds: list[dict[int, float]], style: dict) -> None:
         ax.plot(list(seeds[0]), list(seeds[0].values()), color=color, linewidth=0.7, alpha=0.3)
     smoothed = [smooth(values) for values in seeds]
     band(ax, smoothed, color=color, linestyle=style["linestyle"], linewidth=1.2, alpha=0.6)
+
+
+def embedded_best_of_n(config: dict) -> dict[str, list[float]]:
+    """{n: (KL, reward)} of an embedded base on the test queries of its embedded data; else nothing."""
+    path = ASSETS / config["task"] / "best_of_n.json"
+    if not path.exists():
+        return {}
+    known = json.loads(path.read_text())
+    same = all(str(config.get(name)).removeprefix(f"{ASSETS}/") == str(x) for name, x in known["settings"].items())
+    return known["best_of_n"] if same else {}
 
 
 def values_of(runs: list[tuple], setting: str) -> str:
@@ -175,7 +181,7 @@ def draw_pass_at_k(runs: list[tuple[dict, dict]], ks: list[int], out: Path, by: 
         band(ax, points, **style, label=f"{label} (n = {len(members)})")
     ax.set_xscale("log", base=2)
     ax.set_xticks(ks, labels=ks)
-    task, queries, heat = (values_of(runs, setting) for setting in ("task", "eval_queries", "temperature"))
-    ax.set(title=f"{task}: pass@k on {queries} held-out queries, temperature {heat}",
-           xlabel="k responses per query", ylabel="share of queries solved by one of k")
+    task, queries = (values_of(runs, setting) for setting in ("task", "eval_queries"))
+    ax.set(title=f"{task}: pass@k on {queries} held-out queries", xlabel="k responses per query",
+           ylabel="share of queries solved by one of k")
     save(figure, out)

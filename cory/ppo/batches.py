@@ -1,0 +1,52 @@
+"""Divides rows into forward passes, and their tokens into calls of the LM head: results change by rounding alone.
+"""
+import torch
+from torch import Tensor
+
+from cory.ppo.model import LanguageModel
+
+# Tokens of a pass through the transformer, padding included, and elements of (tokens, V) that its head makes at
+# once (64 and 512 MiB). On a CPU the fastest that was measured on 2 cores; on a GPU what the paper's models fit.
+MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
+MAX_LOGITS_PER_PASS = {"cpu": 2**24, "cuda": 2**27}
+
+
+def longest(mask: Tensor) -> int:
+    """Most real tokens of any row. They stand side by side: `[:longest]` cuts rows that are padded on the right,
+    `[-longest:]` those padded on the left.
+    """
+    return int(mask.sum(1).max())
+
+
+def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, max_rows: int) -> list[Tensor]:
+    """Indices of the rows in groups for one forward pass each, in order of length, so that little is padding.
+    Each row is in one group, of at most `max_rows` rows and `MAX_TOKENS_PER_PASS` tokens, or alone in it.
+    """
+    max_tokens = MAX_TOKENS_PER_PASS[mask_BT.device.type]
+    length_B2 = torch.stack([prompt_mask_BP.sum(1), mask_BT.sum(1).long()], 1)
+    order = length_B2.sum(1).argsort(stable=True)
+    groups, start, P, T = [], 0, 0, 0
+    for row, (prompt, response) in enumerate(length_B2[order].tolist()):
+        P, T = max(P, prompt), max(T, response)
+        count = row - start                                 # rows of the open group, without this one
+        if count and (count == max_rows or (count + 1) * (P + T) > max_tokens):
+            groups.append(order[start:row])
+            start, P, T = row, prompt, response
+    return [*groups, order[start:]]
+
+
+def tokens_per_head(model: LanguageModel) -> int:
+    """How many tokens' logits are made together: a multiple of 64, which matrix products like."""
+    return max(64, MAX_LOGITS_PER_PASS[model.device.type] // model.vocab_size // 64 * 64)
+
+
+def rows_per_head(model: LanguageModel, mask_BT: Tensor) -> list[int]:
+    """Sizes of consecutive groups of rows, each with at most `tokens_per_head` tokens, or one row."""
+    max_tokens, sizes, tokens = tokens_per_head(model), [0], 0
+    for length in mask_BT.sum(1).tolist():
+        if sizes[-1] and tokens + length > max_tokens:
+            sizes.append(0)
+            tokens = 0
+        sizes[-1] += 1
+        tokens += length
+    return sizes

@@ -1,0 +1,117 @@
+"""Held-out evaluation: responses to bare queries of held-out rows, with fixed random numbers, beside the base's.
+"""
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cory.config import Config
+from cory.errors import UserError
+from cory.ppo.model import LanguageModel
+from cory.ppo.rollout import logprobs_and_kl
+from cory.ppo.sampling import decode, encode_prompts, real_ids, sample
+from cory.system.distributed import processes
+from cory.system.sharding import unsharded
+from cory.tasks.task import Task
+
+EVALUATION_SEED = 20_241_006        # the same random numbers for every model, method, seed and iteration
+
+
+class Responses(NamedTuple):
+    """One item for each prompt."""
+    text: list[str]
+    ids: list[list[int]]
+    kl: list[float]         # exact KL(pi || pi0) summed over a response's tokens, nats; 0 without a reference
+    ref_logp: list[float]   # log pi0 summed over a response's tokens, nats; 0 without a reference
+
+
+@torch.no_grad()
+def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed: int | None,
+                     reference: LanguageModel | None = None) -> Responses:
+    """A sampled response of at most `length` tokens to each prompt; greedy without a seed. With the same seed the
+    same random numbers, whatever the model and the number of processes.
+    """
+    most = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))
+    starts = range(0, len(prompts), most)
+
+    def batch(at: int) -> list[tuple]:
+        encoded = encode_prompts(model, prompts[at:at + most], length)
+        uniform_TB = None
+        if seed is not None:
+            rng = np.random.default_rng((EVALUATION_SEED, seed, at))
+            uniform_TB = torch.from_numpy(rng.random((length, len(encoded.ids_BP)))).to(model.device)
+        sampled = sample(model, encoded, length, uniform_TB)
+        kl_BT, ref_logp_BT = torch.zeros_like(sampled.mask_BT), torch.zeros_like(sampled.mask_BT)
+        if reference is not None:
+            real = sampled.mask_BT.bool()
+            hidden_NH = model.response_hidden(*encoded, sampled.response_BT)[real]
+            ref_hidden_NH = hidden_NH               # of the base itself, before training
+            if model is not reference:
+                ref_hidden_NH = reference.response_hidden(*encoded, sampled.response_BT)[real]
+            _, ref_logp_BT[real], kl_BT[real] = logprobs_and_kl(model, reference, hidden_NH, ref_hidden_NH,
+                                                                sampled.response_BT[real], "full")
+        columns = (decode(model, encoded, sampled), real_ids(sampled.response_BT, sampled.mask_BT),
+                   kl_BT.sum(1).tolist(), ref_logp_BT.sum(1).tolist())
+        return list(zip(*columns, strict=True))
+
+    with unsharded(*filter(None, (model, reference))):
+        rows = processes().gather_parts(
+            len(starts), lambda mine: [response for at in starts[mine] for response in batch(at)])
+    return Responses(*map(list, zip(*rows, strict=True)))
+
+
+def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Config) -> dict[str, float]:
+    """`eval_samples` responses of at most `max_response_length` tokens to each held-out query.
+
+    task_reward: mean r(s0, a). kl: exact KL(pi || pi0) of a response, nats. combined_reward: task_reward -
+    init_kl_coef kl. length: tokens per response, EOS included. distinct_n: different n-grams over all.
+    repeated_tokens: share of tokens that stood earlier in the same response. base_perplexity: exp of the mean of
+    -log pi0 per token. Then the task's own metrics, and those of greedy responses as greedy_NAME, if it asks for
+    them.
+    """
+    queries, length = task.held_out_queries, cfg.max_response_length
+    asked = [query for query in queries for _ in range(cfg.eval_samples)]
+    responses = sample_responses(model, task.pioneer_prompts(asked), length, 0, reference)
+    reward = task.reward(asked, responses.text).mean().item()
+    ids, n, tokens = responses.ids, len(asked), sum(map(len, responses.ids))
+    kl = sum(responses.kl) / n
+    metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
+               "length": tokens / n, "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
+               "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
+               "base_perplexity": math.exp(-sum(responses.ref_logp) / tokens)}
+    metrics = merged(metrics, task.metrics(asked, responses.text))
+    if task.greedy:
+        greedy = sample_responses(model, task.pioneer_prompts(queries), length, None).text
+        metrics |= {f"greedy_{name}": value for name, value in task.metrics(queries, greedy).items()}
+    return metrics
+
+
+def merged(*parts: dict[str, float]) -> dict[str, float]:
+    """All metrics together. Raises `UserError` where one would hide another, or is not a number."""
+    metrics = {}
+    for part in parts:
+        for name, value in part.items():
+            if name in metrics or isinstance(value, (str, list, dict, tuple)) or value is None:
+                raise UserError("metric", name, "is the name of another metric, or its value is not one number")
+            metrics[name] = float(value)
+    return metrics
+
+
+def distinct(ids: list[list[int]], n: int) -> float:
+    """Different n-grams over all n-grams, pooled over responses; 0 if no response has n tokens."""
+    grams = [tuple(row[i:i + n]) for row in ids for i in range(len(row) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def best_of_n(reward_Qm: np.ndarray, n: int) -> tuple[float, float]:
+    """(bound of the KL, reward) of the best of n responses, from m >= n responses of the base to each query.
+
+        KL <= log n - (n - 1) / n        E[max] = sum_i C(i - 1, n - 1) / C(m, n) r_(i), r_(1) <= ... <= r_(m)
+
+    The reward is the expectation over all subsets of n of the m, mean over queries (Beirami et al.,
+    arXiv:2401.01879, on the bound).
+    """
+    m = reward_Qm.shape[1]
+    weight_m = np.array([math.comb(i, n - 1) / math.comb(m, n) for i in range(m)])
+    return math.log(n) - (n - 1) / n, float((np.sort(reward_Qm, 1) @ weight_m).mean())

@@ -1,0 +1,101 @@
+"""What a run writes while it goes: metrics.jsonl, samples.jsonl, Weights & Biases, the progress bar."""
+import json
+import os
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cory.config import Config
+from cory.names import short_name
+from cory.system.files import append_jsonl, read_jsonl, write_text
+
+
+class RunLog:
+    """Writes to all of them. A resumed log drops the rows past `start`, the last iteration that was saved."""
+
+    def __init__(self, cfg: Config, agents: list[str], run_dir: Path, start: int, wandb_id: str):
+        self.agents = agents
+        self.metrics, self.samples = (run_dir / name for name in ("metrics.jsonl", "samples.jsonl"))
+        for path in (self.metrics, self.samples):
+            kept = [row for row in read_jsonl(path) if row["iteration"] <= start] if start else []
+            write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.wandb = start_wandb(cfg, run_dir, wandb_id)
+        self.wandb_id = self.wandb.id if self.wandb else wandb_id
+        self.bar = tqdm(total=cfg.iterations, initial=start, desc=short_name(cfg.method), dynamic_ncols=True)
+
+    def iteration(self, iteration: int, metrics: dict, samples: list[dict], roles: dict[str, str]) -> None:
+        """`metrics` as in a row of metrics.jsonl; `roles`: which agent played which."""
+        played = {"roles": roles} if roles else {}
+        append_jsonl(self.metrics, [{"iteration": iteration, **played, **metrics}])
+        append_jsonl(self.samples, samples)
+        if self.wandb:
+            row = {"iteration": iteration} | prefixed(metrics, self.agents, roles)
+            if any(key.startswith("eval/") for key in metrics) and iteration:
+                row["samples"] = samples_table(read_jsonl(self.samples))
+            self.wandb.log(row, step=iteration)
+        if iteration:
+            self.bar.set_postfix_str(bar_text(metrics, self.agents), refresh=False)
+            self.bar.update()
+
+    def plot(self, iteration: int, path: Path) -> None:
+        if self.wandb:
+            import wandb
+            self.wandb.log({"iteration": iteration, "curves": wandb.Image(str(path))})
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def bar_text(metrics: dict, agents: list[str]) -> str:
+    """`reward 1.55 / 1.61, KL 14.92 / 11.67`: a number for each agent, a dash for one that did not play."""
+    def numbers(name: str) -> str:
+        values = [metrics.get(f"{agent}/{name}") for agent in agents]
+        return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
+
+    return f"reward {numbers('task_reward')}, KL {numbers('kl')}"
+
+
+def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
+    """A W&B run, or None when disabled. Without a key it is kept offline, and says how to upload it."""
+    mode = os.environ.get("WANDB_MODE", "auto") if cfg.wandb == "auto" else cfg.wandb
+    if mode == "disabled":
+        return None
+    import wandb
+    settings = wandb.Settings(silent=True, console="off")
+    wandb.setup(settings)                                           # makes `login` silent
+    if mode in ("auto", "online"):
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    run = wandb.init(mode=mode, project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name),
+                     id=wandb_id or None, resume="allow" if mode == "online" else None, config=asdict(cfg),
+                     dir=run_dir, settings=settings)
+    if mode == "offline":
+        print(f"W&B is offline (`wandb login` stores a key); upload later with: {sync_command(run_dir)}",
+              flush=True)
+    run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
+    return run
+
+
+def sync_command(run_dir: Path) -> str:
+    return f"wandb sync {shlex.quote(str(run_dir))}/wandb/offline-run-*"
+
+
+def prefixed(metrics: dict, agents: list[str], roles: dict[str, str]) -> dict:
+    """`pioneer/kl` as `role/pioneer/kl`, `llm1/kl` as `agent/llm1/kl`; others keep their names.
+
+    Of several agents, `agent/llm1/role` is the place of its first role among `roles`: 0 is the pioneer.
+    """
+    players = list(roles.values()) if len(agents) > 1 else []
+    row = {f"agent/{name}/role": players.index(name) for name in agents if name in players}
+    prefixes = dict.fromkeys(roles, "role/") | dict.fromkeys(agents, "agent/")
+    return row | {prefixes.get(key.partition("/")[0], "") + key: value for key, value in metrics.items()}
+
+
+def samples_table(rows: list[dict]):
+    """A column for whatever any of the rows holds."""
+    import pandas as pd
+    import wandb
+    return wandb.Table(dataframe=pd.DataFrame(rows), allow_mixed_types=True)

@@ -1,0 +1,347 @@
+"""Everything around the training loops: from a configuration to a finished run folder."""
+import json
+import math
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+import numpy as np
+import torch
+
+from cory.config import ASSETS, METHODS, TASKS, Config
+from cory.errors import UserError
+from cory.flags import config_json
+from cory.loading import load_language_model
+from cory.names import find, short_name
+from cory.ppo.agent import Agent
+from cory.ppo.model import LanguageModel
+from cory.ppo.rollout import Rollout
+from cory.ppo.sampling import encode_prompts, real_ids
+from cory.run.checkpoint import load_checkpoint, packed, save_checkpoint, save_final
+from cory.run.evaluation import evaluate, merged
+from cory.run.log import RunLog
+from cory.run.plots import draw_runs
+from cory.run.tables import results_table
+from cory.system import device, signals
+from cory.system.distributed import processes, started_as
+from cory.system.files import claimed, read_jsonl, write_text
+from cory.system.sharding import shard
+from cory.tasks.task import Task
+
+SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
+# Nats per token of `sampling_gap` that rounding does not make. A repetition penalty of 1.1 makes 0.03 to 0.2,
+# dropout of 0.1 makes 1.8; bfloat16's rounding makes 0.02.
+OFF_POLICY = {"float32": 0.01, "tf32": 0.1, "bfloat16": 0.1}
+
+
+class Turn(NamedTuple):
+    """What one agent did in one role in one iteration."""
+    role: str                       # pioneer, observer, ...; the agent's own name is its identity
+    agent: Agent
+    rollout: Rollout
+    reward_B: torch.Tensor          # the task reward of its own responses, whatever it was trained on
+    update: dict[str, float]        # metrics of its update
+
+    def metrics(self, task: Task, queries: list[str]) -> dict[str, float]:
+        """Of the rollout, the update and the task."""
+        rollout, reward = self.rollout, self.reward_B.mean().item()
+        kl, eta = rollout.kl_B.mean().item(), self.agent.cfg.init_kl_coef
+        own = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(), "kl": kl,
+               "combined_reward": reward - eta * kl, "length": rollout.length_B.mean().item(),
+               "sampling_gap": rollout.sampling_gap}
+        return merged(own, self.update, task.metrics(queries, rollout.text))
+
+
+class Run(ExitStack):
+    """What a method works with: it reads `cfg`, `task` and `roles` (the agents by first role), and goes through
+    `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
+
+    What a method must remember from one iteration to the next it keeps in `state`, a dictionary of JSON values
+    and tensors that are the same in all processes: a resumed run finds it as it was. `with Run(cfg) as run:` holds
+    the run's folder and its log until the block ends.
+    """
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.cfg, self.device = device.resolve_auto(cfg)
+        self.run_dir = Path(processes().broadcast(lambda: cfg.run_dir or new_folder(cfg)))
+        try:
+            if processes().is_main:
+                self.enter_context(claimed(self.run_dir, cfg.resume))
+            self.prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def prepare(self) -> None:
+        """Device, method, task, models, agents; the state of a resumed run; the log."""
+        cfg = self.cfg
+        device.prepare_device(cfg, self.device)
+        self.method = find("method", cfg.method, METHODS)()
+        names = list(self.method.agents)[:1] if cfg.share_weights else list(self.method.agents)
+        require_agents(cfg, names)
+        task_class = find_task(cfg)
+        print(first_lines(cfg, names, self.device), flush=True)
+        data = task_class.load_data(cfg)
+        self.columns = cfg.base_columns(names)
+        self.bases = load_bases(cfg, self.columns, self.device)
+        self.task = task_class(cfg, data, self.bases["base"])
+        self.state, self.probe = {}, probe(self.task, self.bases)
+        self.agents = [Agent(name, self.bases[self.columns[name]], cfg.of_agent(name), i)
+                       for i, name in enumerate(names)]
+        for agent in self.agents:
+            cfg.require("partner_term", cfg.partner_term != "critic" or agent.policy.value_head is not None,
+                        f"needs a critic, which {agent.name}'s advantage {agent.cfg.advantage} has not")
+        self.roles = self.agents * len(self.method.agents) if cfg.share_weights else self.agents
+        trained = {p for agent in self.agents for p in agent.policy.trainable_parameters().values()}
+        for base in self.bases.values():
+            if not cfg.lora_rank:
+                base.cast_once()                    # after agents have had their copies
+            if cfg.shard:
+                shard(base.lm, cfg, whole=trained)
+        self.start, wandb_id = self.resume() if cfg.resume else (0, "")
+        self.played, self.warned = self.roles, False
+        if processes().is_main:
+            write_text(self.run_dir / "config.json", config_json(cfg, names))
+            self.log = RunLog(cfg, names, self.run_dir, self.start, wandb_id)
+            self.callback(self.log.close)
+        self.enter_context(signals.noted())
+
+    def resume(self) -> tuple[int, str]:
+        """Puts the last checkpoint's state back. Returns (iterations done, W&B id), or (0, "")."""
+        cfg, state = self.cfg, load_checkpoint(self.run_dir, self.agents)
+        if state is None:
+            print("no checkpoint has been made yet: the run starts from its beginning", flush=True)
+            return 0, ""
+        done = state["iteration"]
+        cfg.require("iterations", cfg.iterations >= done, f"the run has done {done}; ask for more")
+        require_same_probe(cfg, state["probe"], self.probe)
+        agents = {agent.name: agent for agent in self.agents}
+        self.roles, self.state = [agents[name] for name in state["roles"]], state["memory"]
+        return done, state["wandb_id"]
+
+    def iterations(self) -> Iterator[int]:
+        """Yields start + 1 .. iterations. A new run first evaluates the base, which all agents equal."""
+        if self.start == 0:
+            metrics = {f"eval/{column}/{name}": value for column, base in self.bases.items()
+                       for name, value in evaluate(base, base, self.task, self.cfg).items()}
+            metrics |= self.evaluate_team(self.roles)
+            if processes().is_main:
+                self.log.iteration(0, metrics, [], {})
+        for iteration in range(self.start + 1, self.cfg.iterations + 1):
+            seed = int(np.random.SeedSequence((self.cfg.seed, iteration)).generate_state(1)[0])
+            random.seed(seed)               # for tasks and methods that draw from these; agents have their own
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+            for agent in self.agents:
+                agent.set_learning_rate(iteration)
+            self.clock = time.perf_counter()
+            device.seconds.clear()
+            yield iteration
+
+    def finish_iteration(self, iteration: int, queries: list[str], turns: list[Turn], roles: list[Agent],
+                         metrics: dict[str, float] | None = None) -> None:
+        """Logs, evaluates and saves what is due.
+
+        `turns` were played on `queries`; `roles` are the agents in the order of their roles in the next iteration;
+        `metrics` are what a method measured beside, by name.
+        """
+        cfg, last = self.cfg, iteration == self.cfg.iterations
+        self.require_known(turns, roles)
+        packed("state", self.state, {})
+        self.warn_if_off_policy(turns)
+        row = merged(self.metrics_of(queries, turns), metrics or {}, self.times(turns))
+        samples = self.samples(iteration, queries, turns)
+        if last or cfg.eval_every and iteration % cfg.eval_every == 0:
+            row = merged(row, self.evaluate_agents(), self.evaluate_team(self.roles))
+        self.played, self.roles = self.roles, roles
+        if processes().is_main:
+            self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
+        received = processes().gather([int(number) for number in signals.received])
+        if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
+            about = {"probe": self.probe, "wandb_id": self.log.wandb_id if processes().is_main else ""}
+            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.state, about)
+        if received:
+            self.stop(iteration, received[0])
+
+    def stop(self, iteration: int, number: int) -> None:
+        """Ends a run that a signal has reached, after an iteration that is saved."""
+        self.close()
+        hint = f"go on with: {started_as(sys.argv[0])} --resume --run_dir {shlex.quote(str(self.run_dir))}"
+        if not self.cfg.save_every:
+            hint = "nothing is saved, as --save_every 0 asks"
+        print(f"stopped after iteration {iteration}; {hint}", flush=True)
+        raise SystemExit(128 + number)
+
+    def require_known(self, turns: list[Turn], roles: list[Agent]) -> None:
+        """Agents and roles are those that the run evaluates, saves and finds again. Raises `UserError`."""
+        if not turns or any(turn.agent not in self.agents for turn in turns):
+            raise UserError("turns", [turn.role for turn in turns], "must be one for each agent that played; "
+                            "run.roles holds the agents")
+        known, given = (sorted(agent.name for agent in team) for team in (self.roles, roles))
+        if known != given:
+            raise UserError("roles", given, f"must be the run's agents in another order: {known}")
+
+    def warn_if_off_policy(self, turns: list[Turn]) -> None:
+        """Once: responses were drawn from another distribution than the update takes them to be from."""
+        turn = max(turns, key=lambda turn: turn.rollout.sampling_gap)
+        gap, limit = turn.rollout.sampling_gap, 0.1 if self.cfg.load_in_4bit else OFF_POLICY[self.cfg.dtype]
+        if gap > limit and not self.warned and processes().is_main:
+            self.warned = True
+            print(f"\nwarning: sampling_gap is {gap:.2f} nats per token: {turn.role}'s responses were not sampled "
+                  "from the policy whose log-probabilities the ratio is of (a filter, a penalty, dropout?)",
+                  file=sys.stderr, flush=True)
+
+    def metrics_of(self, queries: list[str], turns: list[Turn]) -> dict[str, float]:
+        """Each metric under its role, and under its agent the mean over the roles that it played."""
+        by_role, by_agent = [], defaultdict(list)
+        for turn in turns:
+            of_turn = turn.metrics(self.task, queries)
+            by_role.append({f"{turn.role}/{name}": value for name, value in of_turn.items()})
+            for name, value in of_turn.items():
+                by_agent[f"{turn.agent.name}/{name}"].append(value)
+        return merged(*by_role, {key: statistics.fmean(values) for key, values in by_agent.items()})
+
+    def times(self, turns: list[Turn]) -> dict[str, float]:
+        """Seconds of the iteration and of its phases, and sampled tokens per second, without evaluation."""
+        phases = {f"{phase}_seconds": seconds for phase, seconds in device.seconds.items()}
+        tokens = sum(turn.rollout.mask_BT.sum().item() for turn in turns)
+        return {"seconds": time.perf_counter() - self.clock, **phases,
+                "tokens_per_second": tokens / phases.get("sampling_seconds", math.inf)}
+
+    def evaluate_agents(self) -> dict[str, float]:
+        """Of each agent, beside its base, whatever its reference has become."""
+        return {f"eval/{agent.name}/{name}": value for agent in self.agents for name, value in
+                evaluate(agent.policy, self.bases[self.columns[agent.name]], self.task, agent.cfg).items()}
+
+    def evaluate_team(self, roles: list[Agent]) -> dict[str, float]:
+        """What the method measures of its agents together, in the roles of the iteration that has ended."""
+        return {f"eval/team/{name}": value for name, value in self.method.evaluate(self, roles).items()}
+
+    def samples(self, iteration: int, queries: list[str], turns: list[Turn]) -> list[dict]:
+        """A few different queries, with each role's prompt, response, agent and reward."""
+        rows = []
+        for i in range(0, len(queries), self.cfg.responses_per_query)[:SAMPLES]:
+            row = {"iteration": iteration, "query": queries[i]}
+            for turn in turns:
+                (prompt,) = real_ids(turn.rollout.prompt_BP[i:i + 1], turn.rollout.prompt_mask_BP[i:i + 1])
+                row |= {turn.role: turn.rollout.text[i], f"{turn.role}_agent": turn.agent.name,
+                        f"{turn.role}_reward": turn.reward_B[i].item(),
+                        f"{turn.role}_prompt": turn.agent.policy.tokenizer.decode(prompt)}
+            rows.append(row)
+        return rows
+
+    def finish(self) -> None:
+        """Writes the final models, eval.json and curves.png, and prints the held-out table."""
+        rows = processes().broadcast(lambda: read_jsonl(self.run_dir / "metrics.jsonl"))
+        done = rows[-1]["iteration"]
+        self.cfg.require("method", done >= self.cfg.iterations,
+                         f"stopped after iteration {done}; call run.finish_iteration in each")
+        save_final(self.run_dir, self.agents)
+        metrics = {key: value for key, value in rows[0].items() if not key.startswith("eval/team/")} | rows[-1]
+        if not any(key.startswith("eval/") for key in rows[-1]):
+            # resumed at its end, which was not an end before
+            metrics |= self.evaluate_agents() | self.evaluate_team(self.played)
+        if processes().is_main:
+            self.log.bar.close()
+            self.write_results(done, metrics)
+            memory = device.peak_memory(self.device)
+            print(f"{statistics.median(row['seconds'] for row in rows[1:]):.2f} s per iteration (median of {done})"
+                  f"{f', peak memory {memory:.2f} GiB' if memory else ''}\nwritten to {self.run_dir}: "
+                  "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
+            self.log.plot(done, self.run_dir / "curves.png")
+
+    def write_results(self, iteration: int, metrics: dict[str, float]) -> None:
+        """eval.json of the held-out `metrics`, the plot, and the table on the terminal."""
+        held_out = {"iteration": iteration, "split": self.cfg.eval_split, "queries": self.cfg.eval_queries,
+                    "samples": self.cfg.eval_samples}
+        for name in [*self.bases, *(agent.name for agent in self.agents), "team"]:
+            prefix = f"eval/{name}/"
+            measured = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+            held_out |= {name: measured} if measured else {}
+        write_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
+        draw_runs([self.run_dir], self.run_dir / "curves.png")
+        print(results_table(held_out))
+
+
+def new_folder(cfg: Config) -> str:
+    """A new folder under runs/, named by what runs and when."""
+    what = f"{short_name(cfg.task)}-{short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}".lower()
+    name = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        folder = Path(name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return str(folder)
+        except FileExistsError:
+            continue
+    raise UserError("run_dir", name, "is taken; name one")
+
+
+def require_agents(cfg: Config, names: list[str]) -> None:
+    """Agents whose settings can be used. Raises `UserError`."""
+    for name in cfg.agent_settings.keys() - {*names}:
+        raise UserError("flag", f"--{name}", f"names no agent of this run; it has {', '.join(names)}"
+                        f"{' (--share_weights true)' * cfg.share_weights}")
+    for own in map(cfg.of_agent, names):
+        own.require("mini_batch_size", own.rows_per_optimizer_step % processes().size == 0,
+                    f"{own.rows_per_optimizer_step} rows of an optimizer step cannot be divided among "
+                    f"{processes().size} processes; make them a multiple")
+
+
+def load_bases(cfg: Config, columns: dict[str, str], device: torch.device) -> dict[str, LanguageModel]:
+    """The base of each column of `Config.base_columns`; agents of equal bases share one."""
+    bases = {}
+    for name, column in columns.items():
+        if column not in bases:
+            bases[column] = load_language_model(cfg.of_agent(name).model, cfg, device)
+    return bases
+
+
+def find_task(cfg: Config) -> type[Task]:
+    task = find("task", cfg.task, TASKS)
+    is_task = isinstance(task, type) and issubclass(task, Task)
+    cfg.require("task", is_task, "is no subclass of cory.tasks.task.Task; make it one")
+    return task
+
+
+@torch.no_grad()
+def probe(task: Task, bases: dict[str, LanguageModel]) -> dict[str, dict]:
+    """What a resumed run is compared by: each base's ids of the first prompts, its end tokens, and the mean
+    log-probability of its likeliest next token.
+    """
+    found = {}
+    for column, base in bases.items():
+        prompts = encode_prompts(base, task.pioneer_prompts(task.held_out_queries[:4]), 0)
+        hidden = base.response_hidden(*prompts, prompts.ids_BP[:, :1])[:, 0]
+        found[column] = {"prompts": real_ids(*prompts), "ends": base.end_ids,
+                         "logp": base.logprobs(hidden).amax(1).mean().item()}
+    return found
+
+
+def require_same_probe(cfg: Config, before: dict[str, dict], now: dict[str, dict]) -> None:
+    """Raises `UserError` where prompts, end tokens or a base are not what they were."""
+    for column, old in before.items():
+        new = now[column]
+        hint = "is not what this run began with; put it back, or start a new run"
+        cfg.require("dataset", len(old["prompts"]) == len(new["prompts"]), hint)
+        cfg.require("model", old["ends"] == new["ends"], f"its end tokens are now {new['ends']}: it {hint}")
+        cfg.require("model", old["prompts"] == new["prompts"],
+                    f"it reads the first held-out prompts as other tokens: model, chat template or data {hint}")
+        cfg.require("model", abs(old["logp"] - new["logp"]) < 0.05, f"its probabilities are others: it {hint}")
+
+
+def first_lines(cfg: Config, agents: list[str], device_: torch.device) -> str:
+    models = ", ".join(dict.fromkeys(cfg.of_agent(name).model for name in agents))
+    line = (f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, model {models}, "
+            f"data {cfg.dataset}.")
+    if cfg.paper_preset and ":" not in cfg.task + cfg.method:
+        line += (f" The paper's setting: python train_{cfg.task}.py --method {cfg.method} --preset "
+                 f"{cfg.paper_preset}")
+    return line.replace(f"{ASSETS}/", "embedded ") + f"\n{device.described(cfg, device_)}"
