@@ -31,10 +31,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
 from cory.ppo.model import LanguageModel
-from cory.ppo.sampling import decode, encode_prompts, sample
-from cory.system.machine import keep_freed_memory
+from cory.run.evaluation import sample_responses
+from cory.system.device import keep_freed_memory
 from cory.tasks.answers import gold_answer, last_number
-from cory.tasks.gsm8k import observer_prompt, pioneer_prompt
 
 CONTEXT = 2048  # tokens; rotary positions cost no weights
 
@@ -83,13 +82,13 @@ def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: f
             made = [problem(rng, held_out=False) for _ in range(rows)]
             if kind == "bare":
                 prompts, answers = (
-                    [pioneer_prompt(m.question, example="") for m in made],
+                    [pioneer_prompt(m.question) for m in made],
                     [told(m.answer) for m in made],
                 )
             else:
                 references = [told(m.answer if rng.random() < right else wrong_answer(rng, m)) for m in made]
                 prompts, answers = (
-                    [observer_prompt(m.question, r, example="") for m, r in zip(made, references)],
+                    [observer_prompt(m.question, r) for m, r in zip(made, references)],
                     [r if rng.random() < repeated else m.answer for m, r in zip(made, references)]
                     if repeated
                     else [m.answer for m in made],
@@ -117,19 +116,18 @@ def loss_of(model, batch):
     return F.cross_entropy(model.lm_head(hidden).float(), ids[:, 1:][mask[:, 1:].bool()])
 
 
-@torch.no_grad()
-def answers(model: LanguageModel, prompts: list[str], generator: torch.Generator | None = None) -> list[str]:
-    """Sampled by the generator; greedy without one."""
-    texts = []
-    for at in range(0, len(prompts), 512):
-        drawn = sample(model, encode_prompts(model, prompts[at : at + 512], 48), 48, generator)
-        texts += decode(model, drawn.response_BT, drawn.mask_BT)
-    return texts
+def pioneer_prompt(question: str) -> str:
+    """As `cory.tasks.gsm8k` has it without the worked example; likewise the other."""
+    return f"Question: {question} Answer:"
+
+
+def observer_prompt(question: str, reference: str) -> str:
+    return f"Question: {question} Reference: {reference.strip()} Answer:"
 
 
 def greedy_accuracy(model: LanguageModel, prompts: list[str], problems: list[Problem]) -> float:
     """Share of problems whose greedy answer ends in the right number."""
-    return sum(map(is_right, answers(model, prompts), problems)) / len(problems)
+    return sum(map(is_right, sample_responses(model, prompts, 48, None).text, problems)) / len(problems)
 
 
 def is_right(answer: str, made: Problem) -> bool:
@@ -143,15 +141,15 @@ def use_of_references(model: LanguageModel, problems: list[Problem], samples: in
     On the same problems for both: those of which some of the model's sampled answers are right and some are
     wrong. A reference is the first of either.
     """
-    bare = [pioneer_prompt(m.question, example="") for m in problems for _ in range(samples)]
-    texts = answers(model, bare, torch.Generator().manual_seed(0))
+    bare = [pioneer_prompt(m.question) for m in problems for _ in range(samples)]
+    texts = sample_responses(model, bare, 48, seed=0).text
     both, prompts = [], {True: [], False: []}
     for i, made in enumerate(problems):
         first = {is_right(text, made): text for text in reversed(texts[i * samples : (i + 1) * samples])}
         if len(first) == 2:
             both.append(made)
             for right, text in first.items():
-                prompts[right].append(observer_prompt(made.question, text, example=""))
+                prompts[right].append(observer_prompt(made.question, text))
     right, wrong = (greedy_accuracy(model, prompts[kind], both) for kind in (True, False))
     accuracy = sum(is_right(text, problems[i // samples]) for i, text in enumerate(texts)) / len(texts)
     return {
@@ -167,7 +165,7 @@ def new_model(args, rng: random.Random):
     """A Llama of random weights, and a tokenizer for problems and their prompts."""
     seen = [problem(rng, held_out=False) for _ in range(20_000)]
     tokenizer = byte_level_tokenizer(
-        [f"{observer_prompt(m.question, wrong_answer(rng, m), example='')} {m.answer}" for m in seen],
+        [f"{observer_prompt(m.question, wrong_answer(rng, m))} {m.answer}" for m in seen],
         args.vocab,
         CONTEXT,
         single_digits=True,
@@ -213,7 +211,7 @@ def make_lm(args):
     policy = LanguageModel(model.eval(), tokenizer)
     rng = random.Random(f"measure {args.seed}")
     measure = [problem(rng, held_out=True) for _ in range(512)]
-    bare = [pioneer_prompt(m.question, example="") for m in measure]
+    bare = [pioneer_prompt(m.question) for m in measure]
     info |= {"parameters": model.num_parameters(), "greedy_accuracy": greedy_accuracy(policy, bare, measure)}
     info |= use_of_references(policy, measure)
     save(model, tokenizer, Path(args.out) / "lm", info, vars(args))

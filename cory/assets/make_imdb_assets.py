@@ -1,7 +1,7 @@
 """Train what the `tiny` IMDB preset ships: a language model, a sentiment classifier, and review openings.
 
-    python -m cory.assets.make_imdb_assets lm         --dataset ../shared/data/imdb --out build/imdb
-    python -m cory.assets.make_imdb_assets classifier --dataset ../shared/data/imdb --out build/imdb
+    python -m cory.assets.make_imdb_assets lm         --dataset stanfordnlp/imdb --out build/imdb
+    python -m cory.assets.make_imdb_assets classifier --dataset stanfordnlp/imdb --out build/imdb
     python -m cory.assets.make_imdb_assets openings   --out build/imdb
 
 `--dataset` is a local folder or a Hub name (stanfordnlp/imdb) with the columns `text` and `label`. Models
@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from datasets import load_dataset
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     GPT2Config,
@@ -34,8 +36,6 @@ from transformers import (
 )
 
 from cory.assets.pretraining import EOS, byte_level_tokenizer, fit, save
-from cory.ppo.loading import load_language_model
-from cory.ppo.sampling import decode, encode_prompts, sample
 
 CONTEXT = 256  # tokens the language model sees
 
@@ -220,19 +220,23 @@ def make_openings(args):
     """Sample review openings from the language model (temperature 0.9); train and held-out share no first
     8 tokens.
     """
-    model = load_language_model(str(Path(args.out) / "lm"), temperature=0.9)
-    start = encode_prompts(model, [EOS] * 512, 24)  # a review begins where another ended
-    generator, seen, openings = torch.Generator().manual_seed(args.seed), set(), []
+    folder = Path(args.out)
+    lm = AutoModelForCausalLM.from_pretrained(folder / "lm")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "lm")
+    start = tokenizer([EOS] * 512, return_tensors="pt")["input_ids"]  # a review begins where another ended
+    torch.manual_seed(args.seed)
+    seen, openings = set(), []
     while len(openings) < args.count:
-        drawn = sample(model, start, 24, generator)
-        for text, length in zip(decode(model, drawn.response_BT, drawn.mask_BT), drawn.mask_BT.sum(1)):
+        drawn = lm.generate(start, do_sample=True, temperature=0.9, top_k=0, max_new_tokens=24)[:, 1:]
+        for text, ids in zip(tokenizer.batch_decode(drawn, skip_special_tokens=True), drawn):
             text = text.strip()
-            key = tuple(model.tokenizer(text)["input_ids"][:8])
-            if length == 24 and len(key) == 8 and key not in seen and "\ufffd" not in text:
+            key = tuple(tokenizer(text)["input_ids"][:8])
+            is_whole = (ids != tokenizer.eos_token_id).all() and len(key) == 8 and "\ufffd" not in text
+            if is_whole and key not in seen:
                 seen.add(key)
                 openings.append(text)
         print(f"{len(openings)} openings", flush=True)
-    folder = Path(args.out) / "openings"
+    folder = folder / "openings"
     folder.mkdir(parents=True, exist_ok=True)
     for split, rows in (("train", openings[args.held_out : args.count]), ("test", openings[: args.held_out])):
         (folder / f"{split}.jsonl").write_text(

@@ -8,8 +8,6 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cory.system.machine import processor
-
 EOS = "<|endoftext|>"
 
 
@@ -71,7 +69,7 @@ def fit(
         for opt in opts:
             for group in opt.param_groups:
                 group["lr"] = lr * scale
-        with torch.autocast("cpu", torch.bfloat16, enabled="bfloat16" in processor().has):
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.cpu._is_avx512_bf16_supported()):
             loss = loss_of(model, next(batches))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,9 +1,9 @@
 """Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
 
 `--advantage` names one of these or one of your own. An estimator asks for what it needs by the names of its
-parameters: reward_BT, mask_BT, value_BT, group_size, gamma, lam; any other parameter needs a default value. B is
-the whole batch; the group_size responses to a query stand in consecutive rows. It returns the advantages, (B, T),
-0 on padding. If it asks for value_BT, a critic is trained towards advantage + V.
+parameters: reward_BT, mask_BT, value_BT, group_size, gamma, lam; any other parameter needs a default value. B
+is the whole batch; the group_size responses to a query stand in consecutive rows. It returns the advantages,
+(B, T), 0 on padding. If it asks for value_BT, a critic is trained towards advantage + V.
 """
 import inspect
 from typing import Callable

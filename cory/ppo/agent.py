@@ -16,12 +16,12 @@ from cory.system.sharding import by_placement, shard
 class Agent:
     """One LLM of the team (`llm1`, `llm2`, ...), whichever role it plays.
 
-    policy: what it samples from and trains, with its value head; it starts as a copy of its base, or with LoRA
-    as an adapter on it. reference: what its KL is measured against, the base unless `move_reference` is called.
-    kl_coef: eta. draws: how many random generators it has been given.
+    policy: what it samples from and trains, with its value head; it starts as a copy of its base, or with
+    LoRA as an adapter on it. reference: what its KL is measured against, the base unless `move_reference` is
+    called. kl_coef: eta. draws: how many random generators it has been given.
 
-    An agent has these attributes and no others. A checkpoint keeps `tensors`, Adam's state and `numbers`; what
-    else a method must remember belongs in `run.state`.
+    An agent takes no other attributes. A checkpoint keeps `tensors`, Adam's state and `numbers`; what else a
+    method must remember belongs in `run.state`.
     """
 
     __slots__ = ("name", "cfg", "index", "base", "policy", "own_reference", "optimizer", "kl_coef",
@@ -62,7 +62,8 @@ class Agent:
                 lm, adapter = policy.lm, add_adapter(policy.lm, f"{self.name}_reference", self.cfg, seed=0)
             else:
                 lm, adapter = copy.deepcopy(policy.lm).requires_grad_(False), None
-            self.own_reference = LanguageModel(lm, policy.tokenizer, policy.dtype, policy.chat_template, adapter)
+            self.own_reference = LanguageModel(lm, policy.tokenizer, policy.dtype, policy.chat_template,
+                                               adapter)
         with torch.no_grad():
             for old, new in zip(weights(self.own_reference), weights(policy), strict=True):
                 old.copy_(new)
@@ -81,7 +82,7 @@ class Agent:
             group["lr"] = (critic or cfg.learning_rate) * factor
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps beside Adam's state, by name: trained weights, and a reference of its own."""
+        """What a checkpoint keeps beside Adam's state: trained weights, and a reference of its own."""
         reference = weights(self.own_reference) if self.own_reference else []
         return self.policy.trainable_parameters() | {f"reference.{i}": x for i, x in enumerate(reference)}
 

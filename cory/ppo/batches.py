@@ -1,19 +1,19 @@
-"""Divides rows into forward passes, and their tokens into calls of the LM head: results change by rounding alone.
+"""Divides rows into forward passes, and tokens into calls of the LM head. Results change by rounding alone.
 """
 import torch
 from torch import Tensor
 
 from cory.ppo.model import LanguageModel
 
-# Tokens of a pass through the transformer, padding included, and elements of (tokens, V) that its head makes at
-# once (64 and 512 MiB). On a CPU the fastest that was measured on 2 cores; on a GPU what the paper's models fit.
+# Tokens of a pass through the transformer, padding included, and logits that its head makes at once (64 and
+# 512 MiB). On a CPU the fastest that was measured on 2 cores; on a GPU what leaves room for large models.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
 MAX_LOGITS_PER_PASS = {"cpu": 2**24, "cuda": 2**27}
 
 
 def longest(mask: Tensor) -> int:
-    """Most real tokens of any row. They stand side by side: `[:longest]` cuts rows that are padded on the right,
-    `[-longest:]` those padded on the left.
+    """Most real tokens of any row: `[:longest]` cuts rows that are padded on the right, `[-longest:]` those
+    padded on the left.
     """
     return int(mask.sum(1).max())
 

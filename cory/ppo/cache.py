@@ -4,18 +4,18 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 def empty_cache() -> Cache:
-    """The cache of one call of the sampling loop. Layers with a sliding window keep all keys, too: the model's
-    mask then hides those outside the window.
+    """The cache of one call of the sampling loop. Layers with a sliding window keep all keys, too: the
+    model's mask then hides those outside the window.
     """
     return Cache(layer_class_to_replicate=GrowingLayer)
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values (R, heads, L, D), in buffers with room to grow: transformers' own layer copies
-    all of them for every new token.
+    """One layer's keys and values (R, heads, L, D), in buffers with room to grow: transformers' own layer
+    copies all of them for every new token.
 
-    transformers calls `update`, and reads the length off `self.keys`. The sampling loop calls `keep`. Keys and
-    values are views of `buffers`.
+    transformers calls `update`, and reads the length off `self.keys`. The sampling loop calls `keep`. Keys
+    and values are views of `buffers`.
     """
 
     def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -23,8 +23,8 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
             self.buffers = [x[:, :, :0] for x in (keys, values)]
-            # Only transformers' masks read this flag: without it they ask at each new token whether all of the
-            # mask is 1, and wait for the GPU's answer. Nothing is compiled.
+            # Only transformers' masks read this flag: without it they ask at each new token whether all of
+            # the mask is 1, and wait for the GPU. Nothing is compiled.
             self.is_compileable = keys.device.type == "cuda"
         start = self.get_seq_length()
         end = start + keys.shape[2]

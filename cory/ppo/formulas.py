@@ -25,9 +25,9 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def explained_variance(value_N: Tensor, return_N: Tensor) -> float:
-    """`1 - Var(return - V) / Var(return)`: 1 is perfect, below 0 worse than a constant. (Population variances.)
+    """`1 - Var(return - V) / Var(return)`: 1 is perfect, below 0 worse than a constant.
 
-    0 where the returns are constant. In float64.
+    0 where the returns are constant. Population variances, in float64.
     """
     error_N = return_N.double() - value_N.double()
     return_variance = return_N.double().var(correction=0).item()

@@ -1,5 +1,5 @@
-"""LoRA (Hu et al., arXiv:2106.09685), by peft: one frozen base, an adapter for each agent. With all adapters off
-the model is the reference.
+"""LoRA (Hu et al., arXiv:2106.09685), by peft: one frozen base, an adapter for each agent. With all adapters
+off the model is the reference.
 
 An adapted layer computes `W x + 2 B A x` with W frozen (lora_alpha is twice the rank). B starts at 0, so that
 every agent starts as the base.
@@ -26,7 +26,8 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
     targets = cfg.lora_targets
     if targets != "all-linear":
         targets, layers = targets.replace(" ", "").split(","), linear_layers(lm)
-        unknown = [target for target in targets if not any(f".{path}".endswith(f".{target}") for path in layers)]
+        unknown = [target for target in targets
+                   if not any(f".{path}".endswith(f".{target}") for path in layers)]
         cfg.require("lora_targets", not unknown, f"{', '.join(unknown)} names no layer that can be adapted; "
                     f"those of this model: {', '.join(sorted({path.rpartition('.')[2] for path in layers}))}")
     settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,

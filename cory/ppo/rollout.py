@@ -20,8 +20,8 @@ from cory.system.sharding import unsharded
 class Rollout:
     """Prompts and responses under the policy that sampled them, constant over PPO epochs.
 
-    A tensor's name tells how it is padded: `_BP` on the left, `_BT` on the right, `_B` not at all; with EOS where
-    it holds token ids, else with 0. `take` and `join` read the names. A field may be None.
+    A tensor's name tells how it is padded: `_BP` on the left, `_BT` on the right, `_B` not at all; with EOS
+    where it holds token ids, else with 0. `take` and `join` read the names. A field may be None.
     """
     text: list[str]             # decoded responses: all that tasks and the other agent's prompt see
     prompt_BP: Tensor           # token ids
@@ -86,28 +86,34 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
     """
     policy, B = agent.policy, len(prompts)
     if B % processes().size:
-        raise UserError("prompts", B, f"cannot be divided among {processes().size} processes; make their number "
-                        "a multiple")
-    mine = processes().rows(B)
-    uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))[:, mine]
-    with unsharded(policy, agent.reference):
+        raise UserError("prompts", B, f"cannot be divided among {processes().size} processes; make their "
+                        "number a multiple")
+    uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
+
+    def respond(mine: slice) -> list[Rollout]:
         encoded = encode_prompts(policy, prompts[mine], max_new_tokens)
         with timed("sampling", policy.device):
-            sampled = sample(policy, encoded, max_new_tokens, uniform_TB.to(policy.device))
+            sampled = sample(policy, encoded, max_new_tokens, uniform_TB[:, mine].to(policy.device))
         with timed("scoring", policy.device):
             rollout = score_responses(agent, encoded, sampled)
-    if processes().size == 1:
-        return rollout
-    on_cpu = replace(rollout, **{name: x.cpu() for name, x in rollout.tensors().items()})
-    whole = join(processes().gather([on_cpu]), policy.tokenizer.eos_token_id)
-    return replace(whole, **{name: x.to(policy.device) for name, x in whole.tensors().items()})
+        return [rollout if processes().size == 1 else moved(rollout, "cpu")]
+
+    with unsharded(policy, agent.reference):
+        rollouts = processes().gather_parts(B, respond)
+    if len(rollouts) == 1:
+        return rollouts[0]
+    return moved(join(rollouts, policy.tokenizer.eos_token_id), policy.device)
+
+
+def moved(rollout: Rollout, device: torch.device | str) -> Rollout:
+    return replace(rollout, **{name: x.to(device) for name, x in rollout.tensors().items()})
 
 
 def score_responses(agent: Agent, prompts: Prompts, sampled: Sample) -> Rollout:
     """What policy, reference and critic make of each response.
 
-    The policy runs a second time, although sampling knew its log-probabilities: passes over whole rows, grouped
-    as in the update, round alike, so that the first ratio is 1 up to rounding in bfloat16, too.
+    The policy runs a second time, although sampling knew its log-probabilities: passes over whole rows round
+    as those of the update do, so that the first ratio is nearly 1 in bfloat16, too.
     """
     policy, reference, cfg, mask_BT = agent.policy, agent.reference, agent.cfg, sampled.mask_BT
     logp_BT, ref_logp_BT, kl_BT = (torch.zeros_like(mask_BT) for _ in range(3))
@@ -118,22 +124,23 @@ def score_responses(agent: Agent, prompts: Prompts, sampled: Sample) -> Rollout:
         response, real = sampled.response_BT[rows, :T], mask_BT[rows, :T].nonzero(as_tuple=True)
         hidden_NH = policy.response_hidden(prompt, prompt_mask, response)[real]
         ref_hidden_NH = reference.response_hidden(prompt, prompt_mask, response)[real]
-        logp_N, ref_logp_N, kl_N = logprobs_and_kl(policy, reference, hidden_NH, ref_hidden_NH, response[real],
-                                                   cfg.kl_penalty)
+        logp_N, ref_logp_N, kl_N = logprobs_and_kl(policy, reference, hidden_NH, ref_hidden_NH,
+                                                   response[real], cfg.kl_penalty)
         columns = [(logp_BT, logp_N), (ref_logp_BT, ref_logp_N), (kl_BT, kl_N)]
         if value_BT is not None:
             columns.append((value_BT, policy.values(hidden_NH)))
         for x_BT, x_N in columns:
             x_BT[rows[real[0]], real[1]] = x_N
-    return Rollout(text=decode(policy, prompts, sampled), prompt_BP=prompts.ids_BP, prompt_mask_BP=prompts.mask_BP,
-                   response_BT=sampled.response_BT, mask_BT=mask_BT, sampling_logp_BT=sampled.logp_BT,
-                   logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT, value_BT=value_BT)
+    return Rollout(text=decode(policy, prompts, sampled), prompt_BP=prompts.ids_BP,
+                   prompt_mask_BP=prompts.mask_BP, response_BT=sampled.response_BT, mask_BT=mask_BT,
+                   sampling_logp_BT=sampled.logp_BT, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT,
+                   value_BT=value_BT)
 
 
 @torch.no_grad()
-def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor, ref_hidden_NH: Tensor,
-                    token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from both models' hidden states."""
+def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor,
+                    ref_hidden_NH: Tensor, token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from the models' hidden states."""
     # a few tokens at a time: nothing of size (B, T, V) is made
     size, parts = tokens_per_head(policy), []
     columns = (x.split(size) for x in (hidden_NH, ref_hidden_NH, token_N))

@@ -4,6 +4,7 @@
 """
 from collections import defaultdict
 from dataclasses import replace
+from statistics import fmean
 from typing import Iterator
 
 import numpy as np
@@ -19,7 +20,7 @@ from cory.ppo.lora import activate
 from cory.ppo.rollout import Rollout, take
 from cory.system.device import timed
 from cory.system.distributed import processes
-from cory.system.sharding import as_many_as_others, clip_gradients, gradient_norm, is_sharded, sum_gradients
+from cory.system.sharding import as_many_as_others, gradient_norm, is_sharded
 
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
@@ -30,18 +31,18 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
     """
     cfg, rng = agent.cfg, agent.generator()
     rollout = with_advantages(rollout, score_B, agent)
-    sums, grad_norms = defaultdict(float), []
+    sums, tokens, grad_norms = defaultdict(float), 0.0, []
     with timed("update", agent.policy.device):
         for _ in range(cfg.num_ppo_epochs):
             for mini_batches in optimizer_steps(rollout, agent, rng):
                 step_tokens = processes().sum(sum(rows.mask_BT.sum() for rows in mini_batches))
+                tokens += step_tokens.item()
                 for rows in mini_batches:
                     add_gradient(agent, rows, step_tokens, sums)
                 grad_norms.append(optimizer_step(agent))
-    tokens = cfg.num_ppo_epochs * rollout.mask_BT.sum().item()
     metrics = {name: processes().sum(total).item() / tokens for name, total in sums.items()}
-    metrics |= {"score": score_B.mean().item(), "kl_coef": agent.kl_coef,
-                "learning_rate": agent.optimizer.param_groups[0]["lr"], "grad_norm": np.mean(grad_norms).item()}
+    metrics |= {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "grad_norm": fmean(grad_norms),
+                "learning_rate": agent.optimizer.param_groups[0]["lr"]}
     if rollout.value_BT is not None:
         real = rollout.mask_BT.bool()
         value_N, return_N = rollout.value_BT[real], rollout.return_BT[real]
@@ -74,9 +75,8 @@ def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
 
 
 def optimizer_steps(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> Iterator[list[Rollout]]:
-    """Yields this process's mini-batches for each optimizer step of one shuffled pass.
-
-    A mini-batch is one backward pass. How rows are divided into mini-batches changes results by rounding alone.
+    """Yields this process's mini-batches for each optimizer step of one shuffled pass. A mini-batch is one
+    backward pass: how a step's rows are divided into them changes results by rounding alone.
     """
     cfg = agent.cfg
     order = torch.from_numpy(rng.permutation(len(rollout.mask_BT))).to(rollout.mask_BT.device)
@@ -88,13 +88,13 @@ def optimizer_steps(rollout: Rollout, agent: Agent, rng: np.random.Generator) ->
 
 
 def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective of a few whole responses: (loss (B, T), to be averaged over tokens and minimised; metrics).
+    """The objective of a few whole responses: the loss of each token, (B, T), and metrics, each (B, T).
 
         loss = policy_loss + kl_coef k3 [--kl_in loss] - ent_coef entropy + vf_coef value_loss [with a critic]
 
-    hidden_BTH: the policy's last hidden states, from which each response token is predicted. A metric is (B, T),
-    and is logged as its mean over all tokens of the update: one more line here is one more curve. What stands on
-    padding is left out. The mean is over the tokens of an optimizer step, in all processes.
+    hidden_BTH: the policy's last hidden states, from which each response token is predicted. The loss is
+    averaged over the tokens of an optimizer step, in all processes; a metric over all tokens of the update,
+    and one more here is one more curve. What stands on padding is left out.
     """
     policy, cfg, real = agent.policy, agent.cfg, rows.mask_BT.bool()
     logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)
@@ -124,10 +124,11 @@ def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: d
     """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch, and its metrics to their sums.
 
     LM head and losses run forward and backward for a few rows at a time, down to the gradient of their hidden
-    states; the transformer's backward pass follows once. So memory for (tokens, V) does not grow with the rows.
+    states; the transformer's backward pass follows once. So memory for logits does not grow with the rows.
     """
     policy = agent.policy
-    hidden_BTH = policy.response_hidden(mini_batch.prompt_BP, mini_batch.prompt_mask_BP, mini_batch.response_BT)
+    hidden_BTH = policy.response_hidden(mini_batch.prompt_BP, mini_batch.prompt_mask_BP,
+                                        mini_batch.response_BT)
     leaf_BTH = hidden_BTH.detach().requires_grad_()
     sizes, start = rows_per_head(policy, mini_batch.mask_BT), 0
     for size in sizes:
@@ -150,15 +151,15 @@ def optimizer_step(agent: Agent) -> float:
     policy and critic together.
     """
     parameters = [*agent.policy.trainable_parameters().values()]
-    sum_gradients(parameters)
+    processes().sum_gradients(parameters)
     parameters = [p for p in parameters if p.grad is not None]
     if not parameters:
         raise UserError("loss", agent.name, "has no gradient for any parameter of this agent")
     norm = gradient_norm(parameters)
     if not norm.isfinite():
-        raise Diverged("grad_norm", norm.item(), f"{agent.name} has diverged; the gradient was not applied. Mend a "
-                       "score, advantage or loss of your own, or start a new run with a lower --learning_rate or "
-                       "with --max_grad_norm 1")
+        raise Diverged("grad_norm", norm.item(), f"{agent.name} has diverged; the gradient was not "
+                       "applied. Mend a score, advantage or loss of your own, or start a new run with a lower "
+                       "--learning_rate or with --max_grad_norm 1")
     if agent.cfg.max_grad_norm > 0:
         clip_gradients(parameters, agent.cfg.max_grad_norm, norm)
     agent.optimizer.step()
