@@ -3,6 +3,7 @@
 Nothing here imports PyTorch, so that `--help` and a mistyped flag are answered at once.
 """
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -29,9 +30,8 @@ def setting(default, help: str, min: float = -inf, max: float = inf, per_agent: 
     return field(default=default, metadata={"help": help, "min": min, "max": max, "per_agent": per_agent})
 
 
-def own(default, help: str, min: float = -inf, max: float = inf):
-    """A setting that each agent may have for itself: `--llm2 learning_rate=3e-5`."""
-    return setting(default, help, min, max, per_agent=True)
+# A setting that each agent may have for itself: `--llm2 learning_rate=3e-5`.
+own = partial(setting, per_agent=True)
 
 
 @dataclass
@@ -44,13 +44,12 @@ class Config:
     model: str = own("gpt2-large", "causal LM: folder or Hub name, perhaps NAME@REVISION (paper)")
     dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA when there is one (ours)")
-    dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting("auto", "of matrix products; trained weights "
-        "stay float32. auto: bfloat16 on a GPU that has it, else float32 (ours)")
+    dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
+        "auto", "of matrix products, not weights. auto: bfloat16 on a GPU that has it, else float32 (ours)")
     seed: int = setting(0, "of queries, lengths, sampling, mini-batches and adapters (ours)", min=0)
     iterations: int = setting(100, "rollouts, each with its update (paper: 100)", min=1)
     # memory
-    lora_rank: int = own(0, "rank of each agent's adapter on one frozen base; 0: full copies (paper: not "
-        "stated)", min=0)
+    lora_rank: int = own(0, "of the agents' adapters on a frozen base; 0: full copies (paper: open)", min=0)
     lora_targets: str = own("all-linear", "modules with an adapter, separated by commas (ours)")
     load_in_4bit: bool = setting(False, "a frozen base in 4 bits, by bitsandbytes (paper: Llama-2)")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass (ours)")
@@ -59,21 +58,20 @@ class Config:
     role_exchange_every: int = setting(5, "T_REx, iterations between exchanges; 0: never (paper: 5)", min=0)
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
     partner_reward: float = setting(1.0, "weight on the partner's task reward (paper: 1); may be negative")
-    partner_term: Literal["sampled", "sampled_to_pioneer", "critic"] = setting("sampled",
-        "added for the partner. sampled: its response's reward (paper); sampled_to_pioneer: that, for the "
+    partner_term: Literal["sampled", "sampled_to_pioneer", "critic"] = setting(
+        "sampled", "sampled: the reward of the partner's response (paper); sampled_to_pioneer: that, for the "
         "pioneer alone; critic: for the pioneer alone, the observer's value of its prompt (ours)")
     share_weights: bool = setting(False, "one model plays both roles (paper: named as a way to save memory)")
-    reset_on_exchange: bool = setting(False, "forget Adam's moments and the KL coefficients at each "
-        "exchange, as the released code does (paper: no)")
+    reset_on_exchange: bool = setting(
+        False, "each exchange resets Adam's moments and KL coefficients, as in the released code (paper: no)")
     agent_settings: dict = field(default_factory=dict, metadata={"help": "{agent: {setting: value}}"})
     # rollout
     batch_size: int = setting(256, "responses per iteration and role (paper: 256, GSM8K 32)", min=1)
     responses_per_query: int = setting(1, "k; a batch has batch_size / k queries (paper: 1)", min=1)
-    min_response_length: int = setting(4, "tokens; each iteration draws one limit from here to the maximum; "
-        "0: always the maximum (released code: 4)", min=0)
+    min_response_length: int = setting(
+        4, "tokens; each iteration draws a limit up to the maximum; 0: the maximum (released code: 4)", min=0)
     max_response_length: int = setting(15, "tokens (released code: 15)", min=1)
-    chat_template: bool = setting(False, "prompts are user messages in the model's chat template (paper: not "
-        "stated)")
+    chat_template: bool = setting(False, "prompts are user messages in the model's chat template (ours)")
     # the update
     advantage: str = own("gae", "gae (paper), rloo, grpo, reinforce, or yours as module:function")
     whiten_advantages: Literal["auto", "true", "false"] = own(
@@ -82,16 +80,14 @@ class Config:
     critic_learning_rate: float = own(0.0, "of the value head; 0: learning_rate (paper)", min=0)
     lr_schedule: str = own("constant", "constant (paper), linear, cosine, or yours as module:function")
     mini_batch_size: int = own(256, "maximum rows of a backward pass (paper: 256, GSM8K 2)", min=1)
-    gradient_accumulation_steps: int = own(1, "backward passes of an optimizer step (paper: 1, GSM8K 16)",
-                                           min=1)
+    gradient_accumulation_steps: int = own(1, "backward passes of a step of Adam (paper: 1, GSM8K 16)", min=1)
     num_ppo_epochs: int = own(4, "passes over each rollout (paper: 4)", min=1)
     init_kl_coef: float = own(0.3, "eta, first KL coefficient, per nat (paper: 0.3, GSM8K 0.01)", min=0)
-    kl_penalty: Literal["full", "k1"] = own("full", "the KL that is charged and steered by. full: exact at "
-        "each state (paper, eq. 2); k1: the sampled token's log-ratio")
+    kl_penalty: Literal["full", "k1"] = own(
+        "full", "the KL. full: exact, at each state (paper, eq. 2); k1: the sampled token's log-ratio")
     kl_in: Literal["reward", "loss"] = own(
         "reward", "reward: kl_penalty is charged on tokens (paper, eq. 2); loss: k3 with its gradient (GRPO)")
-    kl_target: float = own(6.0, "nats per response that eta is adapted towards; 0: eta is constant (TRL: 6; "
-        "the paper calls eta 'initial')", min=0)
+    kl_target: float = own(6.0, "nats per response that eta adapts towards; 0: constant eta (TRL: 6)", min=0)
     kl_horizon: float = own(10_000.0, "responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
     gamma: float = own(1.0, "discount per token (paper: 1)", min=0, max=1)
     lam: float = own(0.95, "GAE lambda (paper: 0.95)", min=0, max=1)
@@ -126,28 +122,8 @@ class Config:
     @property
     def whitens(self) -> bool:
         """Whether advantages are whitened, `auto` resolved."""
-        if self.whiten_advantages == "auto":
-            return self.advantage not in ("rloo", "grpo")
-        return self.whiten_advantages == "true"
-
-    def __post_init__(self):
-        hints = get_type_hints(type(self))
-        for f in fields(self):
-            value = getattr(self, f.name)
-            self.require_type(f.name, value, hints[f.name])
-            if isinstance(value, (int, float)):
-                self.require_range(f.name, value, f.metadata.get("min", -inf), f.metadata.get("max", inf))
-        for name, known in NAMED.items():
-            value = getattr(self, name, ":")
-            self.require(name, value in known or ":" in value, unknown(value, known))
-        experiment, _ = EXPERIMENTS.get(self.task, (Config, {}))
-        self.require("task", isinstance(self, experiment), f"has its own script, train_{self.task}.py")
-        self.require_sizes()
-        self.require_combinations()
-        for name in self.agent_settings:
-            own = self.of_agent(name)
-            own.require("lora_rank", (own.lora_rank > 0) == (self.lora_rank > 0),
-                        "all agents train adapters on frozen bases, or all train full copies")
+        auto = self.whiten_advantages == "auto" and self.advantage not in ("rloo", "grpo")
+        return auto or self.whiten_advantages == "true"
 
     def of_agent(self, name: str) -> "Config":
         """The settings of one agent: the run's, with its own in their place. Raises `UserError`."""
@@ -157,67 +133,88 @@ class Config:
         """{agent: what its base is called in logs}: `base` is the first agent's, `base_llm2` another one that
         llm2 is the first to have.
         """
+        models = {name: self.of_agent(name).model for name in agents}
         columns = {}
-        for name in agents:
-            columns.setdefault(self.of_agent(name).model, f"base_{name}" if columns else "base")
-        return {name: columns[self.of_agent(name).model] for name in agents}
+        for name, model in models.items():
+            columns.setdefault(model, f"base_{name}" if columns else "base")
+        return {name: columns[model] for name, model in models.items()}
 
-    def require_type(self, name: str, value, hint) -> None:
-        """bool, int, float, str or one of a Literal's words; an int may stand for a float."""
+    def require(self, name: str, holds: bool, hint: str) -> None:
+        if not holds:
+            raise UserError(name, getattr(self, name), hint)
+
+    def __post_init__(self):
+        hints = get_type_hints(type(self))
+        for f in fields(self):
+            self.require_value(f.name, hints[f.name], f.metadata.get("min", -inf), f.metadata.get("max", inf))
+        for name, known in NAMED.items():
+            value = getattr(self, name, ":")
+            self.require(name, value in known or ":" in value, unknown(value, known))
+        experiment, _ = EXPERIMENTS.get(self.task, (Config, {}))
+        self.require("task", isinstance(self, experiment), f"has its own script, train_{self.task}.py")
+        self.require_consistent()
+        allowed = sorted(f.name for f in fields(self) if f.metadata.get("per_agent"))
+        for agent, settings in self.agent_settings.items():
+            for name in settings.keys() - {*allowed}:
+                raise UserError("setting", f"{name}={settings[name]}",
+                                f"is not an agent's own; choose from {', '.join(allowed)}")
+            own = self.of_agent(agent)
+            own.require("lora_rank", (own.lora_rank > 0) == (self.lora_rank > 0),
+                        "all agents train adapters on frozen bases, or all train full copies")
+
+    def require_value(self, name: str, hint, min: float, max: float) -> None:
+        """A bool, int, float, str or one of a Literal's words, in its range; an int may stand for a float."""
+        value = getattr(self, name)
         if get_origin(hint) is Literal:
-            words = get_args(hint)
-            self.require(name, value in words, f"choose from {', '.join(map(str, words))}")
+            self.require(name, value in get_args(hint), f"choose from {', '.join(get_args(hint))}")
         else:
             is_number = hint is float and type(value) is int
             self.require(name, type(value) is hint or is_number, f"must be of type {hint.__name__}")
+        if type(value) in (int, float):
+            self.require(name, abs(value) < 2**31, "must be a finite number, below 2^31 in size")
+            self.require(name, value >= min, f"must be {'above 0' if min == ABOVE_0 else f'{min} or more'}")
+            self.require(name, value <= max, f"must be {max} or less")
 
-    def require_range(self, name: str, value: float, min: float, max: float) -> None:
-        self.require(name, abs(value) < 2**31, "must be a finite number, below 2^31 in size")
-        self.require(name, value >= min, f"must be {'above 0' if min == ABOVE_0 else f'{min} or more'}")
-        self.require(name, value <= max, f"must be {max} or less")
-
-    def require_sizes(self) -> None:
-        """Refuses numbers that exceed one another, or do not divide."""
-        rows, k = self.rows_per_optimizer_step, self.responses_per_query
-        self.require("batch_size", self.batch_size % rows == 0,
-                     "must be a multiple of mini_batch_size x gradient_accumulation_steps = "
-                     f"{self.mini_batch_size} x {self.gradient_accumulation_steps} = {rows}")
-        self.require("responses_per_query", self.batch_size % k == 0,
-                     f"must divide batch_size = {self.batch_size}")
-        self.require("kl_horizon", not self.kl_target or self.kl_horizon > 0.2 * self.batch_size,
-                     f"must exceed 0.2 x batch_size = {0.2 * self.batch_size:g}, or eta could fall to 0")
-        self.require("min_response_length", self.min_response_length <= self.max_response_length,
-                     f"must not exceed max_response_length = {self.max_response_length}")
-
-    def require_combinations(self) -> None:
-        """Refuses settings that contradict each other."""
+    def require_consistent(self) -> None:
+        """Refuses numbers that exceed one another or do not divide, and settings that contradict each other.
+        """
+        require, rows = self.require, self.rows_per_optimizer_step
+        require("batch_size", self.batch_size % rows == 0,
+                "must be a multiple of mini_batch_size x gradient_accumulation_steps = "
+                f"{self.mini_batch_size} x {self.gradient_accumulation_steps} = {rows}")
+        require("responses_per_query", self.batch_size % self.responses_per_query == 0,
+                f"must divide batch_size = {self.batch_size}")
+        require("kl_horizon", not self.kl_target or self.kl_horizon > 0.2 * self.batch_size,
+                f"must exceed 0.2 x batch_size = {0.2 * self.batch_size:g}, or eta could fall to 0")
+        require("min_response_length", self.min_response_length <= self.max_response_length,
+                f"must not exceed max_response_length = {self.max_response_length}")
         if self.advantage in ("rloo", "grpo"):
-            self.require("advantage", self.responses_per_query >= 2,
-                         "compares the responses to a query; add --responses_per_query 4, say")
-            self.require("gamma", self.gamma == 1, f"is not used by {self.advantage}; leave it at 1")
+            require("advantage", self.responses_per_query >= 2,
+                    "compares the responses to a query; add --responses_per_query 4, say")
+            require("gamma", self.gamma == 1, f"is not used by {self.advantage}; leave it at 1")
         if self.advantage == "grpo":
-            self.require("whiten_advantages", self.whiten_advantages != "true",
-                         "and grpo already divides by its group's standard deviation; use one of both")
-            self.require("advantage", self.kl_in == "loss" or self.init_kl_coef == 0,
-                         "would divide the KL penalty, too, by its group's standard deviation; add --kl_in "
-                         "loss, as in its paper")
-        self.require("shard", not (self.shard and self.load_in_4bit),
-                     "4 bits cannot be divided among processes; add --load_in_4bit false")
-        self.require("load_in_4bit", self.lora_rank > 0 or not self.load_in_4bit,
-                     "trains nothing by itself: 4-bit weights are frozen; add --lora_rank 16")
+            require("whiten_advantages", self.whiten_advantages != "true",
+                    "divides again what grpo has divided by its group's standard deviation; leave it out")
+            require("advantage", self.kl_in == "loss" or self.init_kl_coef == 0, "would also divide the KL "
+                    "penalty by its group's standard deviation; add --kl_in loss, as in its paper")
+        require("shard", not (self.shard and self.load_in_4bit),
+                "4 bits cannot be divided among processes; add --load_in_4bit false")
+        require("load_in_4bit", self.lora_rank > 0 or not self.load_in_4bit,
+                "trains nothing by itself: 4-bit weights are frozen; add --lora_rank 16")
 
     def unread(self) -> dict[str, str]:
         """{setting: the condition under which it has an effect} of those that have none beside the others.
 
         Such flags are refused. A method or an advantage of one's own may read all of them.
         """
-        team = ["role_exchange_every", "knowledge_transfer", "partner_reward", "partner_term",
-                "share_weights", "reset_on_exchange"]
-        own_method, exchanges = self.method not in METHODS, self.role_exchange_every > 0
+        own_method = self.method not in METHODS
         has_critic = self.advantage == "gae" or self.advantage not in ADVANTAGES
+        exchanges = own_method or self.role_exchange_every > 0
         conditions = [
-            (self.method != "ppo", "a method of two agents", team),
-            (own_method or exchanges, "--role_exchange_every above 0", ["reset_on_exchange"]),
+            (self.method != "ppo", "a method of two agents",
+             ["role_exchange_every", "knowledge_transfer", "partner_reward", "partner_term", "share_weights",
+              "reset_on_exchange"]),
+            (exchanges, "--role_exchange_every above 0", ["reset_on_exchange"]),
             (own_method or not self.share_weights or self.reset_on_exchange, "--share_weights false",
              ["role_exchange_every"]),
             (own_method or self.partner_reward != 0, "a --partner_reward that is not 0", ["partner_term"]),
@@ -227,10 +224,6 @@ class Config:
              ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
             (self.vf_coef > 0, "--vf_coef above 0", ["cliprange_value", "critic_learning_rate"])]
         return {name: what for holds, what, names in conditions if not holds for name in names}
-
-    def require(self, name: str, holds: bool, hint: str) -> None:
-        if not holds:
-            raise UserError(name, getattr(self, name), hint)
 
 
 def with_default(name: str, default):

@@ -9,14 +9,11 @@ class UserError(Exception):
     """`UserError("cliprange", 0.0, "must be above 0")` reads `cliprange is 0.0: must be above 0`."""
 
     def __init__(self, field: str, value, hint: str):
-        super().__init__(" ".join(f"{field} is {value!r}: {hint}".split()))
+        super().__init__(field, value, hint)
 
-    @classmethod
-    def of(cls, line: str) -> "UserError":
-        """The error of another process, from its line."""
-        error = cls("", "", "")
-        error.args = (line,)
-        return error
+    def __str__(self) -> str:
+        field, value, hint = self.args
+        return " ".join(f"{field} is {value!r}: {hint}".split())
 
 
 class Diverged(UserError):

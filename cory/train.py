@@ -53,8 +53,9 @@ class Cory(Ppo):
     agents = ("llm1", "llm2")
 
     def train(self, run: Run) -> None:
-        """The pioneer's update comes first, so that its rollout is exactly on-policy. With `--share_weights true`
-        both roles are one agent, and the observer's rollout is older than that update: its first ratio is not 1.
+        """The pioneer's update comes first, so that its rollout is exactly on-policy. With `--share_weights
+        true` both roles are one agent, and the observer's rollout is older than that update: its first ratio
+        is not 1.
         """
         cfg, task = run.cfg, run.task
         pioneer, observer = run.roles
@@ -81,11 +82,12 @@ class Cory(Ppo):
                     observer.reset()
             run.finish_iteration(iteration, queries, turns, roles=[pioneer, observer])
 
-    def respond(self, run: Run, queries: list[str], pioneer: Agent, observer: Agent, sample: Callable) -> tuple:
+    def respond(self, run: Run, queries: list[str], pioneer: Agent, observer: Agent,
+                sample: Callable) -> tuple:
         """Knowledge transfer: the pioneer responds to the query, the observer to the query and that response.
 
-        `sample(agent, prompts)` returns an agent's responses, whose texts are its `text`: in training a rollout,
-        in held-out evaluation a `Responses`.
+        `sample(agent, prompts)` returns an agent's responses, whose texts are its `text`: in training a
+        rollout, in held-out evaluation a `Responses`.
         """
         task, bare = run.task, run.task.pioneer_prompts(queries)
         a1 = sample(pioneer, bare)
@@ -101,10 +103,10 @@ class Cory(Ppo):
             sampled_to_pioneer  pioneer: r(s0, a2)      observer: nothing
             critic              pioneer: V(s0, a1)      observer: nothing
 
-        r(s0, a1) does not depend on the observer's action: it adds variance to its gradient, and no signal. For
-        the pioneer only the mean of r(s0, a2) matters. One sampled a2 gives the same expected gradient, with more
-        noise. V is the observer's critic at the end of its prompt. It lacks that noise, and is biased: with
-        `--kl_in reward` it holds the observer's KL penalty, too, and gamma below 1 discounts it.
+        r(s0, a1) does not depend on the observer's action: it adds variance to its gradient, and no signal.
+        For the pioneer only the mean of r(s0, a2) matters. One sampled a2 gives the same expected gradient,
+        with more noise. V is the observer's critic at the end of its prompt. It lacks that noise, and is
+        biased: with `--kl_in reward` it holds the observer's KL penalty, too, and gamma below 1 discounts it.
         """
         if cfg.partner_term == "sampled":
             return r2, r1
@@ -116,9 +118,9 @@ class Cory(Ppo):
         """What the observer makes of the pioneer's responses to the held-out queries.
 
         observer_copies: share of its responses that are the pioneer's. observer_after_better,
-        observer_after_worse: its mean reward where the pioneer's was above its own mean, and where it was not;
-        both are left out where the pioneer's rewards are all equal. With rewards of 0 and 1 these are
-        P(second right | first right) and P(second right | first wrong).
+        observer_after_worse: its mean reward where the pioneer's was above the pioneer's mean, and where it
+        was not; both are left out where the pioneer's rewards are all equal. With rewards of 0 and 1 these
+        are P(second right | first right) and P(second right | first wrong).
         """
         pioneer, observer = roles
         queries, calls = run.task.held_out_queries, []

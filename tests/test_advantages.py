@@ -1,17 +1,14 @@
-"""Each estimator against arithmetic done by hand; the bandit; and what an estimator of one's own may ask
-for.
+"""Each estimator against arithmetic done by hand; the bandit; and what an estimator of one's own may ask for.
 """
 import pytest
 import torch
-from toys import agent_of, bigram, close, generator, settings, train_on
+from toys import agent_of, bigram, close, generator, settings
 
-from cory.config import ADVANTAGES
 from cory.errors import UserError
 from cory.ppo import formulas
-from cory.ppo.advantages import estimator, gae, grpo, reinforce, rloo
-from cory.ppo.agent import Agent
+from cory.ppo.advantages import gae, grpo, reinforce, rloo
 from cory.ppo.rollout import collect_rollout
-from cory.ppo.update import make_experience
+from cory.ppo.update import ppo_update, with_advantages
 
 REWARD = torch.tensor([[1.0, 2.0, 99.0], [0.0, 5.0, 1.0], [4.0, 99.0, 99.0], [-1.0, 1.0, 0.0]])
 MASK = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]])      # returns 3, 6 | 4, 0
@@ -51,66 +48,55 @@ def test_grpo_by_hand():
         assert grpo(torch.full((k, 1), value), torch.ones(k, 1), k).abs().max() == 0
 
 
-def signs(reward_BT, mask_BT):
-    """Of a user: whole numbers."""
-    return (reward_BT.sum(1, keepdim=True).sign() * mask_BT).long()
-
-
-def test_an_advantage_of_whole_numbers_is_whitened_as_any_other():
-    cfg = settings(advantage="test_advantages:signs", whiten_advantages="true")
-    agent = agent_of(bigram(), advantage="test_advantages:signs")
-    rollout, score_B = collect_rollout(agent, ["ab"] * 4, 3), torch.tensor([1.0, 2.0, -1.0, -2.0])
-    expected_BT = formulas.whiten(score_B.sign()[:, None] * rollout.mask_BT, rollout.mask_BT)
-    assert torch.equal(make_experience(rollout, score_B, 0.0, cfg).advantage_BT, expected_BT)
+def test_grpo_with_the_kl_among_its_returns_is_refused():
+    """Of equal scores it would make advantages out of tiny differences in KL."""
+    four = dict(advantage="grpo", responses_per_query=4)
+    with pytest.raises(UserError, match="advantage is 'grpo': .*--kl_in loss"):
+        settings(**four)
+    settings(**four, kl_in="loss")
+    settings(**four, init_kl_coef=0.0)
 
 
 # --- the bandit ---
-GROUPS = dict(advantage="grpo", responses_per_query=4)
-FLAGS = [dict(), dict(advantage="reinforce"), dict(advantage="rloo", responses_per_query=4), GROUPS,
-         GROUPS | dict(kl_in="loss"), dict(whiten_advantages="false"), dict(ent_coef=0.01),
-         dict(lr_schedule="cosine", warmup_iterations=3), dict(lr_schedule="linear")]
+GROUPS = dict(responses_per_query=4)
+FLAGS = [dict(), dict(advantage="reinforce"), dict(advantage="rloo", **GROUPS),
+         dict(advantage="grpo", **GROUPS), dict(advantage="grpo", kl_in="loss", **GROUPS),
+         dict(whiten_advantages="false"), dict(ent_coef=0.01), dict(lr_schedule="cosine"),
+         dict(lr_schedule="linear")]
 
 
 @pytest.mark.parametrize("changes", FLAGS, ids=str)
 def test_reward_rises_on_a_one_step_bandit(changes):
-    model, rewards = bigram(torch.zeros(7, 7)), []
-    cfg = settings(batch_size=64, mini_batch_size=64, init_kl_coef=0.0, iterations=15, **changes)
-    agent = Agent("llm1", model, cfg, 0)
+    agent = agent_of(bigram(torch.zeros(7, 7)), batch_size=64, mini_batch_size=64, init_kl_coef=0.0,
+                     iterations=15, **changes)
+    rewards = []
     for iteration in range(1, 16):
+        agent.set_learning_rate(iteration)
         rollout = collect_rollout(agent, ["a"] * 64, 1)
-        score = (rollout.response_BT[:, 0] == 2).float()
-        rewards.append(score.mean().item())
-        train_on(agent, rollout, score, iteration, cfg)
+        score_B = (rollout.response_BT[:, 0] == 2).float()
+        rewards.append(score_B.mean().item())
+        ppo_update(agent, rollout, score_B)
     assert rewards[0] < 0.35 and rewards[-1] > (0.6 if "lr_schedule" in changes else 0.85), rewards
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_without_reward_and_with_a_large_eta_the_policy_returns_to_the_reference(kl_in):
-    model, kl = bigram(torch.zeros(7, 7)), []
-    cfg = settings(batch_size=64, mini_batch_size=64, init_kl_coef=5.0, kl_penalty="k1", learning_rate=0.03,
-                   kl_in=kl_in, iterations=25)
-    agent = Agent("llm1", model, cfg, 0)
+    agent = agent_of(bigram(torch.zeros(7, 7)), batch_size=64, mini_batch_size=64, init_kl_coef=5.0,
+                     kl_penalty="k1", learning_rate=0.03, kl_in=kl_in)
     agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=generator(3))
-    for iteration in range(1, 26):
+    kl = []
+    for _ in range(25):
         rollout = collect_rollout(agent, ["a"] * 64, 1)
         p = agent.policy.lm.head.weight[:, 0].log_softmax(0)
         kl.append((p.exp() * (p + torch.tensor(7.0).log())).sum().item())
-        metrics = train_on(agent, rollout, torch.zeros(64), iteration, cfg)
+        metrics = ppo_update(agent, rollout, torch.zeros(64))
     assert kl[0] > 0.2 and kl[-1] < 0.1 * kl[0], kl
     assert ("kl_loss" in metrics) == (kl_in == "loss")
 
 
-# --- the critic ---
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_only_gae_has_a_critic(name):
-    policy = agent_of(bigram(), advantage=name, responses_per_query=4).policy
-    assert (policy.value_head is not None) == (name == "gae")
-    assert any("value_head" in parameter for parameter in policy.trained()) == (name == "gae")
-
-
 # --- one's own ---
-def half(reward_BT, mask_BT, group_size, share=0.5):            # asks for three, and has one of its own
-    return rloo(reward_BT, mask_BT, group_size) * share
+def own(reward_BT, mask_BT, group_size, factor=3):      # asks for three, has one of its own; whole numbers
+    return (rloo(reward_BT, mask_BT, group_size) * factor).round().long()
 
 
 def with_critic(reward_BT, value_BT):
@@ -121,21 +107,28 @@ def strange(reward_BT, magic):
     return reward_BT
 
 
-def test_an_estimator_of_ones_own_goes_by_name_and_asks_for_what_it_needs():
-    cfg = settings(advantage="test_advantages:half", responses_per_query=4, whiten_advantages="false")
-    model = bigram()
-    agent = Agent("llm1", model, cfg, 0)
-    assert agent.policy.value_head is None
-    rollout = collect_rollout(agent, ["a"] * 8, 3)
-    experience = make_experience(rollout, torch.arange(8.0), 0.0, cfg)
-    # returns 0..3: minus the mean of the others -2, -2/3, 2/3, 2, halved
-    close(experience.advantage_BT[:4, 0], [-1, -1 / 3, 1 / 3, 1])
-    assert agent_of(model, advantage="test_advantages:with_critic").policy.value_head is not None
+def one_each(reward_BT):
+    return reward_BT.sum(1)
+
+
+@pytest.mark.parametrize("whiten", ["true", "false"])
+def test_an_estimator_of_ones_own_goes_by_name_and_asks_for_what_it_needs(whiten):
+    agent = agent_of(bigram(), advantage="test_advantages:own", responses_per_query=4, init_kl_coef=0.0,
+                     whiten_advantages=whiten)
+    rollout = with_advantages(collect_rollout(agent, ["a"] * 8, 3), torch.arange(8.0), agent)
+    # returns 0..3: minus the mean of the others -2, -2/3, 2/3, 2, times 3
+    advantage_BT = torch.tensor([-6.0, -2, 2, 6] * 2)[:, None] * rollout.mask_BT
+    expected_BT = formulas.whiten(advantage_BT, rollout.mask_BT) if whiten == "true" else advantage_BT
+    close(rollout.advantage_BT, expected_BT)
+    assert rollout.return_BT is None and agent.policy.value_head is None
+    assert agent_of(bigram(), advantage="test_advantages:with_critic").policy.value_head is not None
 
 
 @pytest.mark.parametrize("name, k, says", [
-    ("test_advantages:strange", 4, "asks for magic; it can have gamma, group_size, lam"),
-    ("test_advantages:half", 1, "add --responses_per_query")])
+    ("strange", 4, "asks for magic; it can have gamma, group_size, lam"),
+    ("own", 1, "add --responses_per_query"),
+    ("one_each", 1, r"one_each is \(8,\): must be a tensor of shape \(8, ")])
 def test_estimators_that_cannot_be_are_refused(name, k, says):
     with pytest.raises(UserError, match=says):
-        estimator(name, k)
+        agent = agent_of(bigram(), advantage=f"test_advantages:{name}", responses_per_query=k)
+        ppo_update(agent, collect_rollout(agent, ["a"] * 8, 3), torch.zeros(8))

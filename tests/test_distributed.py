@@ -1,216 +1,205 @@
 """Several processes compute what one computes; and what becomes of all when one fails."""
-
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from multiprocessing import Process, get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
-from toys import error_line, read, rows, settings
-from transformers import AutoModelForCausalLM
+from toys import error_line, read, rows, stopped
 
 import train_gsm8k
 import train_imdb
-from cory.commands import evaluate
-from cory.commands.plan import Plan
-from cory.config import ImdbConfig
-from cory.errors import UserError
-from cory.experiment.checkpoint import checkpoints_of
-from cory.experiment.run import Run
-from cory.ppo.loading import model_config
-from cory.system import distributed
-from cory.system.distributed import launched
-
-PROCESSES = Path(__file__).with_name("processes.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-
-
-def torchrun(folder: Path, *commands: list[str], agents: int = 1, until: Path | None = None):
-    """Commands in two processes, of one torchrun or of two, which meet at a port of this machine. Once the
-    log `until` has three rows, torchrun is told to stop. Returns its exit status, and what was printed.
-    """
-    (folder / "commands.json").write_text(json.dumps(commands))
-    place = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint",
-             f"localhost:{29400 + os.getpid() % 1000}", "--rdzv_id", folder.name]
-    line = [*TORCHRUN, *(["--standalone"] if agents == 1 else place), str(PROCESSES),
-            str(folder / "commands.json")]
-    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
-        running = [subprocess.Popen(line, stdout=out, stderr=err, cwd=folder) for _ in range(agents)]
-        while until and running[0].poll() is None:
-            time.sleep(0.05)
-            if until.exists() and until.read_text().count("\n") > 2:
-                running[0].terminate()
-                break
-        status = max(process.wait(timeout=200) for process in running)
-    return status, (folder / "out").read_text(), (folder / "err").read_text()
-
-
-def numbers(folder: Path) -> list[dict]:
-    return [{key: value for key, value in row.items() if key != "roles"} for row in rows(folder)]
-
+from cory import errors
+from cory.ppo.rollout import collect_rollout, take
+from cory.ppo.update import optimizer_step
+from cory.run import evaluate
+from cory.run.checkpoint import checkpoints_of
+from cory.system.distributed import processes
+from cory.train import Ppo
 
 # One optimizer step for each iteration: Adam's first moment is then a tenth of the first gradient. Each
 # later one moves weights of tiny gradients by their signs, and so multiplies rounding.
-ONE_STEP = "--method cory --num_ppo_epochs 1 --learning_rate 1e-5 --iterations 2 --eval_every 2".split()
+ONE_STEP = ("--method cory --num_ppo_epochs 1 --learning_rate 1e-5 --iterations 2 --eval_every 2 "
+            "--eval_queries 4 --max_response_length 6").split()
+SHARD = ["--shard", "true"]
+
+
+class Supervised(Ppo):
+    """A supervised step on the agent's own responses before each update, whose loss leaves the critic out: a
+    gradient of 0 would move it by its momentum. In iteration 2 comes what the run's folder is named by.
+    """
+
+    def score(self, agent, rollout, reward_B, partner_B):
+        mine, fault = processes().rows(len(reward_B)), Path(agent.cfg.run_dir).name
+        if agent.draws == 3 and fault == "prompt":
+            collect_rollout(agent, ["a", ""], 4)            # of the second process alone
+        elif agent.draws == 3 and fault in ("SIGTERM", "SIGKILL") and processes().rank == 1:
+            os.kill(os.getpid(), signal.Signals[fault])
+        rows = take(rollout, torch.arange(len(reward_B))[mine])
+        real = rows.mask_BT.bool()
+        hidden_BTH = agent.policy.response_hidden(rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT)
+        (-agent.policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])[0].sum()).backward()
+        optimizer_step(agent)
+        return reward_B
+
+    def evaluate(self, run, roles):
+        """Adam's moments that this process holds: numbers of exp_avg."""
+        moments = [state["exp_avg"] for state in roles[0].optimizer.state.values()]
+        return {"held": sum(getattr(x, "_local_tensor", x).numel() for x in moments)}
+
+
+def start(rank: int, store: dist.TCPStore, folder: Path, commands: list) -> Process:
+    """One of two processes as torchrun starts them, but a copy of this one, which has imported all. It waits
+    for `ready` in the folder.
+    """
+    def work():
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                          MASTER_ADDR="localhost", MASTER_PORT=str(store.port), TORCHELASTIC_RUN_ID="test",
+                          TORCHELASTIC_USE_AGENT_STORE="True")
+        torch.set_num_threads(1)
+        sys.stdout, sys.stderr = ((folder / name).open("a", buffering=1) for name in ("out", "err"))
+        if rank:                            # torchrun ends it while it waits for the main one to speak
+            errors.time = SimpleNamespace(sleep=lambda seconds: sys.exit())
+        while not (folder / "ready").exists():
+            time.sleep(0.05)
+        for command, *flags in commands:
+            with suppress(SystemExit):
+                command([str(rank) if flag == "RANK" else str(flag) for flag in flags])
+            if dist.is_initialized():                       # after what is refused or stopped
+                dist.destroy_process_group()
+
+    process = get_context("fork").Process(target=work)
+    process.start()
+    return process
 
 
 @pytest.fixture(scope="module")
 def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
-    """The same runs by one process (one, lora, mixed) and by two: of parts of each batch (two), of sharded
-    models (shard, lora_shard, mixed_shard), going on where one process stopped (one_two); evaluated by both.
-    Flags that differ are refused before, and the last run is stopped.
+    """The same runs by one process (one, lora, mixed) and by two (two, ..._shard); one that goes on in two; an
+    evaluation by both; and what is refused or fails in two.
     """
     folder = tmp_path_factory.mktemp("distributed")
-    imdb = [*small_flags, *ONE_STEP]
-    lora = [*problem_flags, *ONE_STEP, "--lora", "true", "--lora_rank", "2"]
-
     ending = shutil.copytree(small / "lm", folder / "ending")           # whose responses end early
-    settings = json.loads((ending / "generation_config.json").read_text())
-    settings["eos_token_id"] = [*range(60), 256]
-    (ending / "generation_config.json").write_text(json.dumps(settings))
-    mixed = [*imdb, "--model", str(ending), "--max_grad_norm", "0.1", "--share_weights", "true",
-             "--role_exchange_every", "5", "--advantage", "rloo", "--responses_per_query", "2",
-             "--adap_kl_ctrl", "true", "--lr_schedule", "cosine"]
-
-    def to(name: str) -> list[str]:
-        return ["--run_dir", str(folder / name)]
-
-    train_imdb.main([*imdb, *to("one")])
-    train_gsm8k.main([*lora, *to("lora")])
-    train_imdb.main([*mixed, *to("mixed")])
-    train_imdb.main([*imdb, *to("one_two"), "--iterations", "1"])
-    for name in ("one", "two"):
-        shutil.copytree(folder / "one", folder / f"evaluated_{name}")
-    pass_at_k = [str(folder / "evaluated_two"), "--samples", "2", "--k", "1", "2"]
-    _, out, err = torchrun(
-        folder,
-        ["processes:refused", *imdb, "--seed", "{rank}", *to("refused")],
-        ["train_imdb:main", *imdb, *to("two")],
-        ["train_imdb:main", *imdb, *to("shard"), "--shard", "true"],
-        ["processes:weigh", *imdb, *to("shard_one"), "--shard", "true", "--iterations", "1"],
-        ["train_imdb:main", "--resume", *to("one_two"), "--iterations", "2", "--shard", "true"],
-        ["train_gsm8k:main", *lora, *to("lora_shard"), "--shard", "true"],
-        ["train_imdb:main", *mixed, *to("mixed_shard"), "--shard", "true"],
-        ["train_imdb:main", *imdb, *to("bfloat16"), "--shard", "true", "--dtype", "bfloat16"],
-        ["cory.commands.evaluate:main", *pass_at_k],
-        ["train_imdb:main", *small_flags, "--iterations", "500", *to("stopped")],
-        until=folder / "stopped" / "metrics.jsonl",
-    )
-    assert (folder / "stopped").exists(), err[:3000]
-    evaluate.main([str(folder / "evaluated_one"), *pass_at_k[1:]])
-    (folder / "said.json").write_text(json.dumps([out, err]))
+    (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(60), 256]}))
+    imdb, lora = [*small_flags, *ONE_STEP], [*problem_flags, *ONE_STEP, "--lora_rank", "2"]
+    mixed = [*imdb, "--model", ending, "--method", "test_distributed:Supervised", "--max_grad_norm", "0.1",
+             "--responses_per_query", "2", "--kl_target", "6", "--lr_schedule", "cosine"]
+    pass_at_k = ["--samples", "2", "--k", "1", "2"]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    both = [start(rank, store, folder, [
+        [train_imdb.main, *imdb, "--seed", "RANK", "--run_dir", folder / "refused"],
+        [train_imdb.main, *imdb, "--run_dir", folder / "two"],
+        [train_imdb.main, *imdb, "--run_dir", folder / "one_shard", *SHARD],
+        [train_gsm8k.main, *lora, "--run_dir", folder / "lora_shard", *SHARD],
+        [train_imdb.main, *mixed, "--run_dir", folder / "mixed_shard", *SHARD],
+        [train_imdb.main, *mixed, "--run_dir", folder / "bfloat16_shard", *SHARD, "--dtype", "bfloat16"],
+        [train_imdb.main, "--resume", "--run_dir", folder / "resumed", *SHARD],
+        [evaluate.main, folder / "two", *pass_at_k],
+        [train_imdb.main, *mixed, "--run_dir", folder / "prompt"],
+        [train_imdb.main, *mixed, "--run_dir", folder / "SIGTERM"],
+        [train_imdb.main, *mixed, "--run_dir", folder / "SIGKILL", *SHARD]]) for rank in (0, 1)]
+    for main, flags, name in ((train_imdb.main, imdb, "one"), (train_gsm8k.main, lora, "lora"),
+                              (train_imdb.main, mixed, "mixed")):
+        main([*map(str, flags), "--run_dir", str(folder / name)])
+    stopped(folder / "mixed", folder / "resumed")
+    (folder / "ready").touch()
+    evaluate.main([str(folder / "one"), *pass_at_k])
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [1, -signal.SIGKILL], (folder / "err").read_text()[:3000]
     return folder
 
 
-@pytest.mark.parametrize("name, of", [("two", "one"), ("shard", "one"), ("lora_shard", "lora"),
-                                      ("mixed_shard", "mixed")])
+def require_same_rows(run: Path, expected: Path) -> None:
+    """Of numbers to 1e-5; what is held differs."""
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        for pair in zip(rows(run, file), rows(expected, file), strict=True):
+            one, other = ({k: x for k, x in row.items() if k not in ("roles", "eval/team/held")} for row in pair)
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("name, of", [("two", "one"), ("one_shard", "one"), ("lora_shard", "lora"),
+                                      ("mixed_shard", "mixed"), ("resumed", "mixed")])
 def test_two_processes_compute_what_one_computes(runs, name, of):
-    """The same metrics to 1e-5, the same responses, and the same first gradient."""
-    for row, expected in zip(numbers(runs / name), numbers(runs / of), strict=True):
-        assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    samples = [rows(runs / run, "samples.jsonl") for run in (name, of)]
-    assert len(samples[0]) > 4
-    for row, expected in zip(*samples, strict=True):
-        assert row.keys() == expected.keys()            # the base answers at evaluations alone
-        assert all(row[role] == expected[role] for role in ("pioneer", "observer", "base") if role in row)
-    checkpoint, expected = (load_file(checkpoints_of(runs / run)[-1]) for run in (name, of))
-    assert checkpoint.keys() == expected.keys()
+    """The same metrics, the same responses, the same first gradient, the same final models."""
+    require_same_rows(runs / name, runs / of)
+    first, expected = (load_file(checkpoints_of(runs / run)[-1]) for run in (name, of))
+    assert first.keys() == expected.keys()
     for key, x in expected.items():
-        if "/moments/" in key:
-            assert (checkpoint[key].double() - x.double()).norm() <= 1e-5 * x.double().norm() + 1e-9, key
+        if "/exp_avg" in key:
+            assert (first[key] - x).norm() <= 1e-5 * x.norm() + 1e-9, key
+    final, expected = (sorted((runs / run / "final").rglob("*.safetensors")) for run in (name, of))
+    for path, other in zip(final, expected, strict=True):
+        for x, y in zip(load_file(path).values(), load_file(other).values(), strict=True):
+            assert (x - y).abs().max() < 1e-6
 
 
-def test_two_processes_in_bfloat16_answer_alike_and_learn(runs):
-    """The gathered layers are in bfloat16 whole, the norms in them too, where one process keeps these."""
-    row, expected = numbers(runs / "bfloat16")[1], numbers(runs / "one")[1]
-    assert row["pioneer/grad_norm"] == pytest.approx(expected["pioneer/grad_norm"], rel=0.1)
-    assert row["pioneer/entropy"] == pytest.approx(expected["pioneer/entropy"], rel=1e-3)
+@pytest.mark.parametrize("name", ["mixed_shard", "bfloat16_shard"])
+def test_a_shard_is_half_of_the_layers_matrices(runs, name):
+    """Which have 12 x 32 x 32 numbers in each of 2 layers. In bfloat16, too, they learn as the whole does."""
+    row, whole = (rows(runs / run)[2] for run in (name, "mixed"))
+    assert whole["eval/team/held"] - row["eval/team/held"] == 2 * 12 * 32 * 32 / 2
+    assert row["pioneer/grad_norm"] == pytest.approx(whole["pioneer/grad_norm"], rel=0.1)
 
 
-def test_what_two_have_saved_one_goes_on_from_and_the_other_way_round(runs):
-    flags = ["--run_dir", str(runs / "shard_one"), "--iterations", "2", "--shard", "false"]
-    train_imdb.main(["--resume", *flags])
-    for name in ("shard_one", "one_two"):
-        assert numbers(runs / name)[2] == pytest.approx(numbers(runs / "one")[2], rel=1e-5, abs=1e-5)
+def test_two_processes_evaluate_as_one_does(runs):
+    one, two = (runs / name / "evaluation" for name in ("one", "two"))
+    for row, other in zip(rows(one, "llm2.jsonl"), rows(two, "llm2.jsonl"), strict=True):
+        assert row["sampled"] == other["sampled"] and row["greedy"] == other["greedy"]
+    for name, metrics in read(one / "results.json").items():
+        assert read(two / "results.json")[name] == pytest.approx(metrics, rel=1e-5)
 
 
-def test_final_models_of_shards_are_whole(runs):
-    for name in ("two", "shard", "one_two"):
-        model = AutoModelForCausalLM.from_pretrained(runs / name / "final" / "llm1")
-        expected = AutoModelForCausalLM.from_pretrained(runs / "one" / "final" / "llm1")
-        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+def test_what_is_wrong_is_one_line(runs):
+    """Of flags that differ, and of a prompt without tokens that one process alone has met."""
+    lines = [line for line in (runs / "err").read_text().splitlines() if line.startswith("error: ")]
+    assert lines[0] == "error: seed is 0: is 1 in process 1; give all the same flags"
+    assert len(lines) == 2 and lines[1].startswith("error: prompt is '': has no tokens")
+    assert not (runs / "refused").exists() and len(rows(runs / "prompt")) == 2
 
 
-def test_two_processes_answer_what_one_answers(runs):
-    one, two = (runs / f"evaluated_{name}" / "evaluation" for name in ("one", "two"))
-    for name in ("base.jsonl", "llm1.jsonl", "llm2.jsonl", "results.json"):
-        assert (one / name).read_text() == (two / name).read_text()
+def test_a_signal_to_one_process_ends_all_after_the_iteration(runs):
+    assert checkpoints_of(runs / "SIGTERM")[0].name.startswith("iteration_000002-")
+    assert "stopped after iteration 2; go on with: torchrun --nproc_per_node 2 " in (runs / "out").read_text()
 
 
-def test_two_processes_hold_what_the_plan_counts(runs, small):
-    config = model_config(str(small / "lm"))
-    cfg = settings(batch_size=8, mini_batch_size=4, max_response_length=10, device="cpu", dtype="float32",
-                   shard=True)
-    plan = Plan(cfg, config, prompt=20, gpus=2)
-    for rank in (0, 1):
-        held = read(runs / "shard_one" / f"weighed_{rank}.json")
-        assert held == {name: plan.parts()[name] for name in held}
-    assert held["moments"] < 0.7 * 2 * 2 * 4 * plan.weights             # a third of this model are embeddings
+def test_where_a_process_was_killed_one_goes_on(runs):
+    assert [row["iteration"] for row in rows(runs / "SIGKILL")] == [0, 1]
+    train_imdb.main(["--resume", "--run_dir", str(runs / "SIGKILL"), "--shard", "false"])
+    require_same_rows(runs / "SIGKILL", runs / "mixed")
 
 
-def test_a_process_that_is_killed_ends_all_and_the_run_goes_on(small_flags, tmp_path, monkeypatch):
-    flags = ["--iterations", "3", "--run_dir", str(tmp_path / "r")]
-    begun = time.time()
-    command = ["train_imdb:main", *small_flags, "--task", "processes:Faulty", *flags]
-    status, _, err = torchrun(tmp_path, command, agents=2)
-    assert status == 1 and time.time() - begun < 100
-    assert "Signal 9 (SIGKILL)" in err and err.count("error: ") <= 1
-    assert [row["iteration"] for row in rows(tmp_path / "r")] == [0, 1]
-    monkeypatch.setenv("RANK", "0")
-    train_imdb.main(["--resume", *flags])
-    assert [row["iteration"] for row in rows(tmp_path / "r")] == [0, 1, 2, 3]
+SCRIPT = """
+import os, signal
+from cory.system.distributed import launched, processes, started_as
+with launched({"device": "cpu"}):
+    print(processes().gather([processes().rank]), started_as("x.py"), flush=True)
+with launched({"device": "cpu"}):               # another run of the same processes
+    if processes().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    processes().gather([0])
+"""
 
 
-def test_a_signal_to_torchrun_ends_all_after_the_iteration(runs):
-    out, err = read(runs / "said.json")
-    done = rows(runs / "stopped")[-1]["iteration"]
-    assert f"stopped by SIGTERM after iteration {done}; go on with: torchrun --nnodes 1 " in out
-    assert err.count("this iteration is finished and saved first") == 1
-    assert checkpoints_of(runs / "stopped")[0].name.startswith(f"iteration_{done:06d}-")
-
-
-def test_different_flags_are_refused(runs):
-    _, err = read(runs / "said.json")
-    first = next(line for line in err.splitlines() if "error: " in line)
-    assert first == "error: seed is 0: is 1 in process 1; give all the same flags"
-    assert not (runs / "refused").exists()
+def test_torchrun_starts_processes_and_ends_all_when_one_is_killed(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                           "2", tmp_path / "script.py"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+    assert done.stdout == "[0, 1] torchrun --nproc_per_node 2 x.py\n"
+    assert done.returncode == 1 and "Signal 9 (SIGKILL)" in done.stderr
 
 
 def test_shards_need_torchrun(small_flags, tmp_path, capsys):
-    line = error_line(train_imdb.main, [*small_flags, "--shard", "true", "--run_dir", tmp_path / "r"], capsys)
+    line = error_line(train_imdb.main, [*small_flags, *SHARD, "--run_dir", tmp_path / "r"], capsys)
     assert line.startswith("error: shard is True: divides the models among processes")
-    with pytest.raises(UserError), launched({"shard": True}):
-        pass
-
-
-def test_a_run_that_did_not_join_its_peers_is_refused(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="processes is '2': have not been joined"):
-        Run(ImdbConfig())
-
-
-def test_the_line_to_go_on_starts_as_many_processes(monkeypatch):
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(distributed, "world_size", lambda: 16)
-    line = "torchrun --nnodes 2 --nproc_per_node 8 train_imdb.py"
-    assert distributed.started_as("train_imdb.py") == line
-    monkeypatch.setattr(distributed, "world_size", lambda: 1)
-    assert distributed.started_as("train_imdb.py") == "python train_imdb.py"

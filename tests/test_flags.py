@@ -1,94 +1,111 @@
-"""The algorithm's flags over whole runs: each resumes bit for bit, one model plays both roles, groups are
-a query's own.
-"""
+"""The command line: flags over presets and a resumed run's settings, agents' own settings, names of code."""
+import json
+import sys
+from dataclasses import dataclass, fields
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from toys import agent_of, bigram, error_line, read, require_same_runs, rows, stopped
+from toys import error_line, read
 
-import cory.train
+import train_gsm8k
 import train_imdb
-from cory.experiment.checkpoint import checkpoints_of
-from cory.ppo.agent import agent_seed
-from cory.ppo.rollout import collect_rollout
-from cory.ppo.update import make_experience
-
-COMBINATIONS = {
-    "rloo": "--advantage rloo --responses_per_query 4 --kl_in loss --ent_coef 0.01 --lr_schedule cosine "
-    "--warmup_iterations 1",
-    "share": "--advantage reinforce --share_weights true --role_exchange_every 5 --whiten_advantages false "
-    "--lr_schedule linear --sampling_temperature 0.8 --top_p 0.9 --importance_cap 2"}
+from cory.config import ADVANTAGES, IMDB_PRESETS, METHODS, ImdbConfig, setting
+from cory.errors import UserError
+from cory.flags import config_json, load_config, parse
+from cory.names import find
+from cory.train import Cory
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
-def test_a_stopped_run_resumes_to_the_same_bits_with_each_flag(name, small_flags, tmp_path):
-    flags = [*small_flags, *COMBINATIONS[name].split(), "--iterations", "3", "--eval_every", "0"]
-    whole = tmp_path / "whole"
-    train_imdb.main([*flags, "--run_dir", str(whole)])
-    train_imdb.main(["--resume", "--run_dir", str(stopped(whole, tmp_path / "stopped"))])
-    require_same_runs(whole, tmp_path / "stopped")
-    first = rows(whole)[1]
-    assert {"llm1/task_reward", "llm1/entropy", "llm1/learning_rate"} <= first.keys()
-    assert ("llm1/kl_loss" in first) == (name == "rloo")
-    assert not any("value" in key or "explained" in key for key in first)                   # no critic
-    assert not list(tmp_path.rglob("value_head*"))
-    assert not any("value_head" in key for key in load_file(checkpoints_of(whole)[0]))
-    assert read(whole / "config.json")["agents"] == (["llm1"] if name == "share" else ["llm1", "llm2"])
+def imdb(*argv: str) -> ImdbConfig:
+    return parse(ImdbConfig, IMDB_PRESETS, list(argv))
 
 
-def test_raising_the_iterations_of_a_falling_rate_is_refused(small_flags, tmp_path, capsys):
-    run_dir = ["--run_dir", str(tmp_path / "r")]
-    train_imdb.main([*small_flags, "--lr_schedule", "linear", "--iterations", "2", *run_dir])
-    assert [row["llm1/learning_rate"] for row in rows(tmp_path / "r")[1:]] == [1e-3, 0.5e-3]
-    line = error_line(train_imdb.main, ["--resume", *run_dir, "--iterations", "4"], capsys)
-    assert "iterations is 4: the run was started with 2" in line
+def test_a_flag_overrides_the_preset_and_leaves_the_rest():
+    changed = imdb("--preset", "gpt2", "--learning_rate", "3e-5", "--knowledge_transfer", "false", "--shard")
+    old, new = vars(imdb("--preset", "gpt2")), vars(changed)
+    assert {name: new[name] for name in new if new[name] != old[name]} == {
+        "learning_rate": 3e-5, "knowledge_transfer": False, "shard": True}
 
 
-def test_one_model_in_both_roles(small_flags, tmp_path, monkeypatch):
-    """Both turns train it, the pioneer's first; it is saved once; its own metrics are the mean of its two
-    turns.
-    """
-    flags = ["--share_weights", "true", "--role_exchange_every", "5", "--iterations", "2",
-             "--run_dir", str(tmp_path / "r")]
-    order, update = [], cory.train.ppo_update
-
-    def watched(agent, rollout, *rest):
-        prompts = rollout.prompt_mask_BP.sum(1).float().mean().item()
-        order.append((agent.name, prompts > 30))                        # the observer's template is long
-        return update(agent, rollout, *rest)
-
-    monkeypatch.setattr(cory.train, "ppo_update", watched)
-    train_imdb.main([*small_flags, *flags])
-    assert order == [("llm1", False), ("llm1", True)] * 2
-    last = rows(tmp_path / "r")[2]
-    assert last["roles"] == {"pioneer": "llm1", "observer": "llm1"}
-    for key in ("task_reward", "kl", "entropy", "approx_kl"):
-        mean = (last[f"pioneer/{key}"] + last[f"observer/{key}"]) / 2
-        assert last[f"llm1/{key}"] == pytest.approx(mean, rel=1e-12)
-    held_out = {"iteration", "split", "queries", "samples", "base", "llm1", "team"}
-    assert read(tmp_path / "r" / "eval.json").keys() == held_out
-    assert [p.name for p in (tmp_path / "r" / "final").iterdir()] == ["llm1"]
-    saved = load_file(checkpoints_of(tmp_path / "r")[0])
-    assert {key.partition("/")[0] for key in saved} == {"llm1", "random"}
+def test_help_has_every_flag_with_the_presets_own_default(capsys):
+    with pytest.raises(SystemExit):
+        imdb("--preset", "gpt2-xl", "--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"--{f.name}" in shown for f in fields(ImdbConfig) if f.name != "agent_settings")
+    assert "(default: gpt2-xl)" in shown and "(default: gpt2-large)" not in shown
 
 
-def test_no_two_agents_of_any_two_runs_share_a_seed():
-    """Draws are compared, not seeds: PyTorch's CPU generator uses the low 32 bits of its seed alone."""
-    seeds = [agent_seed(seed, index) for seed in (0, 1, 2, 2**31 - 1) for index in range(5)]
-    draws = [torch.rand(4, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-    assert len({tuple(draw.tolist()) for draw in draws}) == len(seeds)
-    # what runs of two agents have always had
-    assert [agent_seed(3, 0), agent_seed(3, 1)] == [6, 7]
+def test_agents_have_settings_of_their_own():
+    cfg = imdb("--llm2", "learning_rate=3e-5", "num_ppo_epochs=8", "--seed", "4", "--judge", "lam=0")
+    assert cfg.agent_settings == {"llm2": {"learning_rate": 3e-5, "num_ppo_epochs": 8}, "judge": {"lam": 0.0}}
+    first, second = cfg.of_agent("llm1"), cfg.of_agent("llm2")
+    assert (first.learning_rate, first.num_ppo_epochs, first.seed) == (2e-3, 1, 4)
+    assert (second.learning_rate, second.num_ppo_epochs, second.seed) == (3e-5, 8, 4)
 
 
-def test_the_kl_is_charged_once_in_the_reward_or_in_the_loss():
-    for kl_in, charged in (("reward", True), ("loss", False)):
-        agent = agent_of(
-            bigram(), kl_in=kl_in, kl_penalty="k1", advantage="reinforce", whiten_advantages="false")
-        agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=torch.Generator().manual_seed(3))
-        rollout = collect_rollout(agent, ["a"] * 8, 3)
-        advantage_BT = make_experience(rollout, torch.zeros(8), 0.5, agent.cfg).advantage_BT
-        expected = -0.5 * rollout.kl_BT.flip(1).cumsum(1).flip(1) * rollout.mask_BT * charged
-        torch.testing.assert_close(advantage_BT, expected, atol=1e-6, rtol=1e-5)
-        assert rollout.kl_BT.abs().max() > 0.1
+@pytest.mark.parametrize("argv, says", [
+    ("--learning_rat 1", "flag is '--learning_rat': unknown; did you mean --learning_rate?"),
+    ("--learning_rat=1", "flag is '--learning_rat=1': unknown; did you mean --learning_rate?"),
+    ("model=x", "flag is 'model=x': unknown"), ("--llm2 --seed 3", "flag is '--llm2': unknown"),
+    ("--llm2 seed=3", "setting is 'seed=3'"), ("--llm2 lerning_rate=1", "setting is 'lerning_rate=1'"),
+    ("--llm2 learning_rate=x", "--learning_rate: invalid float value: 'x'"),
+    ("--knowledge_transfer maybe", "'maybe' is neither true nor false"), ("--kl_in rewards", "'rewards'"),
+    ("--preset huge", "preset is 'huge': choose from tiny, gpt2"), ("--preset", "--preset: expected one"),
+    ("--resume", "run_dir is '': names no run"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run")])
+def test_bad_command_lines_are_one_line(argv, says, capsys):
+    assert says in error_line(train_imdb.main, argv.split(), capsys)
+
+
+# --- resumed runs and config.json ---
+def resume(folder, *flags: str) -> list[str]:
+    """The command line that resumes a run with these flags."""
+    (folder / "config.json").write_text(config_json(imdb(*flags), ["llm1", "llm2"]))
+    return ["--resume", "--run_dir", str(folder)]
+
+
+def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkeypatch):
+    argv = resume(tmp_path, "--learning_rate", "3e-5", "--lr_schedule", "constant", "--llm2", "lam=0.5")
+    monkeypatch.setitem(IMDB_PRESETS["tiny"], "vf_coef", 9.0)
+    cfg = imdb(*argv, "--iterations", "99", "--wandb", "offline")
+    assert (cfg.learning_rate, cfg.vf_coef, cfg.agent_settings) == (3e-5, 0.1, {"llm2": {"lam": 0.5}})
+    assert (cfg.iterations, cfg.wandb, cfg.resume) == (99, "offline", True)
+
+
+@pytest.mark.parametrize("flags", ["", "--lr_schedule constant --llm2 lr_schedule=cosine"])
+def test_a_resumed_run_whose_rate_falls_keeps_its_iterations(flags, tmp_path, capsys):
+    argv = resume(tmp_path, *flags.split())
+    line = error_line(train_imdb.main, [*argv, "--iterations", "99", "--lam", "0"], capsys)
+    assert "iterations was 44, now 99; lam was 0.95, now 0.0" in line
+    assert "holds a run of imdb" in error_line(train_gsm8k.main, argv, capsys)
+
+
+@dataclass
+class WithBonus(ImdbConfig):
+    bonus: float = setting(0.0, "added to each reward", min=0)
+
+
+def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
+    cfg = parse(WithBonus, {"mine": {"model": "m"}}, "--bonus 2 --llm2 model=n --llm3 model=m".split())
+    assert (cfg.bonus, cfg.preset, cfg.model) == (2.0, "mine", "m")
+    (tmp_path / "config.json").write_text(config_json(cfg, ["llm1", "llm2", "llm3"]))
+    assert load_config(tmp_path) == cfg and type(load_config(tmp_path)) is WithBonus
+    saved = read(tmp_path / "config.json")
+    assert saved["agents"] == {"llm1": "base", "llm2": "base_llm2", "llm3": "base"}
+    del saved["bonus"]                                  # a setting that was added since has its default
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert load_config(tmp_path).bonus == 0.0
+
+
+# --- names of code ---
+def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
+    (tmp_path / "present.py").write_text("x = 7")
+    (tmp_path / "lacking.py").write_text("import lack")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert find("method", "cory", METHODS) is Cory and find("advantage", "present:x", ADVANTAGES) == 7
+    for name, says in (("rlo", "advantage is 'rlo': unknown; did you mean rloo? choose from gae, rloo"),
+                       ("present:", "unknown"), ("present:y", "the module present has no y"),
+                       ("nowhere:x", "there is no module nowhere"), ("present.py:x", "name it without .py")):
+        with pytest.raises(UserError, match=says.replace("?", r"\?")):
+            find("advantage", name, ADVANTAGES)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'lack'"):
+        find("task", "lacking:Mine", {})

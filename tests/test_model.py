@@ -1,149 +1,184 @@
-"""The model as a policy: padding, alignment, dropout, precision."""
+"""The model as a policy: padding, alignment, dropout, precision, memory, templates."""
 import pytest
 import torch
-from toys import bigram, read, settings
-from transformers import AutoModelForCausalLM
+from conftest import byte_tokenizer
+from tokenizers.processors import TemplateProcessing
+from torch.autograd.graph import saved_tensors_hooks
+from toys import PROMPTS, agent_of, bigram, close, read, settings, tiny_gpt2
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma3Config,
+    GPT2Config,
+    LlamaConfig,
+    MptConfig,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+)
 
-from cory.config import Precision
+from cory.config import IMDB_PRESETS, ImdbConfig
+from cory.flags import parse
+from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.formulas import token_logprobs
-from cory.ppo.loading import load_language_model
-from cory.ppo.model import PolicyWithValue
-from cory.ppo.precision import multiply
-from cory.ppo.rollout import collect_rollout
-from cory.ppo.sampling import encode_prompts
+from cory.ppo.model import LanguageModel, context_length
+from cory.ppo.sampling import encode_prompts, sample
+from cory.run.run import Run
+
+CPU = torch.device("cpu")
 
 
-def test_a_row_alone_equals_the_same_row_in_a_padded_batch(small):
+def load(small, **changes) -> LanguageModel:
+    return load_language_model(str(small / "lm"), settings(**changes), CPU)
+
+
+# --- padding and alignment ---
+def test_a_row_alone_equals_the_same_row_in_a_padded_batch():
     """Prompts are padded on the left, responses on the right; neither may be felt."""
-    model = load_language_model(str(small / "lm"))
-    prompts, response = ["a", "a much longer prompt than that", "xyz"], torch.randint(0, 256, (3, 6))
+    model, response = tiny_gpt2(), torch.randint(0, 6, (3, 6))
+    prompts = ["a", "abcdefabcdef", "fed"]
     together = model.response_hidden(*encode_prompts(model, prompts, 6), response)
     for row, (prompt, length) in enumerate(zip(prompts, (6, 3, 1))):
-        alone = model.response_hidden(*encode_prompts(model, [prompt], 6), response[row : row + 1, :length])
-        torch.testing.assert_close(together[row, :length], alone[0], atol=1e-5, rtol=1e-5)
+        alone = model.response_hidden(*encode_prompts(model, [prompt], 6), response[row:row + 1, :length])
+        close(together[row, :length], alone[0], 1e-5)
 
 
 def test_logprob_t_belongs_to_response_token_t():
     """Against log-probabilities read off the bigram table by hand."""
     model = bigram()
     table = model.lm.head.weight.T.log_softmax(-1)
-    response = torch.tensor([[2, 5, 0], [1, 1, 3]])  # after the prompts "ab" and "d": last letters b, d
-    logp = model.logprobs(model.response_hidden(*encode_prompts(model, ["ab", "d"], 3), response))
-    logp = token_logprobs(logp.flatten(0, 1), response.flatten()).view(2, 3)
-    torch.testing.assert_close(logp, table[[[1, 2, 5], [3, 1, 1]], response])
+    response = torch.tensor([[2, 5, 0], [1, 1, 3]])     # after the prompts "ab" and "d": last letters b, d
+    hidden = model.response_hidden(*encode_prompts(model, ["ab", "d"], 3), response).flatten(0, 1)
+    logp = table[[[1, 2, 5], [3, 1, 1]], response].flatten()
+    close(token_logprobs(model.logprobs(hidden), response.flatten()), logp)
+    again, entropy = model.logp_and_entropy(hidden, response.flatten())
+    close(again, logp)
+    close(entropy[0], -(table[1].exp() * table[1]).sum())       # after the letter b
 
 
-def test_matches_transformers_own_forward_and_applies_the_temperature(small):
+def test_logits_are_those_of_transformers_own_forward_pass(small):
     """Also where gelu_new is computed as the same function by another name."""
     assert read(small / "lm" / "config.json")["activation_function"] == "gelu_new"
-    model, hot = (load_language_model(str(small / "lm"), temperature) for temperature in (1.0, 2.0))
-    prompts = encode_prompts(model, ["hello there"], 4)
-    response = torch.tensor([[10, 20, 30, 40]])
+    model = load(small)
+    prompts, response = encode_prompts(model, ["hello there"], 4), torch.tensor([[10, 20, 30, 40]])
     plain = AutoModelForCausalLM.from_pretrained(small / "lm").eval()
     theirs = plain(torch.cat([prompts.ids_BP, response], 1)).logits[:, -5:-1]
-    for ours, logits in ((model, theirs), (hot, theirs / 2)):
-        logp = ours.logprobs(ours.response_hidden(*prompts, response))
-        torch.testing.assert_close(logp, logits.log_softmax(-1), atol=1e-5, rtol=1e-5)
+    ours = model.logprobs(model.response_hidden(*prompts, response))
+    close(ours, theirs.log_softmax(-1).detach(), 1e-5)
 
 
-def test_dropout_is_off_while_gradients_flow(small):
-    assert read(small / "lm" / "config.json")["resid_pdrop"] == 0.1
-    policy = PolicyWithValue(load_language_model(str(small / "lm"))).requires_grad_(True)
-    prompts, response = encode_prompts(policy, ["abc"], 4), torch.tensor([[1, 2, 3, 4]])
-    first, second = (policy.response_hidden(*prompts, response) for _ in range(2))
-    assert first.requires_grad and torch.equal(first, second)
+# --- prompts in a chat template ---
+SPECIAL = ["[gMASK]", "<sop>", "<user>", "<bot>"]
+QUERY = "{{ messages[0]['content'] }}"
+MASK, SOP, USER, BOT = range(257, 261)
 
 
-def test_value_head_starts_at_zero_in_float32_and_agents_start_as_copies(small):
-    base = load_language_model(str(small / "lm"))
+@pytest.mark.parametrize("template, before, behind", [
+    (f"[gMASK]<sop><user>{QUERY}<bot>", [MASK, SOP, USER], [BOT]),      # a prefix that is no BOS, as GLM-4's
+    (f"<user>{QUERY}<bot>", [USER], [BOT]),                             # and a template without it
+    (QUERY + "{% if add_generation_prompt %}<bot>{% endif %}", [], [BOT])])
+def test_the_ids_of_a_chat_prompt_are_its_templates_own(template, before, behind):
+    """Whatever the tokenizer puts before a plain text: here [gMASK] and <sop>."""
+    tokenizer = byte_tokenizer(eos_token="<|endoftext|>", additional_special_tokens=SPECIAL)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="[gMASK] <sop> $A", special_tokens=[("[gMASK]", MASK), ("<sop>", SOP)])
+    tokenizer.chat_template = template
+    text = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    plain, chat = (LanguageModel(bigram().lm, tokenizer, "float32", on) for on in (False, True))
+    assert plain.encode(["ab", "ab"]) == [[MASK, SOP, *text]] * 2
+    assert chat.encode(["ab", "ab"]) == [[*before, *text, *behind]] * 2
+
+
+# --- context ---
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+
+
+@pytest.mark.parametrize("config, length", [
+    (GPT2Config(n_positions=40), 40), (MptConfig(max_seq_len=64), 64), (BloomConfig(), None),
+    (Gemma3Config(text_config={"max_position_embeddings": 77}), 77),
+    # other functions of their tokens beyond the length that they were first trained with
+    (Phi3Config(max_position_embeddings=64, original_max_position_embeddings=16, rope_scaling=LONGROPE), 16),
+    (LlamaConfig(max_position_embeddings=50, rope_scaling={"rope_type": "dynamic", "factor": 4.0}), 50)])
+def test_the_context_is_as_long_as_the_model_is_the_same_function(config, length):
+    assert context_length(config) == length
+
+
+# --- agents and their critic ---
+def test_agents_start_as_copies_with_a_critic_that_says_0(small):
+    base, before = load(small), torch.get_rng_state()
     one, two = (Agent(name, base, settings(), i) for i, name in enumerate(("llm1", "llm2")))
-    for (name, p), (_, q) in zip(one.policy.named_parameters(), two.policy.named_parameters()):
+    assert torch.equal(before, torch.get_rng_state())
+    for (name, p), q in zip(one.policy.named_parameters(), two.policy.parameters(), strict=True):
         assert torch.equal(p, q) and p.data_ptr() != q.data_ptr() and p.requires_grad, name
-    hidden = torch.randn(2, 3, 32)
-    assert one.policy.value_head.weight.dtype == torch.float32 and (one.policy.values(hidden) == 0).all()
-    one.policy.value_head.weight.data[0, 5] = 2.0
-    torch.testing.assert_close(one.policy.values(hidden), 2 * hidden[..., 5])
+    hidden = torch.randn(2, 3, 32).bfloat16()
+    values = one.policy.values(hidden)
+    assert values.dtype == torch.float32 and values.shape == (2, 3) and (values == 0).all()
     assert not any(p.requires_grad for p in base.parameters())
 
 
-@pytest.fixture
-def rounded(monkeypatch):
-    """The head's inputs rounded as the precision says, on processors too that leave them as they are."""
-
-    def rounding(a_MK, b_KN, precision):
-        if precision == "bfloat16":
-            a_MK, b_KN = a_MK.bfloat16().float(), b_KN.bfloat16().float()
-        return multiply(a_MK, b_KN, "float32")
-
-    monkeypatch.setattr("cory.ppo.model.multiply", rounding)
+# --- dropout and memory ---
+def opt() -> LanguageModel:
+    """Its layers draw their dropout themselves."""
+    torch.manual_seed(0)
+    config = OPTConfig(vocab_size=7, hidden_size=16, ffn_dim=32, num_hidden_layers=3, num_attention_heads=2,
+                       max_position_embeddings=40, word_embed_proj_dim=16, dropout=0.5, init_std=0.3,
+                       pad_token_id=0, bos_token_id=6, eos_token_id=6)
+    return LanguageModel(OPTForCausalLM(config), bigram().tokenizer).requires_grad_(False)
 
 
-@pytest.mark.parametrize("head", ["float32", "bfloat16"])
-def test_bfloat16_keeps_the_ratio_of_an_untouched_policy_near_1(small, rounded, head):
-    base = load_language_model(str(small / "lm"), precision=Precision("bfloat16", head))
-    cfg = settings(dtype="bfloat16")
-    agent = Agent("llm1", base, cfg, 0)
-    turn = collect_rollout(agent, ["a film", "one story of a man"] * 4, 6)
-    logp = agent.policy.logprobs(
-        agent.policy.response_hidden(turn.prompt_BP, turn.prompt_mask_BP, turn.response_BT).flatten(0, 1))
-    assert logp.dtype == torch.float32
-    logp = token_logprobs(logp, turn.response_BT.flatten()).view_as(turn.logp_BT)
-    assert ((logp - turn.logp_BT) * turn.mask_BT).exp().sub(1).abs().max() < 1e-2
-    assert turn.sampling_gap < 2e-2 and turn.kl_BT.abs().max() == 0
-    assert all(p.dtype == torch.float32 for p in agent.policy.parameters())
-
-
-@pytest.mark.parametrize("offset", ["one unit", "spread"])
-@pytest.mark.parametrize("head, tolerance", [("float32", 0.1), ("bfloat16", 0.5)])
-def test_low_precision_keeps_log_probabilities_where_all_logits_lie_near_minus_100(
-    small, rounded, head, tolerance, offset):
-    """As GPT-2's do; neighbouring bfloat16 numbers are 0.5 apart there, so that a product rounded to them
-    would be lost, while rounded inputs are not. The offset comes from one large hidden unit, or from many.
+@pytest.mark.parametrize("build", [lambda: tiny_gpt2(n_layer=3), opt], ids=["gpt2", "opt"])
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_recomputed_activations_give_the_same_gradient_in_less_memory(build, lora_rank):
+    """Without dropout, which is 0.1 and 0.5 in the configs; and a base that shares its layers with the policy
+    samples as before.
     """
-    logps = {}
-    for precision in (Precision(), Precision("bfloat16", head)):
-        model = load_language_model(str(small / "lm"), precision=precision)
-        units = slice(0, 1) if offset == "one unit" else slice(0, 32)
-        count = 32 if offset == "spread" else 1
-        model.lm.transformer.ln_f.bias.data[units] += 100 / count**0.5
-        model.lm.transformer.wte.weight.data[:, units] -= 1 / count**0.5
+    results = []
+    for on in (False, True):
+        base = build()
+        prompts, response = encode_prompts(base, PROMPTS, 6), torch.full((8, 6), 3)
+        policy = agent_of(base, lora_rank=lora_rank, gradient_checkpointing=on).policy
+        kept = []
+        with saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            hidden = policy.response_hidden(*prompts, response)
+        (hidden * torch.linspace(-1, 1, hidden[0].numel()).view_as(hidden[0])).sum().backward()
+        greedy = sample(base, prompts, 6, None)
+        gradients = [p.grad for p in policy.trainable_parameters().values() if p.grad is not None]
+        results.append((sum(kept), hidden, gradients, greedy.response_BT))
+    (size, hidden, gradients, greedy), (size_on, hidden_on, gradients_on, greedy_on) = results
+    assert size_on < size / 4 and torch.equal(hidden, hidden_on) and torch.equal(greedy, greedy_on)
+    assert len(gradients) == len(gradients_on) > 10 and gradients[-1].abs().sum() > 0
+    for p, q in zip(gradients, gradients_on):
+        close(p, q)
+
+
+# --- precision ---
+def test_bfloat16_keeps_log_probabilities_where_all_logits_lie_near_minus_100(small):
+    """As GPT-2's do; neighbouring bfloat16 numbers are 0.5 apart there."""
+    logps = []
+    for dtype in ("float32", "bfloat16"):
+        model = load(small, dtype=dtype)
+        model.lm.transformer.ln_f.bias.data[0] += 100
+        model.lm.transformer.wte.weight.data[:, 0] -= 1
         prompts = encode_prompts(model, ["a film of"], 5)
         hidden = model.response_hidden(*prompts, torch.tensor([[1, 2, 3, 4, 5]])).flatten(0, 1)
-        logps[precision] = model.logprobs(hidden)
-        assert model.lm.get_output_embeddings()(hidden.float()).mean() < -80
-    exact, low = logps.values()
-    assert 0 < (low - exact).abs().max() < tolerance
+        logps.append(model.logprobs(hidden))
+        assert model.logits(hidden).mean() < -80 and logps[-1].dtype == torch.float32
+    exact, low = logps
+    assert 0 < (low - exact).abs().max() < 0.1
 
 
-def test_products_of_the_head_are_float32_and_the_setting_lasts_no_longer(small):
-    """Also within autocast, which would round the result."""
-    a, b = torch.randn(20, 30), torch.randn(30, 40)
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    for precision in ("float32", "bfloat16"):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = multiply(a, b, precision)
-        assert y.dtype == torch.float32
-        close = {"float32": dict(atol=1e-5, rtol=1e-5), "bfloat16": dict(atol=0.1, rtol=0.05)}[precision]
-        torch.testing.assert_close(y, a @ b, **close)
-        assert torch.backends.mkldnn.matmul.fp32_precision == before
-
-
-def test_the_head_is_told_its_precision_in_sampling_and_in_the_update(small, monkeypatch):
-    asked = []
-    monkeypatch.setattr("cory.ppo.model.multiply", lambda a, b, precision: asked.append(precision) or a @ b)
-    model = load_language_model(str(small / "lm"), precision=Precision("float32", "bfloat16"))
-    model.requires_grad_(True)
-    model.logprobs(torch.randn(3, 32))
-    hidden = torch.randn(3, 32, requires_grad=True)
-    model.logp_and_entropy(hidden, torch.tensor([1, 2, 3]))[0].sum().backward()
-    assert asked == ["bfloat16"] * 4
-
-
-def test_a_value_head_draws_no_random_number_and_log_probabilities_no_gradient(small):
-    base = load_language_model(str(small / "lm"))
-    before = torch.get_rng_state()
-    policy = PolicyWithValue(base)
-    assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(RuntimeError, match="derivative|autograd|automatic differentiation"):
-        policy.logprobs(torch.randn(2, 32)).sum().backward()
+def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, tmp_path):
+    """Matrices alone, and only after the agents have had their copies, which stay in float32."""
+    model, prompts = load(small, dtype="bfloat16"), ["a film", "one"]
+    response = torch.tensor([[1, 2, 3]] * 2)
+    before = model.response_hidden(*encode_prompts(model, prompts, 3), response)
+    model.cast_once()
+    assert torch.equal(before, model.response_hidden(*encode_prompts(model, prompts, 3), response))
+    flags = [*small_flags, "--dtype", "bfloat16", "--run_dir", str(tmp_path / "run")]
+    with Run(parse(ImdbConfig, IMDB_PRESETS, flags)) as run:
+        base, policy = run.bases["base"], run.agents[0].policy
+    for name, p in base.lm.named_parameters():
+        in_a_product = name.startswith("transformer.h.") and p.dim() == 2
+        assert p.dtype == (torch.bfloat16 if in_a_product else torch.float32), name
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from cory.config import ImdbConfig
 from cory.ppo.agent import Agent
@@ -59,11 +60,22 @@ class BigramLM(nn.Module):
     def get_output_embeddings(self):
         return self.head
 
+    get_input_embeddings = get_output_embeddings            # it has a row for each letter
+
 
 def bigram(logits_UV=None, seed=0) -> LanguageModel:
     if logits_UV is None:
         logits_UV = torch.randn(7, 7, generator=generator(seed))
     return LanguageModel(BigramLM(logits_UV), LetterTokenizer()).requires_grad_(False)
+
+
+def tiny_gpt2(seed=4, **changes) -> LanguageModel:
+    """A frozen random GPT-2 over the letters, with dropout in its config. Responses end at all lengths."""
+    sizes = dict(vocab_size=7, n_positions=40, n_embd=8, n_layer=2, n_head=2, bos_token_id=6, eos_token_id=6,
+                 initializer_range=0.3)
+    torch.manual_seed(seed)
+    lm = GPT2LMHeadModel(GPT2Config(**sizes | changes))
+    return LanguageModel(lm, LetterTokenizer()).requires_grad_(False)
 
 
 def generator(seed=0) -> torch.Generator:
@@ -77,6 +89,16 @@ def settings(**changes) -> ImdbConfig:
 
 def agent_of(model: LanguageModel, **changes) -> Agent:
     return Agent("llm1", model, settings(**changes), 0)
+
+
+PROMPTS = ["a", "abcdef", "dd", "fedcba"] * 2           # of letters
+
+
+def moved(agent: Agent) -> Agent:
+    """The agent with a policy that is no longer its reference, and a critic that says something."""
+    for p in agent.policy.trainable_parameters().values():
+        p.data += 0.1 * torch.randn(p.shape, generator=generator(2))
+    return agent
 
 
 def train_on(agent: Agent, rollout, score_B, cfg: ImdbConfig) -> dict[str, float]:

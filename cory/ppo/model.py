@@ -1,16 +1,18 @@
 """A causal language model seen as a policy, with a value head for the agents.
 
 Where a tensor's name ends in capitals they are its shape: B rows, P prompt tokens (padded on the left), T
-response tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens gathered
-from many rows, R rows that are still sampled, G queries with k responses each; digits are sizes. Masks are 1 for
-real tokens and 0 for padding.
+response tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens
+gathered from many rows, R rows that are still sampled, G queries with k responses each; digits are sizes.
+Masks are 1 for real tokens and 0 for padding.
 """
 import copy
 from contextlib import nullcontext
+from functools import partial
+from typing import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
+from torch.utils.checkpoint import checkpoint
 
 from cory.ppo import formulas
 from cory.ppo.lora import activate, adapter_parameters, linear_layers
@@ -20,8 +22,8 @@ class LanguageModel(nn.Module):
     """Any Hugging Face causal LM with its tokenizer.
 
     Body and head are called separately, so that logits are made only where a response token is predicted.
-    Dropout is off: sampling, the rollout and the update see the same pi. DIFFERS: the released code samples and
-    trains with dropout after its first update.
+    Dropout is off: sampling, the rollout and the update see the same pi. DIFFERS: the released code samples
+    and trains with dropout after its first update.
     """
 
     def __init__(self, lm: nn.Module, tokenizer, dtype: str = "float32", chat_template: bool = False,
@@ -54,7 +56,8 @@ class LanguageModel(nn.Module):
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
 
     def encode(self, prompts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt, with the tokenizer's BOS if any, or as a user's message in its template."""
+        """Token ids of each prompt: with the tokenizer's BOS if any, or as a user's message in its template.
+        """
         if not self.chat_template:
             return self.tokenizer(prompts)["input_ids"]
         return [self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], return_dict=False,
@@ -108,9 +111,9 @@ class LanguageModel(nn.Module):
 class PolicyWithValue(LanguageModel):
     """The policy and, where the advantage needs one, its critic: a value head on the last hidden state.
 
-    The policy is a copy of the base, or with `adapter` the base itself with its adapter of that name. The value
-    head (paper, sec. 3) is linear, in float32, and trains the transformer too. It starts at 0 (the paper does
-    not say).
+    The policy is a copy of the base, or with `adapter` the base itself with its adapter of that name. The
+    value head (paper, sec. 3) is linear, in float32, and trains the transformer too. It starts at 0 (the
+    paper does not say).
     """
 
     def __init__(self, base: LanguageModel, adapter: str | None = None, critic: bool = True,
@@ -123,10 +126,8 @@ class PolicyWithValue(LanguageModel):
             self.value_head = nn.utils.skip_init(nn.Linear, width, 1, device=base.device, dtype=torch.float32)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
-        self.checkpointed_layers = []
         if gradient_checkpointing:
-            lm.gradient_checkpointing_enable({"use_reentrant": False})
-            self.checkpointed_layers = [m for m in lm.modules() if isinstance(m, GradientCheckpointingLayer)]
+            recompute_layers(self.lm)
         for parameter in self.trainable_parameters().values():
             parameter.requires_grad_(True)
 
@@ -141,11 +142,21 @@ class PolicyWithValue(LanguageModel):
         """V(s) in units of reward for each hidden state (..., H) -> (...)."""
         return self.value_head(hidden.float()).squeeze(-1)
 
-    def body(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache=None) -> tuple[Tensor, object]:
-        # transformers recomputes only layers in training mode; their dropout modules stay in eval mode
-        for layer in self.checkpointed_layers:
-            layer.training = torch.is_grad_enabled()
-        return super().body(ids, mask, position_ids, cache)
+
+def recompute_layers(lm: nn.Module) -> None:
+    """Makes the backward pass compute each layer's activations again, so that they are not kept. transformers
+    does so in training mode alone, in which some layers have dropout.
+    """
+    lists = [module for module in lm.base_model.modules() if isinstance(module, nn.ModuleList)]
+    for layer in max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters())):
+        if not isinstance(layer.forward, partial):          # with LoRA, agents share their layers
+            layer.forward = partial(recomputed, layer.forward)
+
+
+def recomputed(forward: Callable, *args, **kwargs):
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def positions(mask: Tensor) -> Tensor:
@@ -154,7 +165,8 @@ def positions(mask: Tensor) -> Tensor:
 
 
 def context_length(config) -> int | None:
-    """Tokens that a model takes, or over which it stays the same function; None where its config says nothing.
+    """Tokens that a model takes, or over which it stays the same function; None where its config does not
+    say.
 
     Some position embeddings ("longrope", "dynamic") change for all tokens once a text exceeds the length that
     the model was first trained with.

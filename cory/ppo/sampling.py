@@ -38,8 +38,8 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
             raise UserError("prompt", text[:60], "has no tokens, or one that the model has no embedding for; "
                             "remove this row from the data")
         if len(row) + max_new_tokens > context:
-            raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response exceed the "
-                            f"model's context of {context}; shorten the queries or the responses")
+            raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response exceed "
+                            f"the model's context of {context}; shorten the queries or the responses")
     width = max(map(len, rows))
     ids = torch.tensor([[model.tokenizer.eos_token_id] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -52,18 +52,17 @@ def real_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
 
 
 def decode(model: LanguageModel, prompts: Prompts, sample: Sample) -> list[str]:
-    """What the model wrote after each prompt, without special tokens: all that rewards and the other agent see.
-
-    Prompt and response are decoded together and cut behind the prompt: some tokenizers drop the space that a
-    text begins with.
+    """What the model wrote after each prompt, without special tokens: all that rewards and the other agent
+    see. Prompt and response are decoded together and cut behind the prompt: some tokenizers drop the space
+    that a text begins with.
     """
     def texts(rows: list[list[int]]) -> list[str]:
-        return model.tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return model.tokenizer.batch_decode(rows, skip_special_tokens=True,
+                                            clean_up_tokenization_spaces=False)
 
-    asked = real_ids(*prompts)
-    answered = real_ids(sample.response_BT, sample.mask_BT)
-    whole = texts([prompt + response for prompt, response in zip(asked, answered, strict=True)])
-    return [text[len(prompt):] for prompt, text in zip(texts(asked), whole, strict=True)]
+    prompt_ids, response_ids = real_ids(*prompts), real_ids(sample.response_BT, sample.mask_BT)
+    whole = texts([prompt + response for prompt, response in zip(prompt_ids, response_ids, strict=True)])
+    return [text[len(prompt):] for prompt, text in zip(texts(prompt_ids), whole, strict=True)]
 
 
 def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
@@ -89,8 +88,8 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
 
     DIFFERS: the released code samples with a repetition penalty and trains without.
 
-    R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the leading
-    columns that are padding in all others. The cache has the same R rows in the same order.
+    R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the
+    leading columns that are padding in all others. The cache has the same R rows in the same order.
     """
     B, device = len(prompts.ids_BP), model.device
     eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
@@ -126,7 +125,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
                 row_R, running_R, mask_RL = row_R[keep], running_R[keep], mask_RL[keep, first_column:]
                 ids_RL, position_ids_RL = ids_RL[keep], position_ids_RL[keep]
     if logp_BT.isnan().any():                               # one NaN or +inf logit makes all of its row NaN
-        raise Diverged("log-probability", float("nan"), "the model has diverged; go on from the last checkpoint "
-                       "or start anew, with a lower --learning_rate or with --max_grad_norm 1")
+        raise Diverged("log-probability", float("nan"), "the model has diverged; go on from the last "
+                       "checkpoint or start anew, with a lower --learning_rate or with --max_grad_norm 1")
     T = longest(mask_BT)
     return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])

@@ -2,6 +2,7 @@
 
     rollout -> token rewards -> advantages -> mini-batches -> loss of each token -> gradient -> Adam
 """
+import math
 from collections import defaultdict
 from dataclasses import replace
 from statistics import fmean
@@ -41,17 +42,19 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
                     add_gradient(agent, rows, step_tokens, sums)
                 grad_norms.append(optimizer_step(agent))
     metrics = {name: processes().sum(total).item() / tokens for name, total in sums.items()}
-    metrics |= {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "grad_norm": fmean(grad_norms),
-                "learning_rate": agent.optimizer.param_groups[0]["lr"]}
+    own = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "grad_norm": fmean(grad_norms),
+           "learning_rate": agent.optimizer.param_groups[0]["lr"]}
     if rollout.value_BT is not None:
         real = rollout.mask_BT.bool()
         value_N, return_N = rollout.value_BT[real], rollout.return_BT[real]
-        metrics |= {"value_mse": ((value_N - return_N) ** 2).mean().item(),
-                    "explained_variance": formulas.explained_variance(value_N, return_N)}
+        own |= {"value_mse": ((value_N - return_N) ** 2).mean().item(),
+                "explained_variance": formulas.explained_variance(value_N, return_N)}
+    for name in metrics.keys() & own.keys():
+        raise UserError("metric", name, "of `losses` has the name of another one; rename it")
     if cfg.kl_target:
         kl, n = rollout.kl_B.mean().item(), len(score_B)
         agent.kl_coef = formulas.adapted_kl_coef(agent.kl_coef, kl, cfg.kl_target, cfg.kl_horizon, n)
-    return metrics
+    return metrics | own
 
 
 def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
@@ -156,15 +159,16 @@ def optimizer_step(agent: Agent) -> float:
     if not parameters:
         raise UserError("loss", agent.name, "has no gradient for any parameter of this agent")
     norm = gradient_norm(parameters)
-    if not norm.isfinite():
-        raise Diverged("grad_norm", norm.item(), f"{agent.name} has diverged; the gradient was not "
+    if not math.isfinite(norm):
+        raise Diverged("grad_norm", norm, f"{agent.name} has diverged; the gradient was not "
                        "applied. Mend a score, advantage or loss of your own, or start a new run with a lower "
                        "--learning_rate or with --max_grad_norm 1")
-    if agent.cfg.max_grad_norm > 0:
-        clip_gradients(parameters, agent.cfg.max_grad_norm, norm)
+    if 0 < agent.cfg.max_grad_norm < norm:
+        for p in parameters:
+            p.grad *= agent.cfg.max_grad_norm / norm
     agent.optimizer.step()
     agent.optimizer.zero_grad(set_to_none=True)
-    return norm.item()
+    return norm
 
 
 def require_shape(name: str, x: Tensor, shape: torch.Size, what: str) -> None:

@@ -1,5 +1,5 @@
-"""State on disk, so that a killed run continues bit for bit (on a CPU; some CUDA kernels add in varying order);
-and the final models, for plain transformers.
+"""State on disk, so that a killed run continues bit for bit (on a CPU; some CUDA kernels add in varying
+order), and the final models, for plain transformers.
 
 A checkpoint is one safetensors file, `checkpoints/iteration_000012-CHECKSUM.safetensors`:
 
@@ -8,8 +8,8 @@ A checkpoint is one safetensors file, `checkpoints/iteration_000012-CHECKSUM.saf
     state/NAME                      a tensor of `run.state`, what the method remembers
     "state" in the file's header    all else, as JSON
 
-CHECKSUM begins the file's SHA-256. The file is written under another name, flushed and renamed. Nothing is ever
-unpickled.
+CHECKSUM begins the file's SHA-256. The file is written under another name, flushed and renamed. Nothing is
+ever unpickled.
 """
 import hashlib
 import json
@@ -31,17 +31,14 @@ TENSOR = "tensor of the file"                               # stands for one in 
 
 
 # --- save ---
-def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], roles: list[Agent], memory: dict,
-                    about: dict) -> None:
-    """`agents` are all of them; `roles` the same ones in the order of their roles in the next iteration; `memory`
-    is `run.state`; `about` are other JSON values. The previous checkpoint is kept. Raises `UserError`, and leaves
-    the older checkpoints, for weights that are not finite.
+def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], memory: dict, about: dict) -> None:
+    """`memory` is `run.state`, and `about` other JSON values. The previous checkpoint is kept. Raises
+    `UserError`, and leaves the older checkpoints, for weights that are not finite.
     """
     require_finite(agents)
     tensors = {}
-    state = about | {"iteration": iteration, "roles": [agent.name for agent in roles],
-                     "numbers": {agent.name: agent.numbers() for agent in agents},
-                     "memory": packed("state", memory, tensors)}
+    state = about | {"iteration": iteration, "memory": packed("state", memory, tensors),
+                     "numbers": {agent.name: agent.numbers() for agent in agents}}
     for agent in agents:
         tensors |= {f"{agent.name}/tensors/{name}": x for name, x in agent.tensors().items()}
         for name, parameter in agent.policy.trainable_parameters().items():
@@ -63,30 +60,30 @@ def write(run_dir: Path, tensors: dict[str, Tensor], state: dict) -> None:
 
 
 def packed(name: str, value, tensors: dict[str, Tensor]):
-    """`value` as JSON: a tensor in it goes to `tensors`, and leaves its name. Raises `UserError` for what would
-    not come back as it is: tuples, sets, objects, keys that are no text.
+    """`value` as JSON: a tensor in it goes to `tensors`, and leaves its name. Raises `UserError` for what
+    would not come back as it is: tuples, sets, objects, keys that are no text.
     """
     if isinstance(value, Tensor):
         tensors[name] = value.detach().clone()
-        return {TENSOR: name}
+        return {TENSOR: name, "on_cpu": value.device.type == "cpu"}
     if type(value) is dict and all(type(key) is str for key in value):
         return {key: packed(f"{name}/{key}", item, tensors) for key, item in value.items()}
     if type(value) is list:
         return [packed(f"{name}/{i}", item, tensors) for i, item in enumerate(value)]
     if value is None or type(value) in (bool, int, float, str):
         return value
-    raise UserError(f"run.{name}", value, f"is a {type(value).__name__}; keep numbers, text, lists, tensors and "
-                    "dictionaries with text as keys there")
+    raise UserError(f"run.{name}", value, f"is a {type(value).__name__}; keep numbers, text, lists, tensors "
+                    "and dictionaries with text as keys there")
 
 
 def unpacked(value, file: safe_open, device: torch.device):
-    """The inverse of `packed`; tensors come back on `device`."""
+    """The inverse of `packed`; `device` is for tensors that were on a GPU."""
     if isinstance(value, list):
         return [unpacked(item, file, device) for item in value]
     if not isinstance(value, dict):
         return value
     if TENSOR in value:
-        return file.get_tensor(value[TENSOR]).to(device)
+        return file.get_tensor(value[TENSOR]).to("cpu" if value["on_cpu"] else device)
     return {key: unpacked(item, file, device) for key, item in value.items()}
 
 
@@ -101,8 +98,8 @@ def require_finite(agents: list[Agent]) -> None:
     for agent in agents:
         for name, parameter in agent.policy.trainable_parameters().items():
             if not full_tensor(parameter.detach().isfinite().all()):
-                raise Diverged("weights", name, f"{agent.name} has diverged: these weights are not finite and not "
-                               "saved, older checkpoints stay. Start a new run with a lower --learning_rate")
+                hint = "has diverged; these are not saved, older checkpoints stay. Use a lower --learning_rate"
+                raise Diverged("weights", name, f"not finite: {agent.name} {hint}")
 
 
 def checksum(path: Path) -> str:
@@ -120,7 +117,7 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     """Puts back the newest checkpoint. Returns its JSON part; None where there is none.
 
-    Raises `UserError`, before anything is changed, for one that is damaged or of other agents.
+    Raises `UserError`, before anything is put back, for one that is damaged or of other agents.
     """
     paths = checkpoints_of(run_dir)
     if not paths:
@@ -154,7 +151,7 @@ def require_same_agents(checkpoint: Path, file: safe_open, keys: set[str], agent
 
 
 def put_back(file: safe_open, keys: set[str], agent: Agent, numbers: dict[str, float]) -> None:
-    """Weights in place, Adam's state, numbers; each process reads one tensor at a time, and keeps its part."""
+    """Numbers, weights in place, Adam's state; each process reads a tensor at a time, and keeps its part."""
     for name, number in numbers.items():
         setattr(agent, name, number)
     for name, x in agent.tensors().items():
@@ -169,8 +166,8 @@ def put_back(file: safe_open, keys: set[str], agent: Agent, numbers: dict[str, f
 
 # --- final models ---
 def save_final(run_dir: Path, agents: list[Agent]) -> None:
-    """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy. With LoRA the folder holds the
-    adapter alone, and names the base that it belongs to. The critic lies beside it.
+    """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy. With LoRA the folder holds
+    the adapter alone, and names the base that it belongs to. The critic lies beside it.
     """
     require_finite(agents)
     for agent in agents:

@@ -26,14 +26,13 @@ class RunLog:
         self.bar = tqdm(total=cfg.iterations, initial=start, desc=short_name(cfg.method), dynamic_ncols=True)
 
     def iteration(self, iteration: int, metrics: dict, samples: list[dict], roles: dict[str, str]) -> None:
-        """`metrics` as in a row of metrics.jsonl; `roles`: which agent played which."""
-        played = {"roles": roles} if roles else {}
-        append_jsonl(self.metrics, [{"iteration": iteration, **played, **metrics}])
+        """`metrics` by key, `role/name`, `agent/name` or `name`; `roles`: which agent played which."""
+        row = {"iteration": iteration} | ({"roles": roles} if roles else {}) | metrics
+        append_jsonl(self.metrics, [row])
         append_jsonl(self.samples, samples)
         if self.wandb:
-            row = {"iteration": iteration} | prefixed(metrics, self.agents, roles)
-            if any(key.startswith("eval/") for key in metrics) and iteration:
-                row["samples"] = samples_table(read_jsonl(self.samples))
+            if iteration and any(key.startswith("eval/") for key in metrics):
+                row = row | {"samples": samples_table(read_jsonl(self.samples))}
             self.wandb.log(row, step=iteration)
         if iteration:
             self.bar.set_postfix_str(bar_text(metrics, self.agents), refresh=False)
@@ -61,37 +60,22 @@ def bar_text(metrics: dict, agents: list[str]) -> str:
 
 def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
     """A W&B run, or None when disabled. Without a key it is kept offline, and says how to upload it."""
-    mode = os.environ.get("WANDB_MODE", "auto") if cfg.wandb == "auto" else cfg.wandb
+    mode = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
     if mode == "disabled":
         return None
     import wandb
     settings = wandb.Settings(silent=True, console="off")
     wandb.setup(settings)                                           # makes `login` silent
-    if mode in ("auto", "online"):
-        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    if mode == "online" and not wandb.login(prompt=False, verify=False):
+        mode = "offline"
     run = wandb.init(mode=mode, project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name),
                      id=wandb_id or None, resume="allow" if mode == "online" else None, config=asdict(cfg),
                      dir=run_dir, settings=settings)
     if mode == "offline":
-        print(f"W&B is offline (`wandb login` stores a key); upload later with: {sync_command(run_dir)}",
-              flush=True)
+        print("W&B is offline (`wandb login` stores a key); upload later with: "
+              f"wandb sync {shlex.quote(str(run_dir))}/wandb/offline-run-*", flush=True)
     run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
     return run
-
-
-def sync_command(run_dir: Path) -> str:
-    return f"wandb sync {shlex.quote(str(run_dir))}/wandb/offline-run-*"
-
-
-def prefixed(metrics: dict, agents: list[str], roles: dict[str, str]) -> dict:
-    """`pioneer/kl` as `role/pioneer/kl`, `llm1/kl` as `agent/llm1/kl`; others keep their names.
-
-    Of several agents, `agent/llm1/role` is the place of its first role among `roles`: 0 is the pioneer.
-    """
-    players = list(roles.values()) if len(agents) > 1 else []
-    row = {f"agent/{name}/role": players.index(name) for name in agents if name in players}
-    prefixes = dict.fromkeys(roles, "role/") | dict.fromkeys(agents, "agent/")
-    return row | {prefixes.get(key.partition("/")[0], "") + key: value for key, value in metrics.items()}
 
 
 def samples_table(rows: list[dict]):

@@ -14,22 +14,22 @@ from cory.run.tables import grouped
 from cory.system.files import put_in_place, read_jsonl
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")  # Okabe and Ito's
-LINES = ("-", "--", "-.")
+LINES = ("-", "--", "-.")               # colours come again with another line
 BASE = {"color": "gray", "linestyle": ":", "linewidth": 1.2}
-BEST_OF_N = {"color": "gray", "linestyle": "", "marker": "x", "markersize": 7, "zorder": 1}
-FIRST = {"task_reward": "task reward", "kl": "KL per response (nats)", "combined_reward": "combined reward",
-         "entropy": "entropy per token (nats)", "explained_variance": "explained variance"}
-# The other metrics of every update and evaluation. A metric that stands neither here nor above has a panel.
-WITHOUT_PANEL = {"task_reward_std", "length", "sampling_gap", "score", "policy_loss", "value_loss", "value_mse",
-                 "clip_fraction", "approx_kl", "kl_loss", "grad_norm", "kl_coef", "learning_rate", "distinct_1",
-                 "distinct_2", "repeated_tokens", "base_perplexity", "iteration", "seconds", "sampling_seconds",
-                 "scoring_seconds", "update_seconds", "tokens_per_second"}
+TITLES = {"task_reward": "task reward", "kl": "KL per response (nats)", "combined_reward": "combined reward",
+          "entropy": "entropy per token (nats)", "explained_variance": "explained variance"}
+# The other metrics of every update and evaluation. What stands neither here nor above has a panel, too.
+WITHOUT_PANEL = {
+    "task_reward_std", "length", "sampling_gap", "score", "policy_loss", "value_loss", "value_mse",
+    "approx_kl", "clip_fraction", "kl_loss", "grad_norm", "kl_coef", "learning_rate", "distinct_1",
+    "distinct_2", "repeated_tokens", "base_perplexity", "iteration", "seconds", "sampling_seconds",
+    "scoring_seconds", "update_seconds", "tokens_per_second"}
+
+Curves = dict[str, dict[int, float]]    # {metric: {iteration: value}}; held-out metrics are `eval/NAME`
 
 
-def curves_of(rows: list[dict], training: str, held_out: Sequence[str]) -> dict[str, dict[int, float]]:
-    """{metric: {iteration: value}} where the value is a finite number, of keys `training/NAME`, and as `eval/NAME`
-    of keys `eval/X/NAME` for each X in `held_out`.
-    """
+def curves_of(rows: list[dict], training: str | None, held_out: Sequence[str] = ()) -> Curves:
+    """Finite values of keys `training/NAME`, and of keys `eval/X/NAME` for each X in `held_out`."""
     kinds = {training: ""} | {f"eval/{name}": "eval/" for name in held_out}
     curves = defaultdict(dict)
     for row in rows:
@@ -40,25 +40,22 @@ def curves_of(rows: list[dict], training: str, held_out: Sequence[str]) -> dict[
     return curves
 
 
-def read_curves(run_dir: Path, roles: bool = False) -> dict[str, dict]:
-    """`curves_of` each agent of a run, or of each role, and of the team: what the method measures."""
-    config, rows = read_config(run_dir), read_jsonl(run_dir / "metrics.jsonl")
-    names = config["agents"]
+def read_curves(run_dir: Path, roles: bool = False) -> dict[str, Curves]:
+    """Of the bases, of each agent of a run, or of each role, and of the team: what the method measures."""
+    columns, rows = read_config(run_dir)["agents"], read_jsonl(run_dir / "metrics.jsonl")
+    parts = {base: curves_of(rows, None, [base]) for base in columns.values()}
     if roles:
-        names = list(dict.fromkeys(role for row in rows for role in row.get("roles", {})))
-    base = "base"
-    parts = {}
-    for name in names:
-        base = f"base_{name}" if f"eval/base_{name}/kl" in rows[0] else base
-        parts[name] = curves_of(rows, name, [name, base])
+        parts |= {role: curves_of(rows, role) for row in rows for role in row.get("roles", {})}
+    else:
+        parts |= {name: curves_of(rows, name, [name, base]) for name, base in columns.items()}
     team = curves_of(rows, "", ["team"])
-    return parts | ({"team": team} if {*team} - WITHOUT_PANEL else {})
+    return parts | ({"team": team} if team.keys() - WITHOUT_PANEL else {})
 
 
-def metric_names(parts: list[dict[str, dict]]) -> list[str]:
+def metric_names(parts: list[Curves]) -> list[str]:
     """The metrics that have a panel. Held-out `greedy_X` shares that of X."""
     keys = [key.removeprefix("eval/greedy_").removeprefix("eval/") for curves in parts for key in curves]
-    return [name for name in FIRST | dict.fromkeys(keys) if name in keys and name not in WITHOUT_PANEL]
+    return [name for name in TITLES | dict.fromkeys(keys) if name in keys and name not in WITHOUT_PANEL]
 
 
 def smooth(values: dict[int, float]) -> dict[int, float]:
@@ -68,9 +65,10 @@ def smooth(values: dict[int, float]) -> dict[int, float]:
 
 
 def look(index: int) -> dict:
-    """Colour and line of the index-th group; colours come again with another line."""
+    """Colour, line and dots of the index-th group."""
     line, color = LINES[index // len(COLORS) % len(LINES)], COLORS[index % len(COLORS)]
-    return {"color": color, "linestyle": line, "linewidth": 1.6, "marker": "o", "markersize": 6}
+    return {"color": color, "linestyle": line, "linewidth": 1.6, "marker": "o", "markersize": 6,
+            "markeredgecolor": "white"}
 
 
 def band(ax, seeds: list[dict[int, float]], **style) -> None:
@@ -79,8 +77,8 @@ def band(ax, seeds: list[dict[int, float]], **style) -> None:
     y = np.array([[values[i] for i in x] for values in seeds])
     ax.plot(x, y.mean(0), **style)
     if len(y) > 1:
-        low, high = y.mean(0) - y.std(0, ddof=1), y.mean(0) + y.std(0, ddof=1)
-        ax.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
+        mean, std = y.mean(0), y.std(0, ddof=1)
+        ax.fill_between(x, mean - std, mean + std, color=style["color"], alpha=0.12, linewidth=0)
 
 
 def grid(panels: int, width: float, height: float, columns: int = 3, below: float = 0.0):
@@ -97,11 +95,9 @@ def save(figure, path: Path) -> None:
     """With a legend of all labels under the panels."""
     handles = {}
     for ax in figure.axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    columns = max(1, int(figure.get_figwidth() // 4))
-    if handles:
-        figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False)
+        handles = dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True)) | handles
+    columns = int(figure.get_figwidth() / (0.7 + 0.085 * max(map(len, handles))))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=max(1, columns), frameon=False)
     temporary = path.with_name(f"{path.name}.writing")
     figure.savefig(temporary, dpi=110, format=path.suffix[1:])
     put_in_place(temporary, path)
@@ -112,32 +108,23 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = (), roles: bo
     figure.
     """
     runs = [(read_config(run_dir), read_curves(run_dir, roles)) for run_dir in run_dirs]
-    parts = [curves for _, of_run in runs for curves in of_run.values()]
-    names = metric_names(parts)
-    figure, (*panels, frontier) = grid(len(names) + 1, 4.2, 3.2, below=0.9)
-    for ax, name in zip(panels, names, strict=True):
-        ax.set(title=FIRST.get(name, name.replace("_", " ")), xlabel="iteration")
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        for value in {curves[f"eval/{name}"].get(0) for curves in parts} - {None}:
-            ax.axhline(value, label="base", **BASE)
-    frontier.set(title="held-out reward against KL", xlabel=FIRST["kl"], ylabel=FIRST["task_reward"])
+    names = metric_names([curves for _, parts in runs for curves in parts.values()])
+    groups = grouped(runs, by)
+    bases = {label: groups.pop(label) for label in [*groups] if label.startswith("base")}
+    counts = {label: f" (n = {len(seeds)})" * (len(runs) > 1) for label, seeds in groups.items()}
+    styles = {label: look(i) | {"label": label + counts[label]} for i, label in enumerate(groups)}
 
-    for i, (label, seeds) in enumerate(grouped(runs, by).items()):
-        style = look(i) | {"label": label if len(runs) == 1 else f"{label} (n = {len(seeds)})"}
-        for ax, name in zip(panels, names, strict=True):
-            draw_training(ax, [curves[name] for curves in seeds], style)
-            band(ax, [curves[f"eval/{name}"] for curves in seeds], **style, markeredgecolor="white", zorder=3)
-            greedy = [curves[f"eval/greedy_{name}"] for curves in seeds]
-            if any(greedy):
-                hollow = style | {"markerfacecolor": "white", "label": "hollow: greedy responses"}
-                band(ax, greedy, **hollow, zorder=3)
-        for curves in seeds:
-            kl, reward = curves["eval/kl"], curves["eval/task_reward"]
-            both = [iteration for iteration in kl if iteration in reward]
-            frontier.plot([kl[i] for i in both], [reward[i] for i in both], **style, markeredgecolor="white")
-    for points in filter(None, (embedded_best_of_n(config) for config, _ in runs[:1])):
-        label = f"the base's best of {', '.join(points)}"
-        frontier.plot(*zip(*points.values(), strict=True), label=label, **BEST_OF_N)
+    figure, axes = grid(len(names) + (not roles), 4.2, 3.2, below=0.9)
+    for name, ax in zip(names, axes, strict=False):
+        ax.set(title=TITLES.get(name, name.replace("_", " ")), xlabel="iteration")
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        for label, (curves,) in bases.items():
+            for value in curves[f"eval/{name}"].values():
+                ax.axhline(value, label=label, **BASE)
+        for label, seeds in groups.items():
+            draw_metric(ax, name, seeds, styles[label])
+    for ax in axes[len(names):]:
+        draw_frontier(ax, groups, styles, embedded_best_of_n(runs[0][0]))
 
     task, preset, seed = (values_of(runs, setting) for setting in ("task", "preset", "seed"))
     bands = "; bands: sample std over n seeds" if len(runs) > 1 else ""
@@ -147,13 +134,30 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = (), roles: bo
     return figure
 
 
-def draw_training(ax, seeds: list[dict[int, float]], style: dict) -> None:
-    """Smoothed training batches; of a single seed every batch too, thin and pale."""
-    color = style["color"]
+def draw_metric(ax, name: str, seeds: list[Curves], style: dict) -> None:
+    """Held-out metrics, and training batches smoothed; of a single seed every batch too, thin and pale."""
+    training, color = [curves[name] for curves in seeds], style["color"]
     if len(seeds) == 1:
-        ax.plot(list(seeds[0]), list(seeds[0].values()), color=color, linewidth=0.7, alpha=0.3)
-    smoothed = [smooth(values) for values in seeds]
+        ax.plot(*zip(*training[0].items(), strict=True), color=color, linewidth=0.7, alpha=0.3)
+    smoothed = [smooth(values) for values in training]
     band(ax, smoothed, color=color, linestyle=style["linestyle"], linewidth=1.2, alpha=0.6)
+    band(ax, [curves[f"eval/{name}"] for curves in seeds], **style, zorder=3)
+    greedy = [curves[f"eval/greedy_{name}"] for curves in seeds]
+    if any(greedy):
+        hollow = {"markerfacecolor": "white", "markeredgecolor": color, "label": "hollow: greedy responses"}
+        band(ax, greedy, **style | hollow, zorder=3)
+
+
+def draw_frontier(ax, groups: dict[str, list[Curves]], styles: dict[str, dict], best_of_n: dict) -> None:
+    """Held-out reward against KL: a line for each seed, a dot for each evaluation; the base's best of n."""
+    ax.set(title="held-out reward against KL", xlabel=TITLES["kl"], ylabel=TITLES["task_reward"])
+    for label, seeds in groups.items():
+        for curves in seeds:
+            kl, reward = curves["eval/kl"], curves["eval/task_reward"]
+            ax.plot(list(kl.values()), [reward[iteration] for iteration in kl], **styles[label])
+    for n, (kl, reward) in best_of_n.items():
+        ax.plot(kl, reward, "x", color="gray", zorder=1, label="best of n responses of the base")
+        ax.annotate(f"n = {n}", (kl, reward), xytext=(6, -4), textcoords="offset points", color="gray")
 
 
 def embedded_best_of_n(config: dict) -> dict[str, list[float]]:
@@ -162,8 +166,8 @@ def embedded_best_of_n(config: dict) -> dict[str, list[float]]:
     if not path.exists():
         return {}
     known = json.loads(path.read_text())
-    same = all(str(config.get(name)).removeprefix(f"{ASSETS}/") == str(x) for name, x in known["settings"].items())
-    return known["best_of_n"] if same else {}
+    settings = {name: str(value).removeprefix(f"{ASSETS}/") for name, value in config.items()}
+    return known["best_of_n"] if known["settings"].items() <= settings.items() else {}
 
 
 def values_of(runs: list[tuple], setting: str) -> str:
@@ -178,7 +182,7 @@ def draw_pass_at_k(runs: list[tuple[dict, dict]], ks: list[int], out: Path, by: 
     for i, (label, members) in enumerate(groups.items()):
         style = look(i - 1) | (BASE if label.startswith("base") else {})
         points = [{k: metrics[f"pass@{k}"] for k in ks} for metrics in members]
-        band(ax, points, **style, label=f"{label} (n = {len(members)})")
+        band(ax, points, **style, label=label if len(runs) == 1 else f"{label} (n = {len(members)})")
     ax.set_xscale("log", base=2)
     ax.set_xticks(ks, labels=ks)
     task, queries = (values_of(runs, setting) for setting in ("task", "eval_queries"))

@@ -7,7 +7,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -59,12 +60,12 @@ class Turn(NamedTuple):
 
 
 class Run(ExitStack):
-    """What a method works with: it reads `cfg`, `task` and `roles` (the agents by first role), and goes through
-    `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
+    """What a method works with: it reads `cfg`, `task` and `roles` (the agents by first role), and goes
+    through `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
 
-    What a method must remember from one iteration to the next it keeps in `state`, a dictionary of JSON values
-    and tensors that are the same in all processes: a resumed run finds it as it was. `with Run(cfg) as run:` holds
-    the run's folder and its log until the block ends.
+    What a method must remember from one iteration to the next it keeps in `state`, a dictionary of JSON
+    values and tensors that are the same in all processes: a resumed run finds it as it was. `with Run(cfg) as
+    run:` holds the run's folder and its log until the block ends.
     """
 
     def __init__(self, cfg: Config):
@@ -72,8 +73,7 @@ class Run(ExitStack):
         self.cfg, self.device = device.resolve_auto(cfg)
         self.run_dir = Path(processes().broadcast(lambda: cfg.run_dir or new_folder(cfg)))
         try:
-            if processes().is_main:
-                self.enter_context(claimed(self.run_dir, cfg.resume))
+            processes().broadcast(lambda: self.enter_context(claimed(self.run_dir, cfg.resume)))
             self.prepare()
         except BaseException:
             self.close()
@@ -105,8 +105,8 @@ class Run(ExitStack):
                 base.cast_once()                    # after agents have had their copies
             if cfg.shard:
                 shard(base.lm, cfg, whole=trained)
-        self.start, wandb_id = self.resume() if cfg.resume else (0, "")
         self.played, self.warned = self.roles, False
+        self.start, wandb_id = self.resume() if cfg.resume else (0, "")
         if processes().is_main:
             write_text(self.run_dir / "config.json", config_json(cfg, names))
             self.log = RunLog(cfg, names, self.run_dir, self.start, wandb_id)
@@ -117,13 +117,16 @@ class Run(ExitStack):
         """Puts the last checkpoint's state back. Returns (iterations done, W&B id), or (0, "")."""
         cfg, state = self.cfg, load_checkpoint(self.run_dir, self.agents)
         if state is None:
+            cfg.require("resume", not (self.run_dir / "final").exists(), "the run is finished, and has no "
+                        "checkpoint to go on from")
             print("no checkpoint has been made yet: the run starts from its beginning", flush=True)
             return 0, ""
         done = state["iteration"]
         cfg.require("iterations", cfg.iterations >= done, f"the run has done {done}; ask for more")
         require_same_probe(cfg, state["probe"], self.probe)
         agents = {agent.name: agent for agent in self.agents}
-        self.roles, self.state = [agents[name] for name in state["roles"]], state["memory"]
+        self.played, self.roles = ([agents[name] for name in state[key]] for key in ("played", "roles"))
+        self.state = state["memory"]
         return done, state["wandb_id"]
 
     def iterations(self) -> Iterator[int]:
@@ -135,10 +138,7 @@ class Run(ExitStack):
             if processes().is_main:
                 self.log.iteration(0, metrics, [], {})
         for iteration in range(self.start + 1, self.cfg.iterations + 1):
-            seed = int(np.random.SeedSequence((self.cfg.seed, iteration)).generate_state(1)[0])
-            random.seed(seed)               # for tasks and methods that draw from these; agents have their own
-            np.random.seed(seed)
-            torch.manual_seed(seed)
+            seed_generators(self.cfg.seed, iteration)
             for agent in self.agents:
                 agent.set_learning_rate(iteration)
             self.clock = time.perf_counter()
@@ -149,8 +149,8 @@ class Run(ExitStack):
                          metrics: dict[str, float] | None = None) -> None:
         """Logs, evaluates and saves what is due.
 
-        `turns` were played on `queries`; `roles` are the agents in the order of their roles in the next iteration;
-        `metrics` are what a method measured beside, by name.
+        `turns` were played on `queries`; `roles` are the agents in the order of their roles in the next
+        iteration; `metrics` are what a method measured beside, by name.
         """
         cfg, last = self.cfg, iteration == self.cfg.iterations
         self.require_known(turns, roles)
@@ -165,8 +165,10 @@ class Run(ExitStack):
             self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = processes().gather([int(number) for number in signals.received])
         if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
-            about = {"probe": self.probe, "wandb_id": self.log.wandb_id if processes().is_main else ""}
-            save_checkpoint(self.run_dir, iteration, self.agents, roles, self.state, about)
+            about = {"probe": self.probe, "wandb_id": self.log.wandb_id if processes().is_main else "",
+                     "played": [agent.name for agent in self.played],
+                     "roles": [agent.name for agent in self.roles]}
+            save_checkpoint(self.run_dir, iteration, self.agents, self.state, about)
         if received:
             self.stop(iteration, received[0])
 
@@ -194,8 +196,8 @@ class Run(ExitStack):
         gap, limit = turn.rollout.sampling_gap, 0.1 if self.cfg.load_in_4bit else OFF_POLICY[self.cfg.dtype]
         if gap > limit and not self.warned and processes().is_main:
             self.warned = True
-            print(f"\nwarning: sampling_gap is {gap:.2f} nats per token: {turn.role}'s responses were not sampled "
-                  "from the policy whose log-probabilities the ratio is of (a filter, a penalty, dropout?)",
+            print(f"\nwarning: sampling_gap is {gap:.2f} nats per token: the {turn.role}'s responses were "
+                  "not sampled from the policy that is trained on them (a filter, a penalty, dropout?)",
                   file=sys.stderr, flush=True)
 
     def metrics_of(self, queries: list[str], turns: list[Turn]) -> dict[str, float]:
@@ -222,7 +224,8 @@ class Run(ExitStack):
 
     def evaluate_team(self, roles: list[Agent]) -> dict[str, float]:
         """What the method measures of its agents together, in the roles of the iteration that has ended."""
-        return {f"eval/team/{name}": value for name, value in self.method.evaluate(self, roles).items()}
+        metrics = self.method.evaluate(self, roles)
+        return merged({f"eval/team/{name}": value for name, value in metrics.items()})
 
     def samples(self, iteration: int, queries: list[str], turns: list[Turn]) -> list[dict]:
         """A few different queries, with each role's prompt, response, agent and reward."""
@@ -244,15 +247,16 @@ class Run(ExitStack):
         self.cfg.require("method", done >= self.cfg.iterations,
                          f"stopped after iteration {done}; call run.finish_iteration in each")
         save_final(self.run_dir, self.agents)
-        metrics = {key: value for key, value in rows[0].items() if not key.startswith("eval/team/")} | rows[-1]
+        of_bases = {key: value for key, value in rows[0].items() if not key.startswith("eval/team/")}
+        metrics = of_bases | rows[-1]
         if not any(key.startswith("eval/") for key in rows[-1]):
             # resumed at its end, which was not an end before
             metrics |= self.evaluate_agents() | self.evaluate_team(self.played)
         if processes().is_main:
             self.log.bar.close()
             self.write_results(done, metrics)
-            memory = device.peak_memory(self.device)
-            print(f"{statistics.median(row['seconds'] for row in rows[1:]):.2f} s per iteration (median of {done})"
+            seconds, memory = (row["seconds"] for row in rows[1:]), device.peak_memory(self.device)
+            print(f"{statistics.median(seconds):.2f} s per iteration (median of {done})"
                   f"{f', peak memory {memory:.2f} GiB' if memory else ''}\nwritten to {self.run_dir}: "
                   "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
             self.log.plot(done, self.run_dir / "curves.png")
@@ -274,14 +278,11 @@ def new_folder(cfg: Config) -> str:
     """A new folder under runs/, named by what runs and when."""
     what = f"{short_name(cfg.task)}-{short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}".lower()
     name = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in range(1, 1000):
+    for number in count(1):
         folder = Path(name if number == 1 else f"{name}-{number}")
-        try:
+        with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return str(folder)
-        except FileExistsError:
-            continue
-    raise UserError("run_dir", name, "is taken; name one")
 
 
 def require_agents(cfg: Config, names: list[str]) -> None:
@@ -301,6 +302,9 @@ def load_bases(cfg: Config, columns: dict[str, str], device: torch.device) -> di
     for name, column in columns.items():
         if column not in bases:
             bases[column] = load_language_model(cfg.of_agent(name).model, cfg, device)
+            if bases[column].context_length is None:
+                print(f"{column}: its config.json gives no context length; no prompt is checked against it",
+                      flush=True)
     return bases
 
 
@@ -311,36 +315,46 @@ def find_task(cfg: Config) -> type[Task]:
     return task
 
 
+def seed_generators(seed: int, iteration: int) -> None:
+    """For tasks and methods that draw from the global generators; agents have their own."""
+    # a spawn key, so that no adapter of an agent starts from this seed
+    number = int(np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0])
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
 @torch.no_grad()
 def probe(task: Task, bases: dict[str, LanguageModel]) -> dict[str, dict]:
-    """What a resumed run is compared by: each base's ids of the first prompts, its end tokens, and the mean
-    log-probability of its likeliest next token.
+    """What a resumed run is compared by: of each base its end tokens, the tokens of the first prompts, in
+    training and held out, and the log-probability of the likeliest next token for each prompt.
     """
+    seed_generators(task.cfg.seed, 1)
+    queries = task.batch(1).queries[::task.cfg.responses_per_query][:4] + task.held_out_queries[:4]
     found = {}
     for column, base in bases.items():
-        prompts = encode_prompts(base, task.pioneer_prompts(task.held_out_queries[:4]), 0)
+        prompts = encode_prompts(base, task.pioneer_prompts(queries), 0)
         hidden = base.response_hidden(*prompts, prompts.ids_BP[:, :1])[:, 0]
-        found[column] = {"prompts": real_ids(*prompts), "ends": base.end_ids,
-                         "logp": base.logprobs(hidden).amax(1).mean().item()}
+        found[column] = {"end tokens": base.end_ids, "first prompts": real_ids(*prompts),
+                         "probabilities": base.logprobs(hidden).amax(1).tolist()}
     return found
 
 
 def require_same_probe(cfg: Config, before: dict[str, dict], now: dict[str, dict]) -> None:
-    """Raises `UserError` where prompts, end tokens or a base are not what they were."""
+    """Raises `UserError` where a base, its end tokens or its prompts are not what they were."""
     for column, old in before.items():
-        new = now[column]
-        hint = "is not what this run began with; put it back, or start a new run"
-        cfg.require("dataset", len(old["prompts"]) == len(new["prompts"]), hint)
-        cfg.require("model", old["ends"] == new["ends"], f"its end tokens are now {new['ends']}: it {hint}")
-        cfg.require("model", old["prompts"] == new["prompts"],
-                    f"it reads the first held-out prompts as other tokens: model, chat template or data {hint}")
-        cfg.require("model", abs(old["logp"] - new["logp"]) < 0.05, f"its probabilities are others: it {hint}")
+        for what, value in old.items():
+            new = now[column][what]
+            rounding = 1e-3 if cfg.dtype == "float32" else 0.05             # of another device
+            same = np.allclose(value, new, atol=rounding) if what == "probabilities" else value == new
+            cfg.require("model", same, f"the {what} of {column} are not what this run began with; put model, "
+                        "chat template and data back, or start a new run")
 
 
 def first_lines(cfg: Config, agents: list[str], device_: torch.device) -> str:
     models = ", ".join(dict.fromkeys(cfg.of_agent(name).model for name in agents))
-    line = (f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, model {models}, "
-            f"data {cfg.dataset}.")
+    line = (f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
+            f"model {models}, data {cfg.dataset}.")
     if cfg.paper_preset and ":" not in cfg.task + cfg.method:
         line += (f" The paper's setting: python train_{cfg.task}.py --method {cfg.method} --preset "
                  f"{cfg.paper_preset}")

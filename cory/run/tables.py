@@ -11,21 +11,21 @@ FORMATS = {"task_reward": ".2f", "kl": ".1f", "combined_reward": ".2f", "length"
 
 
 def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, list]:
-    """{label: [what belongs to it, for each seed]} of runs (config.json, {"base", agent, role or "team": ...}).
+    """{label: [what belongs to it, for each seed]} of runs (config.json, {"base", agent, role, "team": ...}).
 
-    A group is one of these names, of one method, and of one value of each setting in `by`. Labels read `PPO LLM1`,
-    or with by=["learning_rate"] `CORY LLM2, learning_rate 0.001`. The base comes first, once if all runs agree on
-    it.
+    A group is one of these names, of one method, and of one value of each setting in `by`. Labels read
+    `PPO LLM1`, or by learning_rate `CORY LLM2, learning_rate 0.001`. The base comes first, once if all runs
+    agree on it.
     """
-    by = [name for name in dict.fromkeys(by) if name != "method"]
     bases, groups = {}, defaultdict(list)
-    for config, parts in sorted(runs, key=lambda run: [sortable(run[0][name]) for name in ("method", *by, "seed")]):
-        values = "".join(f", {setting} {value_of(config, setting)}" for setting in by)
+    for config, parts in runs:
+        method = short_name(config["method"]).upper()
+        values = "".join(f", {name} {value_of(config, name)}" for name in by if name != "method")
         for name, part in parts.items():
             if name.startswith("base"):
                 bases.setdefault(f"{name}{values}", [part])
             else:
-                groups[f"{short_name(config['method']).upper()} {name.upper()}{values}"].append(part)
+                groups[f"{method} {name.upper()}{values}"].append(part)
     first, *others = bases.values() or [None]
     if first and all(base == first for base in others):
         bases = {"base": first}
@@ -38,18 +38,11 @@ def value_of(config: dict, setting: str) -> str:
     return "/".join(dict.fromkeys(map(str, [config[setting], *own])))
 
 
-def sortable(setting) -> tuple:
-    """Numbers in order, then all else by its text."""
-    is_number = isinstance(setting, (int, float))
-    return (not is_number, setting if is_number else str(setting))
-
-
 def results_table(held_out: dict) -> str:
     """The tables of eval.json: every metric of the base and of each agent, then those of the team."""
     columns = {name: [x] for name, x in held_out.items() if isinstance(x, dict)}
-    team = columns.pop("team", None)
-    tables = [groups_table("held-out", columns)]
-    return "\n\n".join(tables + ([groups_table("held-out", {"team": team})] if team else []))
+    team = {"team": columns.pop("team")} if "team" in columns else {}
+    return "\n\n".join(groups_table("held-out", groups) for groups in (columns, team) if groups)
 
 
 def groups_table(corner: str, groups: dict[str, list[dict]]) -> str:
@@ -63,8 +56,8 @@ def groups_table(corner: str, groups: dict[str, list[dict]]) -> str:
 
 
 def mean_and_std(values: list, spec: str) -> str:
-    """`mean ± sample std` of a value for each seed; of one seed its value; a dash unless all are numbers."""
-    if not all(isinstance(value, (int, float)) for value in values):
+    """`mean ± sample std` of a value for each seed; of one seed its value; a dash where a seed has none."""
+    if None in values:
         return "–"
     std = f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else ""
     return f"{np.mean(values):{spec}}{std}"

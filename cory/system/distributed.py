@@ -1,15 +1,16 @@
-"""torchrun's processes, which train as one: N of them compute what one computes, but for the rounding of sums.
+"""torchrun's processes, which train as one: N compute what one computes, but for the rounding of sums.
 
     torchrun --nproc_per_node 2 train_imdb.py --method cory
 
 Each process samples and scores its rows of every batch. The rollouts are gathered, so that all processes have
-the same rewards, advantages and shuffles, those of the whole batch. Then each adds the gradient of its rows, and
-the gradients are summed.
+the same rewards, advantages and shuffles, those of the whole batch. Then each adds the gradient of its rows,
+and the gradients are summed.
 """
 import os
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import Callable, Iterator
 
 import torch
@@ -73,11 +74,13 @@ class ProcessGroup(Processes):
         return x
 
     def sum_gradients(self, parameters: list[nn.Parameter]) -> None:
-        has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32)
-        somewhere = self.sum(has_gradient.to(parameters[0].device)).tolist()
-        present = [p for p, count in zip(parameters, somewhere, strict=True) if count]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in present])
-        for p, gradient in zip(present, self.sum(flat).split([p.numel() for p in present]), strict=True):
+        whole = [p for p in parameters if not hasattr(p, "full_tensor")]        # FSDP has summed the others
+        has_gradient = torch.tensor([p.grad is not None for p in whole], device=whole[0].device)
+        anywhere = self.sum(has_gradient.int()).tolist()
+        present = [p for p, processes in zip(whole, anywhere, strict=True) if processes]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in present]
+        flat = self.sum(torch.cat([whole[0].new_zeros(0), *(x.flatten() for x in gradients)]))
+        for p, gradient in zip(present, flat.split([p.numel() for p in present]), strict=True):
             p.grad = gradient.view_as(p)
 
     def gather_parts(self, n: int, compute: Callable[[slice], list]) -> list:
@@ -86,14 +89,16 @@ class ProcessGroup(Processes):
             if rows.start < rows.stop:
                 items = compute(rows)
         except UserError as error:
-            errors = [str(error)]
-        for line in self.gather(errors)[:1]:
-            raise UserError.of(line)
-        return self.gather(items)
+            errors = [error]
+        parts = self.gather([(items, errors)])
+        for error in [error for _, errors in parts for error in errors]:
+            raise error
+        return [item for items, _ in parts for item in items]
 
 
 ALONE = Processes()
 joined: list[ProcessGroup] = []         # the group that `launched` has joined, while its block runs
+launches = count()                      # each has keys of its own in torchrun's store
 
 
 def processes() -> Processes:
@@ -119,14 +124,16 @@ def launched(settings: dict) -> Iterator[None]:
         if gpus < here:
             raise UserError("nproc_per_node", here, f"there are {gpus} GPUs here")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    store, rank, size = next(dist.rendezvous("env://"))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, rank=rank, world_size=size,
+                            store=dist.PrefixStore(f"launch {next(launches)}", store))
     joined.append(ProcessGroup())
     if not processes().is_main:
         sys.stdout = open(os.devnull, "w")
     try:
-        for rank, theirs in enumerate(processes().gather([settings])):
+        for other, theirs in enumerate(processes().gather([settings])):
             for name in (name for name in settings if settings[name] != theirs[name]):
-                raise UserError(name, settings[name], f"is {theirs[name]!r} in process {rank}; give all the "
+                raise UserError(name, settings[name], f"is {theirs[name]!r} in process {other}; give all the "
                                 "same flags")
         yield
     finally:
@@ -135,8 +142,6 @@ def launched(settings: dict) -> Iterator[None]:
 
 
 def started_as(script: str) -> str:
-    """How this program was started, for a line that says how to go on."""
-    if processes().size == 1:
-        return f"python {script}"
-    nodes, local = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
-    return f"torchrun --nnodes {nodes} --nproc_per_node {local} {script}"
+    """How this program was started on this machine, for a line that says how to go on."""
+    alone = processes().size == 1
+    return f"{'python' if alone else 'torchrun --nproc_per_node ' + os.environ['LOCAL_WORLD_SIZE']} {script}"

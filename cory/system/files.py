@@ -50,21 +50,8 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, which dies with the process. Raises `UserError` if another process has it."""
-    try:
-        claim = FileLock(folder / ".lock").acquire(timeout=0)
-    except Timeout as error:
-        holder = (folder / ".process").read_text() if (folder / ".process").exists() else "another process"
-        raise UserError("run_dir", str(folder), f"is in use by {holder}; wait for it, or stop it") from error
-    with claim:
-        (folder / ".process").write_text(f"process {os.getpid()}")
-        yield
-
-
-@contextmanager
 def claimed(folder: Path, resume: bool) -> Iterator[None]:
-    """The folder of a new or resumed run, this process's alone until the block ends.
+    """The folder of a new or resumed run, this process's alone until the block ends; the lock dies with it.
 
     A new run takes a folder that is new or empty. Raises `UserError`.
     """
@@ -72,8 +59,13 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError("run_dir", str(folder), f"cannot be made ({error.strerror}); name another") from error
-    with locked(folder):
-        if not resume and {path.name for path in folder.iterdir()} - {".lock", ".process"}:
+    try:
+        lock = FileLock(folder / ".lock").acquire(timeout=0)
+    except Timeout as error:
+        hint = "is in use by another process; wait for it, or stop it"
+        raise UserError("run_dir", str(folder), hint) from error
+    with lock:
+        if not resume and {path.name for path in folder.iterdir()} - {".lock"}:
             has_run = (folder / "config.json").exists()
             why = "holds another run; continue it with --resume" if has_run else "is not empty"
             raise UserError("run_dir", str(folder), f"{why}, or name another --run_dir")

@@ -2,11 +2,11 @@
 
 Without it nothing is divided, and nothing here speaks to other processes.
 """
+import math
 from contextlib import contextmanager
 from typing import Collection, Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, bfloat16, float32, nn
 
 from cory.config import Config
 from cory.system.distributed import processes
@@ -19,16 +19,16 @@ def shard(lm: nn.Module, cfg: Config, whole: Collection[nn.Parameter] = ()) -> N
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    base, device = lm.base_model, lm.device.type
+    base = lm.base_model
     lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
     cfg.require("shard", lists, "finds no list of transformer layers in this model; leave it out")
     layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
     matrices = {p for p in layers.parameters() if p.dim() > 1}.difference(whole)
-    low = torch.bfloat16 if cfg.dtype == "bfloat16" else None
-    policy = MixedPrecisionPolicy(low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh, replicated = init_device_mesh(device, (processes().size,)), {*base.parameters()} - matrices
+    policy = MixedPrecisionPolicy(bfloat16 if cfg.dtype == "bfloat16" else None, reduce_dtype=float32,
+                                  cast_forward_inputs=False)
+    mesh, rest = init_device_mesh(lm.device.type, (processes().size,)), {*base.parameters()} - matrices
     for module in (*layers, base):
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=replicated)
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=rest)
         module.set_gradient_divide_factor(1.0)          # a sum, not a mean
         module.set_force_sum_reduction_for_comms(True)
 
@@ -75,22 +75,10 @@ def by_placement(parameters: Collection[nn.Parameter]) -> list[list[nn.Parameter
     return [group for group in (replicated, sharded) if group]
 
 
-def sum_gradients(parameters: list[nn.Parameter]) -> None:
-    """Sums gradients over the processes; FSDP has done so for those that are sharded."""
-    processes().sum_gradients([p for p in parameters if not is_sharded(p)])
-
-
-def gradient_norm(parameters: Collection[nn.Parameter]) -> Tensor:
-    """The norm of all gradients together, a scalar."""
-    groups = [[p for p in group if p.grad is not None] for group in by_placement(parameters)]
-    norms = [full_tensor(nn.utils.get_total_norm([p.grad for p in group])) for group in groups if group]
-    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-
-
-def clip_gradients(parameters: Collection[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scales all gradients, whose norm together is `norm`, by `min(1, max_norm / norm)`."""
-    for group in by_placement(parameters):
-        nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+def gradient_norm(parameters: Collection[nn.Parameter]) -> float:
+    """The norm of all gradients together; each parameter has one."""
+    groups = [[p.grad for p in group] for group in by_placement(parameters)]
+    return math.hypot(*(full_tensor(nn.utils.get_total_norm(group)).item() for group in groups))
 
 
 def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Rows of text from a local folder, a local .jsonl file or the Hub, divided into train, validation and test."""
+"""Rows of text from a local folder or the Hub, divided into train, validation and test."""
 import json
 import random
 from functools import partial
@@ -13,7 +13,7 @@ SPLITS = ("train", "validation", "test")
 
 
 class Data(NamedTuple):
-    """Rows to make queries of: strings, tuples of strings, or whatever the task's `query` takes."""
+    """Rows to make queries of: strings, tuples, or whatever hashable thing the task's `query` takes."""
     train: list
     validation: list            # to choose settings by
     test: list                  # to report
@@ -22,22 +22,21 @@ class Data(NamedTuple):
 def load_columns(dataset: str, columns: list[str], subset: str = "") -> dict[str, list[tuple[str, ...]]]:
     """{split: a tuple of the columns' texts for each row}. Raises `UserError` that names file and row.
 
-    A lone .jsonl file is the split `train`. Of a folder the files train.jsonl, validation.jsonl and test.jsonl
-    are read; any other layout (parquet, csv, the Hub) is read by `datasets`. `subset` names the part to take of
-    a data set that comes in several.
+    A lone .jsonl file is the split `train`. Of a folder train.jsonl, validation.jsonl and test.jsonl are
+    read; any other layout (parquet, csv, the Hub) is read by `datasets`, and of its parts the one `subset`.
     """
     path = Path(dataset)
     files = {split: path / f"{split}.jsonl" for split in SPLITS if (path / f"{split}.jsonl").is_file()}
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl" and path.is_file():
         files = {"train": path}
     splits = {split: read_jsonl(file) for split, file in files.items()} or read_with_datasets(dataset, subset)
+    if "train" not in splits:
+        raise DataError(dataset, f"has no split named train; splits found: {', '.join(splits)[:300]}")
     return {split: texts_of(f"{dataset} ({split})", rows, columns) for split, rows in splits.items()
             if split in SPLITS}
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    if not path.exists():
-        raise DataError(str(path), "no such file; check the path")
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if line.strip():
@@ -51,16 +50,16 @@ def read_jsonl(path: Path) -> list[dict]:
 def read_with_datasets(dataset: str, subset: str) -> dict[str, list[dict]]:
     from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
     disable_progress_bars()
-    place, _, revision = dataset.rpartition("@") if "@" in dataset else (dataset, "", None)
     try:
         if Path(dataset).exists():
             inner = Path(dataset) / subset                      # the Hub's layout: a folder for each subset
             splits = load_dataset(str(inner if inner.is_dir() else dataset))
         else:
-            subsets = get_dataset_config_names(place, revision=revision)
-            splits = load_dataset(place, subset if subset in subsets else None, revision=revision)
+            name, _, revision = dataset.partition("@")
+            subsets = get_dataset_config_names(name, revision=revision or None)
+            splits = load_dataset(name, subset if subset in subsets else None, revision=revision or None)
     except Exception as error:                                  # each file format raises errors of its own
-        hint = "pass a folder with train.jsonl and test.jsonl, or a name of the Hub"
+        hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a name of the Hub"
         raise DataError(dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
     return {split: rows.to_list() for split, rows in splits.items()}
 
@@ -68,38 +67,32 @@ def read_with_datasets(dataset: str, subset: str) -> dict[str, list[dict]]:
 def texts_of(source: str, rows: list[dict], columns: list[str]) -> list[tuple[str, ...]]:
     for number, row in enumerate(rows, start=1):
         for column in columns:
-            if column not in row:
-                raise DataError(source, f"has no column {column!r} in row {number}; it has {', '.join(row)[:200]}")
-            text = row[column]
+            text = row.get(column)
             if not isinstance(text, str) or not text.strip():
-                raise DataError(f"{source}, row {number}", f"its {column!r} is {text!r}, no text; mend or remove it")
+                raise DataError(f"{source}, row {number}", f"needs a text in column {column!r} and has "
+                                f"{text!r}; columns found: {', '.join(row)[:200]}")
     return [tuple(row[column] for column in columns) for row in rows]
 
 
 def divided(cfg: Config, splits: dict[str, list]) -> Data:
-    """The splits train, validation and test. One of the last two that is missing is drawn out of train, which
-    does not train on it: a tenth of its different rows (at least `eval_queries`), drawn at random and alike for
-    every seed. A split that is there is used whole. Raises `UserError`.
+    """The splits. Where validation or test is missing, it is drawn out of train and not trained on: a tenth
+    of the different rows, at least `eval_queries`, the same for every seed. Raises `UserError`.
     """
-    if "train" not in splits:
-        raise DataError(cfg.dataset, f"has no split named train; splits found: {', '.join(splits)[:300]}")
     train, held_out = splits["train"], {}
     for split in ("validation", "test"):
-        held_out[split] = splits.get(split)
-        if not held_out[split]:
-            different = list(dict.fromkeys(train))
-            n = max(cfg.eval_queries, len(different) // 10)
-            held_out[split] = random.Random(split).sample(different, min(n, len(different)))
-            drawn = set(held_out[split])
-            train = [row for row in train if row not in drawn]
-    data = Data(train, **held_out)
-    for name, need, rows in (("eval_queries", cfg.eval_queries, getattr(data, cfg.eval_split)),
-                             ("batch_size", cfg.batch_size // cfg.responses_per_query, train)):
-        if len(rows) < need:
-            raise UserError(name, getattr(cfg, name), f"{cfg.dataset} leaves only {len(rows)} rows for its "
-                            f"{need} queries; lower it or bring more data")
-    trained_on = {*map(repr, train)}
-    repeated = sum(repr(row) in trained_on for row in getattr(data, cfg.eval_split))
-    if repeated:
-        print(f"{repeated} of {len(getattr(data, cfg.eval_split))} {cfg.eval_split} rows are training rows, too")
-    return data
+        if split in splits:
+            held_out[split] = splits[split]
+            continue
+        different = list(dict.fromkeys(train))
+        n = min(max(cfg.eval_queries, len(different) // 10), len(different))
+        held_out[split] = random.Random(split).sample(different, n)
+        drawn = set(held_out[split])
+        train = [row for row in train if row not in drawn]
+    rows, trained_on = held_out[cfg.eval_split], set(train)
+    for name, need, found in (("eval_queries", cfg.eval_queries, len(rows)),
+                              ("batch_size", cfg.batch_size // cfg.responses_per_query, len(train))):
+        cfg.require(name, found >= need, f"{cfg.dataset} leaves only {found} rows for its {need} queries; "
+                    "lower it or bring more data")
+    if repeated := sum(row in trained_on for row in rows):
+        print(f"{repeated} of {len(rows)} {cfg.eval_split} rows are training rows, too")
+    return Data(train, **held_out)

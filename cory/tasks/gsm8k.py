@@ -1,7 +1,7 @@
 """The GSM8K task: solve a word problem. The reward is 1 if the number in the response is right, else 0."""
 import random
 from decimal import Decimal
-from typing import NamedTuple
+from statistics import fmean
 
 from cory.config import CHECKERS, Gsm8kConfig
 from cory.names import find
@@ -14,11 +14,6 @@ from cory.tasks.task import Task
 EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each from his mom and dad. "
            "How many toys does he have now? Answer: Shawn started with 5 toys. If he got 2 toys each from "
            "his mom and dad, then that is 4 more toys. 5 + 4 = 9. ")
-
-
-class Problem(NamedTuple):
-    question: str
-    gold: Decimal
 
 
 class Gsm8k(Task):
@@ -41,18 +36,18 @@ class Gsm8k(Task):
         """Raises `UserError` where an answer has no number, and where one question has two answers."""
         splits, known = {}, {}
         for split, rows in load_columns(cfg.dataset, cls.columns, subset="main").items():
-            splits[split] = [Problem(question, gold_answer(solution)) for question, solution in rows]
+            splits[split] = [(question, gold_answer(solution)) for question, solution in rows]
             for number, (question, gold) in enumerate(splits[split], start=1):
                 place = f"{cfg.dataset} ({split}), row {number}"
                 if gold is None:
                     raise DataError(place, "its answer does not end in '####' and a number; mend it")
                 if known.setdefault(question, gold) != gold:
-                    raise DataError(place, f"its question has another answer, {known[question]}, in another row; "
+                    raise DataError(place, f"its question has the answer {known[question]} in another row; "
                                     "remove one")
         return divided(cfg, splits)
 
-    def query(self, problem: Problem, rng: random.Random) -> str:
-        return problem.question
+    def query(self, row: tuple[str, Decimal], rng: random.Random) -> str:
+        return row[0]
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:
         return [f"{self.example}Question: {query} Answer:" for query in queries]
@@ -64,7 +59,7 @@ class Gsm8k(Task):
     def answer_in(self, response: str) -> Decimal | None:
         """What the checker reads. A checker of your own may return its number as text, too."""
         answer = self.checker(response)
-        return answer if answer is None else decimal(str(answer))
+        return None if answer is None else decimal(str(answer))
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
         return [float(self.answer_in(response) == self.gold[query])
@@ -73,7 +68,6 @@ class Gsm8k(Task):
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
         """Shares right by the last number, right by OpenAI's rule, and without an answer for the checker."""
         pairs = [(response, self.gold[query]) for query, response in zip(queries, responses, strict=True)]
-        shares = {"accuracy": [last_number(response) == gold for response, gold in pairs],
-                  "strict_accuracy": [strict(response) == gold for response, gold in pairs],
-                  "unparsed": [self.answer_in(response) is None for response in responses]}
-        return {name: sum(values) / len(values) for name, values in shares.items()}
+        return {"accuracy": fmean(last_number(response) == gold for response, gold in pairs),
+                "strict_accuracy": fmean(strict(response) == gold for response, gold in pairs),
+                "unparsed": fmean(self.answer_in(response) is None for response in responses)}

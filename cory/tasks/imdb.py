@@ -7,7 +7,7 @@ from transformers import AutoModelForSequenceClassification
 
 from cory.config import ImdbConfig
 from cory.loading import load_pretrained, model_errors
-from cory.ppo.model import LanguageModel
+from cory.ppo.model import LanguageModel, context_length
 from cory.tasks.data import Data
 from cory.tasks.task import Task
 
@@ -15,31 +15,28 @@ OBSERVER_TEMPLATE = 'I can make this sentence "{query}{response}" more positive:
 
 
 class SentimentReward:
-    """The raw logit of a classifier's positive class, one per text; unbounded. Raises `UserError` for one that
-    cannot take texts of `max_tokens` tokens, or that scores a text otherwise beside a longer one.
+    """The raw logit of a classifier's positive class, one per text; unbounded. Raises `UserError` for one
+    that cannot take texts of `max_tokens` tokens, or that scores a text otherwise beside a longer one.
     """
 
     def __init__(self, name: str, device: torch.device, max_tokens: int = 0):
         with model_errors("reward_model", name):
             self.model, self.tokenizer = load_pretrained(AutoModelForSequenceClassification, name)
             self.model.eval().requires_grad_(False).to(device)
-            if self.tokenizer.pad_token is None:
-                raise ValueError("its tokenizer has no padding token to score texts together; set pad_token")
             labels = {index: str(label).lower() for index, label in self.model.config.id2label.items()}
             positive = [index for index, label in labels.items() if label.startswith("pos")]
             if len(positive) != 1:
                 raise ValueError(f"one label must begin with 'pos'; its config.json has {str(labels)[:200]}")
             self.positive = positive[0]
-            positions = getattr(self.model.config, "max_position_embeddings", None) or 10**9
-            self.max_length = min(positions, self.tokenizer.model_max_length)
+            self.max_length = min(context_length(self.model.config) or 10**9, self.tokenizer.model_max_length)
             need = max_tokens + self.tokenizer.num_special_tokens_to_add()
             if self.max_length < need:
-                raise ValueError(f"takes {self.max_length} tokens, and a query with its response can have {need}; "
-                                 "lower --max_query_length or --max_response_length")
+                raise ValueError(f"takes {self.max_length} tokens, and a query with its response can have "
+                                 f"{need}; lower --max_query_length or --max_response_length")
             together, alone = self(["good", "a bad film " * (need + 8)])[0], self(["good"])[0]
             if not abs(together - alone) < 0.01 * max(1, abs(alone)):
-                raise ValueError(f"scores a text {together:.3f} beside a longer one and {alone:.3f} alone; set "
-                                 "pad_token_id in its config.json to the tokenizer's")
+                raise ValueError(f"scores a text {together:.3f} beside a longer one and {alone:.3f} alone; "
+                                 "set pad_token_id in its config.json to the tokenizer's")
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:

@@ -26,19 +26,18 @@ class Task:
     """Queries, a prompt for each role, and a reward.
 
     A task of your own defines `observer_prompts` and `reward_of`, and may define `columns`, `query`,
-    `pioneer_prompts` and `metrics`. A response counts as solved (greedy accuracy, pass@k) if its reward is above
-    0. `data` are the rows that `load_data` returns, `model` is the first agent's base.
+    `pioneer_prompts` and `metrics`. A response counts as solved (greedy accuracy, pass@k) if its reward is
+    above 0. `data` are the rows that `load_data` returns, `model` is the first agent's base.
     """
     columns: ClassVar[list[str]] = ["text"]     # what is read of each row of the data set
     greedy: ClassVar[bool] = False              # whether held-out evaluation also responds greedily
 
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
-        self.cfg, self.train, self.model = cfg, data.train, model
+        self.cfg, self.train = cfg, data.train
         self.tokenizer, self.device = model.tokenizer, model.device
-        self.room = None            # tokens for the pioneer's response in an observer's prompt
-        if model.context_length:
-            self.room = max(cfg.max_response_length, model.context_length // 2 - cfg.max_response_length)
-        rng = random.Random("held-out queries")     # the same for every seed
+        self.context, limit = model.context_length or 10**9, cfg.max_response_length
+        self.room = max(limit, self.context // 2 - limit)   # tokens of a response in an observer's prompt
+        rng = random.Random("held-out queries")             # the same for every seed
         rows = getattr(data, cfg.eval_split)
         self.held_out_queries = [self.query(row, rng) for row in rng.sample(rows, cfg.eval_queries)]
 
@@ -63,8 +62,8 @@ class Task:
         raise NotImplementedError
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float] | Tensor:
-        """The task reward of each response, which depends on its own query and response alone: processes share
-        out a batch. `reward` checks it.
+        """The task reward of each response, which depends on its own query and response alone: processes
+        share out a batch. `reward` checks it.
         """
         raise NotImplementedError
 
@@ -76,9 +75,9 @@ class Task:
         """Queries of an iteration (1, 2, ...) and its length limit, uniform in the configured range.
 
         With k = `responses_per_query`, each of the next batch_size / k rows gives one query, which stands k
-        times in a row. Each pass over the data is a fresh shuffle. A function of seed and iteration alone: every
-        method at a seed sees the same stream, and a resumed run finds its place without saved state.
-        DIFFERS: the released code reseeds at every exchange, so that its lengths repeat.
+        times in a row. Each pass over the data is a fresh shuffle. All is a function of seed and iteration:
+        every method sees the same stream, and a resumed run finds its place. DIFFERS: the released code
+        reseeds at every exchange, so that its lengths repeat.
         """
         cfg, n, k = self.cfg, len(self.train), self.cfg.responses_per_query
         distinct = cfg.batch_size // k
@@ -90,12 +89,16 @@ class Task:
         return Batch([query for query in queries for _ in range(k)], limit)
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
-        """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError` for what
-        is not one finite number a response.
+        """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError` for
+        what is not one finite number a response.
         """
         def checked(rows: slice) -> list[float]:
             asked, responded = queries[rows], responses[rows]
-            reward_B = torch.as_tensor(self.reward_of(asked, responded), dtype=torch.float32)
+            rewards = self.reward_of(asked, responded)
+            try:
+                reward_B = torch.as_tensor(rewards, dtype=torch.float32)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                raise UserError("reward", str(rewards)[:60], f"is no list of numbers ({error})") from error
             if reward_B.shape != (len(responded),):
                 raise UserError("reward", f"of shape {tuple(reward_B.shape)}",
                                 f"for {len(responded)} responses; return one number for each")
@@ -109,24 +112,22 @@ class Task:
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     def require_context(self, prompt_tokens: int, hint: str) -> None:
-        """Refuses responses too long for the context: an observer's prompt has up to so many tokens beside the
-        pioneer's response, and is followed by its own.
+        """Refuses responses too long for the context: an observer's prompt has up to so many tokens beside
+        the pioneer's response, and is followed by its own.
         """
-        limit, context = self.cfg.max_response_length, self.model.context_length
-        if context is None:
-            return
-        self.cfg.require("max_response_length", prompt_tokens + 2 * limit <= context,
+        limit = self.cfg.max_response_length
+        self.room = self.context - prompt_tokens - limit
+        self.cfg.require("max_response_length", self.room >= limit,
                          f"an observer's prompt has up to {prompt_tokens} tokens, two responses come on top, "
-                         f"the context has {context}; {hint}")
-        self.room = context - prompt_tokens - limit
+                         f"the context has {self.context}; {hint}")
 
     def cut(self, response: str) -> str:
-        """A response for another agent's prompt, without what would leave its own response no room. It can have
-        more tokens than were sampled: bytes that are no text become signs of several tokens each, and another
-        model's tokenizer reads smaller pieces.
+        """A response for another agent's prompt, without what would leave its own response no room. It can
+        have more tokens than were sampled: bytes that are no text become signs of several tokens each, and
+        another model's tokenizer reads smaller pieces.
         """
         ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
-        if self.room is None or len(ids) <= self.room:
+        if len(ids) <= self.room:
             return response
         return self.tokenizer.decode(ids[:max(0, self.room - 2)], clean_up_tokenization_spaces=False)
 

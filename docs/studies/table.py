@@ -1,0 +1,216 @@
+"""Tables and plots of the studies in studies.json whose rows stand beside it, as NAME.csv.
+
+    python docs/studies/table.py > docs/studies/tables.md           # and search.png, tuned.png
+"""
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+from scipy.stats import t
+
+HERE = Path(__file__).resolve().parent
+MEANS = ["combined_reward", "reward", "kl", "distinct_2", "repeated_tokens", "base_perplexity"]
+EQUAL = {"KL at equal reward": ("kl", "reward"), "reward at equal KL": ("reward", "kl")}
+# Groups of pairs in studies.json, and the figures of each whose differences are verdicts.
+VERDICTS = {"all figures": [*MEANS[:3], *EQUAL], "combined and KL": ["combined_reward", "kl"],
+            "combined": ["combined_reward"], "untested": [], "frontiers": [*EQUAL]}
+COLORS = {"PPO, twice the batch": "C0", "PPO": "C9", "CORY": "C3", "CORY, no partner's reward": "C1"}
+
+
+class Difference(NamedTuple):
+    """A mean over seeds, its 95% interval, the two-sided p value of 0, the number of seeds."""
+    mean: float
+    low: float
+    high: float
+    p: float
+    seeds: int
+
+    def __str__(self):
+        return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
+
+
+def difference(a: pd.Series, b: pd.Series) -> Difference:
+    """`a - b`, paired by seed, by Student's t: `mean +- t_(n - 1) s / sqrt(n)`, s the sample deviation."""
+    x = (a - b).dropna()
+    n, mean = len(x), x.mean()
+    error = x.std(ddof=1) / np.sqrt(n)
+    half = t.ppf(0.975, n - 1) * error
+    p = 2 * t.sf(abs(mean) / error, n - 1) if error else float(mean == 0)
+    return Difference(mean, mean - half, mean + half, p, n)
+
+
+def holm(p: list[float]) -> np.ndarray:
+    """Adjusted p values: the i-th smallest of m times m - i + 1, at least those before it, at most 1."""
+    order = np.argsort(p)
+    adjusted = np.maximum.accumulate(np.array(p)[order] * np.arange(len(p), 0, -1)).clip(max=1)
+    return adjusted[np.argsort(order)]
+
+
+def value_at(points: pd.DataFrame, read: str, along: str, level: float) -> float:
+    """The figure `read` where `along` first reaches the level, linear between two points."""
+    reached = int(np.argmax(points[along].to_numpy() >= level))
+    around = points.iloc[max(0, reached - 1):reached + 1]
+    return float(np.interp(level, around[along], around[read])) if reached else points[read].iloc[0]
+
+
+def at_equal(rows: pd.DataFrame, a: str, b: str, read: str, along: str, frontier: bool) -> Difference:
+    """Of `read`, mean over a run's agents, at the smallest level of `along` that an agent of a seed ends at.
+
+    Or along frontiers, each in order of KL through the ends of a method's runs in a seed (variants `METHOD,
+    ...`): the mean over 21 even levels that both reach.
+    """
+    points, values = rows[~rows.diverged], {}
+    if frontier:
+        ended = ends(rows).reset_index().sort_values("kl")
+        points = ended.assign(variant=ended.variant.str.rpartition(", ")[0], agent="their mean")
+    for seed, of_seed in points[points.variant.isin([a, b])].groupby("seed"):
+        lines = of_seed.groupby(["variant", "agent"])
+        reached = lines[along]
+        levels = (np.linspace(reached.first().max(), reached.max().min(), 21) if frontier
+                  else [reached.last().min()])
+        if levels[0] <= levels[-1]:
+            of_lines = {key: np.mean([value_at(line, read, along, x) for x in levels]) for key, line in lines}
+            values[seed] = pd.Series(of_lines).groupby(level=0).mean()
+    frame = pd.DataFrame(values, index=[a, b], dtype=float)
+    return difference(frame.loc[a], frame.loc[b])
+
+
+def collapsed(points: pd.DataFrame) -> bool:
+    """Whether an agent has lost its reward or its words, from its first evaluation (the base) to its last.
+
+    Its reward is below the base's by a tenth and by 0.05, or its pairs of neighbouring tokens are a third as
+    varied, or of 100 tokens 20 more stood earlier in the same response, or it diverged.
+    """
+    base, end = points.iloc[0], points.iloc[-1]
+    return bool(end.diverged
+                or end.reward < base.reward - max(0.05, abs(base.reward) / 10)
+                or end.distinct_2 < base.distinct_2 / 3
+                or end.repeated_tokens > base.repeated_tokens + 0.2)
+
+
+def ends(rows: pd.DataFrame) -> pd.DataFrame:
+    """The last evaluation of each run that did not diverge, mean of its agents, by variant and seed."""
+    agents = rows[~rows.diverged].groupby(["variant", "seed", "agent"], sort=False)
+    return agents.tail(1).groupby(["variant", "seed"], sort=False).mean(numeric_only=True)
+
+
+def differences(task: dict, rows: pd.DataFrame) -> dict[tuple, Difference]:
+    """{(group, variant, baseline, figure): variant less baseline} of a task's pairs."""
+    end, found = ends(rows), {}
+    for group in VERDICTS:
+        for a, b in task.get(group, []):
+            for figure in MEANS[:4] if group != "frontiers" else []:
+                found[group, a, b, figure] = difference(end.loc[a, figure], end.loc[b, figure])
+            for figure, axes in EQUAL.items():
+                found[group, a, b, figure] = at_equal(rows, a, b, *axes, frontier=group == "frontiers")
+    return found
+
+
+def with_extra_variants(task: dict, rows: pd.DataFrame) -> pd.DataFrame:
+    """Adds agents of some variants one by one (`agents`), and runs as if they had ended early (`until`)."""
+    extra = rows[rows.variant.isin(task.get("agents", []))]
+    extra = [extra.assign(variant=extra.variant + ", " + extra.agent)]
+    for n in task.get("until", []):
+        extra.append(rows[rows.iteration <= n].assign(variant=rows.variant + f", until {n}"))
+    return pd.concat([rows, *extra])
+
+
+def draws_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """Combined rewards of variants `METHOD DRAW` at the first seed: a line for each draw of all methods."""
+    end = ends(rows[rows.seed == rows.seed.min()]).combined_reward.droplevel("seed")
+    end.index = end.index.str.rsplit(" ", n=1, expand=True)
+    return end.unstack(0).dropna()
+
+
+def markdown(lines: list[list]) -> str:
+    """A table; lines[0] is its head. Floats have two digits behind the point."""
+    texts = [[f"{x:.2f}" if isinstance(x, float) else str(x) for x in line] for line in lines]
+    rule = ["---", *["--:"] * (len(lines[0]) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (texts[0], rule, *texts[1:])) + "\n"
+
+
+def means_table(rows: pd.DataFrame) -> str:
+    """A line for the base, and for each variant its means over seeds."""
+    lines = [["variant", "seeds", *MEANS, "collapsed agents"],
+             ["base", "", *rows[rows.iteration == 0][MEANS].mean(), ""]]
+    for variant, of_variant in rows.groupby("variant", sort=False):
+        gone = [collapsed(points) for _, points in of_variant.groupby(["seed", "agent"])]
+        end = ends(of_variant)
+        lines.append([variant, len(end), *end[MEANS].mean(), f"{sum(gone)} of {len(gone)}"])
+    return markdown(lines)
+
+
+def differences_table(found: dict[tuple, Difference], stands: set) -> str:
+    """A line for each pair. A star: a verdict that stands after Holm's correction."""
+    lines = {}
+    for key, x in found.items():
+        *_, a, b, figure = key
+        lines.setdefault((a, b), {"seeds": x.seeds})[figure] = f"{x}{'*' * (key in stands)}"
+    head = ["variant", "less", *next(iter(lines.values()))]
+    return markdown([head, *([*pair, *cells.values()] for pair, cells in lines.items())])
+
+
+def share(variants: list[str], rows: pd.DataFrame) -> str:
+    """`mean(without - cory) / mean(ppo - cory)` of combined rewards, with a 95% interval (linearised)."""
+    cory, without, ppo = (ends(rows).loc[variant].combined_reward for variant in variants)
+    gap, ratio = (ppo - cory).mean(), (without - cory).mean() / (ppo - cory).mean()
+    rest = difference(without - cory, ratio * (ppo - cory))
+    return f"{ratio:.2f} [{ratio + rest.low / gap:.2f}, {ratio + rest.high / gap:.2f}]"
+
+
+def plot_draws(axis, rows: pd.DataFrame, task: dict) -> None:
+    """CORY and PPO of twice the batch at each draw, in order of PPO's; figures below -0.7 stand at -0.7."""
+    draws = draws_of(rows).sort_values("ppo").clip(lower=-0.7)
+    axis.vlines(draws.index, draws.ppo, draws.cory, color="lightgray")
+    for name, label in (("ppo", "PPO, twice the batch"), ("cory", "CORY")):
+        axis.plot(draws.index, draws[name], "o", color=COLORS[label], label=label)
+    axis.axhline(rows[rows.iteration == 0].combined_reward.mean(), color="gray", ls=":", label="base")
+    axis.set(xlabel="draw", ylabel="combined reward")
+
+
+def plot_ends(axis, rows: pd.DataFrame, task: dict) -> None:
+    """A dot for each run in the plane of KL and reward, with lines of equal combined reward."""
+    end, eta = ends(rows), rows.init_kl_coef.iloc[0]
+    for label, variant in task["plot"].items():
+        axis.plot(end.loc[variant].kl, end.loc[variant].task_reward, "o", color=COLORS[label], label=label)
+    kl, reward = np.meshgrid(np.linspace(*axis.get_xlim()), np.linspace(*axis.get_ylim()))
+    axis.clabel(axis.contour(kl, reward, reward - eta * kl, colors="lightgray", zorder=0))
+    axis.set(xlabel="KL (nats)", ylabel="reward of sampled responses")
+
+
+def main() -> None:
+    studies, rows, found, stands = json.loads((HERE / "studies.json").read_text()), {}, {}, set()
+    for name in [name for name in studies if (HERE / f"{name}.csv").exists()]:
+        frame = pd.read_csv(HERE / f"{name}.csv", low_memory=False)
+        for task, spec in studies[name]["tasks"].items():
+            rows[name, task] = with_extra_variants(spec, frame[frame.task == task])
+            found |= {(name, task, *key): x for key, x in differences(spec, rows[name, task]).items()}
+    for family in (lambda group: group == "frontiers", lambda group: group != "frontiers"):
+        p = {key: x.p for key, x in found.items() if family(key[2]) and key[5] in VERDICTS[key[2]]}
+        stands |= {key for key, adjusted in zip(p, holm([*p.values()]), strict=True) if adjusted < 0.05}
+    for (name, task), of_task in rows.items():
+        spec = studies[name]["tasks"][task]
+        pairs = {key: x for key, x in found.items() if key[:2] == (name, task)}
+        commits = ", ".join(sorted(of_task.commit.unique()))
+        print(f"## {name}: {task}\n\n{studies[name]['question']} By the code of {commits}.\n")
+        print(means_table(of_task))
+        print(differences_table(pairs, stands) if pairs else "")
+        if "share" in spec:
+            print(f"Share of the gap that the partner's reward makes: {share(spec['share'], of_task)}.\n")
+        if "draws" in spec:
+            more = draws_of(of_task).eval("ppo - cory")
+            print(f"PPO is above CORY in {sum(more > 0)} of {len(more)} draws; median {more.median():.2f}.\n")
+    for study, plot in {"search": plot_draws, "tuned": plot_ends}.items():
+        figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+        for axis, (task, spec) in zip(axes, studies[study]["tasks"].items(), strict=True):
+            plot(axis, rows[study, task], spec)
+            axis.set_title(task)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.savefig(HERE / f"{study}.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()

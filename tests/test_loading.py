@@ -1,0 +1,247 @@
+"""Language models that can be used, as they are then, and one line about each of the others."""
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import byte_tokenizer, save_gpt2
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
+from toys import agent_of, bigram, close, settings
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2Model
+from transformers.utils import logging
+
+from cory.config import IMDB_PRESETS, ImdbConfig
+from cory.errors import UserError
+from cory.flags import parse
+from cory.loading import load_language_model, require_usable_tokenizer
+from cory.ppo.model import LanguageModel
+from cory.ppo.sampling import encode_prompts, sample
+from cory.run.checkpoint import save_final
+from cory.run.run import Run
+
+CPU, END = torch.device("cpu"), "<|endoftext|>"
+LOW = dict(dtype="bfloat16", lora_rank=2)               # weights in bfloat16
+
+
+def load(folder: Path, **changes) -> LanguageModel:
+    return load_language_model(str(folder), settings(**changes), CPU)
+
+
+def save_tiny(kind: str, folder: Path, **changes) -> Path:
+    """A random model of two layers, of any architecture: configs take the names that they know."""
+    sizes = dict(
+        vocab_size=257, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=96, d_model=16, ffn_dim=24, decoder_ffn_dim=24,
+        decoder_layers=2, decoder_attention_heads=4, num_experts=4, num_experts_per_tok=2, is_decoder=True,
+        moe_intermediate_size=8, rotary_dim=4, pad_token_id=0, bos_token_id=256, eos_token_id=256)
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | changes))
+    for p in lm.parameters():
+        if p.dim() > 1:
+            p.data.normal_(0, 0.3)                      # so that every part of it is felt
+    lm.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+# --- the one property ---
+USABLE = {
+    "gpt2": {}, "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
+    "gptj": {}, "gpt_neox": {}, "opt": dict(word_embed_proj_dim=16), "bloom": {}, "falcon": dict(alibi=True),
+    "mpt": dict(n_heads=4, n_layers=2), "llama": {}, "mistral": dict(sliding_window=8, head_dim=4),
+    "gemma3_text": dict(sliding_window=8, head_dim=4), "qwen3_moe": dict(head_dim=4), "phi3": {}}
+
+
+@pytest.mark.parametrize("kind", USABLE)
+def test_a_row_of_a_model_that_is_taken_does_not_depend_on_its_batch(kind, tmp_path):
+    """What was drawn in a ragged batch, from the cache and beyond the window, is what the model itself would
+    have drawn from for each row alone.
+    """
+    model = load(save_tiny(kind, tmp_path, **USABLE[kind]))
+    model.lm.generation_config.eos_token_id = list(range(0, 257, 12))           # so that rows end
+    encoded = encode_prompts(model, ["a", "a longer prompt than that", "xyz"] * 4, 12)
+    drawn = sample(model, encoded, 12, torch.rand(12, 12, dtype=torch.float64))
+    assert len(set(drawn.mask_BT.sum(1).tolist())) > 3
+    for prompt, mask, response, real, logp in zip(*encoded, *drawn):
+        ids = torch.cat([prompt[mask.bool()], response[real.bool()]])[None]
+        own = model.lm(input_ids=ids).logits[0, -1 - int(real.sum()):-1].log_softmax(-1)
+        close(logp[real.bool()], own.gather(1, response[real.bool()][:, None])[:, 0], 1e-4)
+
+
+@pytest.mark.parametrize("kind, changes, precision", [
+    # position_ids are ignored; the head is not the last step, or not linear; not all that is kept are keys
+    ("bart", {}, {}), ("pegasus", {}, dict(dtype="bfloat16")), ("blenderbot-small", {}, LOW),
+    ("cohere", dict(logit_scale=0.1), LOW), ("granite", dict(logits_scaling=8.0), dict(dtype="bfloat16")),
+    ("gemma2", dict(final_logit_softcapping=1.0, head_dim=4), {}), ("modernbert-decoder", {}, LOW),
+    ("mamba", {}, {}), ("lfm2", dict(layer_types=["conv", "full_attention"]), {})])
+def test_a_model_that_would_be_scored_otherwise_than_sampled_is_refused(kind, changes, precision, tmp_path):
+    with pytest.raises(UserError, match=f"model is '{tmp_path}': cannot be used") as error:
+        load(save_tiny(kind, tmp_path, **changes), **precision)
+    assert "\n" not in str(error.value)
+
+
+def test_a_base_in_bfloat16_keeps_its_head_in_float32_and_is_taken(tmp_path):
+    """Also one whose logits lie near -100, where its own are 0.5 apart in bfloat16."""
+    lm = AutoModelForCausalLM.from_pretrained(save_gpt2(tmp_path))
+    lm.transformer.ln_f.bias.data[0] += 100
+    lm.transformer.wte.weight.data[:, 0] -= 1
+    lm.save_pretrained(tmp_path)
+    model = load(tmp_path, **LOW)
+    assert {name for name, p in model.lm.named_parameters() if p.dtype == torch.float32} == {"lm_head.weight"}
+    assert model.lm.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
+# --- broken folders ---
+def change(folder: Path, name: str, **values) -> None:
+    """Sets values in a JSON file."""
+    content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+    (folder / name).write_text(json.dumps(content | values))
+
+
+def no_head(folder: Path) -> None:
+    GPT2Model(GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, bos_token_id=256, eos_token_id=256,
+                         tie_word_embeddings=False)).save_pretrained(folder)
+
+
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def nan(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.h.1.ln_1.weight"][:] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def own_code(folder: Path) -> None:
+    change(folder, "config.json", model_type="mine", auto_map={"AutoConfig": "mine.C"})
+    (folder / "mine.py").write_text("raise SystemExit('it ran')")
+
+
+BROKEN = {
+    "nothing": (shutil.rmtree, ""), "no head": (no_head, "lack 1 tensors .*lm_head"),
+    "fewer layers": (lambda folder: change(folder, "config.json", n_layer=1), r"leaves out .*\(transformer.h.1"),
+    "a cut": (cut, "incomplete|metadata"), "a NaN": (nan, "differ by nan"),
+    "a pickle": (pickled, "safetensors"), "code": (own_code, "custom code"),
+    "an adapter": (lambda folder: change(folder, "adapter_config.json"), "merge"),
+    "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "tokenizer"),
+    "no EOS": (lambda folder: byte_tokenizer(pad_token=END).save_pretrained(folder), "no EOS token"),
+    "no row for EOS": (lambda folder: save_gpt2(folder, vocab_size=256, eos_token_id=0), "out of range"),
+    "strange ends": (lambda folder: change(folder, "generation_config.json", eos_token_id="x"), "")}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_one_line(case, tmp_path):
+    break_it, says = BROKEN[case]
+    break_it(save_gpt2(tmp_path / "lm"))
+    verbosity = logging.get_verbosity()
+    with pytest.raises(UserError, match=f"model is '{tmp_path}/lm': cannot be used .*{says}") as error:
+        load(tmp_path / "lm")
+    assert "\n" not in str(error.value) and logging.get_verbosity() == verbosity
+
+
+# --- tokenizers ---
+CLOSED = [(END, 256), ("[CLS]", 257), ("[SEP]", 258)]
+
+
+@pytest.mark.parametrize("single, taken", [
+    ("$A", True), (f"{END} $A", True), ("[CLS] $A", True),
+    ("[CLS] $A [SEP]", False), (f"$A {END}", False), ("$A [SEP]", False)])
+def test_a_prompt_must_end_where_its_text_ends(single, taken):
+    tokenizer = byte_tokenizer(eos_token=END, additional_special_tokens=["[CLS]", "[SEP]"])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=CLOSED)
+    model = LanguageModel(bigram().lm, tokenizer)
+    if taken:
+        require_usable_tokenizer(model)
+    else:
+        with pytest.raises(ValueError, match="behind each text"):
+            require_usable_tokenizer(model)
+
+
+def test_a_chat_needs_a_template(small):
+    with pytest.raises(UserError, match="no chat template"):
+        load(small / "lm", chat_template=True)
+
+
+def test_a_tokenizer_may_have_a_token_more_than_the_model_has_embeddings(tmp_path):
+    """As Gemma 3's text models are published."""
+    tokenizer = byte_tokenizer(eos_token=END, additional_special_tokens=["<image>"])
+    model = load(save_gpt2(tmp_path, tokenizer))
+    assert len(model.tokenizer) == 258 and model.vocab_size == 257
+    encode_prompts(model, ["a"], 4)
+    with pytest.raises(UserError, match="prompt is 'a<image>'"):
+        encode_prompts(model, ["a<image>"], 4)
+
+
+# --- what the authors sample with ---
+@pytest.mark.parametrize("file, habit", [
+    ("generation_config.json", dict(repetition_penalty=1.8)), ("config.json", dict(num_beams=4)),
+    ("generation_config.json", dict(temperature=0.7, top_p=0.9)), ("config.json", dict(no_repeat_ngram_size=1))])
+def test_a_final_model_generates_what_was_evaluated(file, habit, tmp_path):
+    """Greedily, to the end tokens that its base had. A temperature without do_sample could not be saved."""
+    save_gpt2(tmp_path / "lm", initializer_range=0.2)
+    change(tmp_path / "lm", "generation_config.json", eos_token_id=[256, 164])
+    change(tmp_path / "lm", file, **habit)
+    agent = agent_of(load(tmp_path / "lm"))
+    save_final(tmp_path, [agent])
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "final/llm1")
+    ids, mask = prompts = encode_prompts(agent.policy, ["a film", "one story of", "b"], 20)
+    generated = final.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+    drawn = sample(agent.policy, prompts, 20, None)
+    assert torch.equal(generated[:, ids.shape[1]:], drawn.response_BT)
+    assert drawn.mask_BT.sum(1).tolist() == [20, 3, 13]
+    assert final.generation_config.eos_token_id == agent.policy.end_ids == [164, 256]
+
+
+# --- how it is loaded ---
+def stopping(asked: dict):
+    """Instead of `from_pretrained`: notes how it was called."""
+    def from_pretrained(**kwargs):
+        asked.update(kwargs)
+        raise ValueError
+    return from_pretrained
+
+
+def test_weights_go_straight_to_the_device_of_this_process(small, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", stopping(asked))
+    for device, device_map in ((torch.device("cuda", 1), {"": torch.device("cuda", 1)}), (CPU, None)):
+        with pytest.raises(UserError):
+            load_language_model(str(small / "lm"), settings(), device)
+        assert asked["device_map"] == device_map
+
+
+@pytest.mark.parametrize("name, place, revision", [
+    ("some/model@v1.0", "some/model", "v1.0"), ("some/model", "some/model", "main"),
+    ("here@2", "here@2", "main")])
+def test_a_name_may_have_a_revision(name, place, revision, tmp_path, monkeypatch):
+    """An existing folder is one, whatever its name."""
+    asked = {}
+    monkeypatch.chdir(tmp_path)
+    Path("here@2").mkdir()
+    monkeypatch.setattr(AutoConfig, "from_pretrained", stopping(asked))
+    with pytest.raises(UserError, match=f"model is '{name}'"):
+        load_language_model(name, settings(), CPU)
+    assert (asked["pretrained_model_name_or_path"], asked["revision"]) == (place, revision)
+
+
+def test_four_bits_need_bitsandbytes(small, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="load_in_4bit is True: needs `pip install"):
+        load(small / "lm", load_in_4bit=True, lora_rank=2)
+
+
+def test_an_unknown_context_is_said_in_the_first_lines_of_a_run(small_flags, tmp_path, capsys):
+    model = save_tiny("bloom", tmp_path / "lm", max_position_embeddings=None)
+    flags = [*small_flags, "--model", str(model), "--run_dir", str(tmp_path / "run")]
+    with Run(parse(ImdbConfig, IMDB_PRESETS, flags)):
+        assert "base: its config.json gives no context length" in capsys.readouterr().out

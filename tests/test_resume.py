@@ -1,0 +1,336 @@
+"""A run that is killed, stopped, damaged, or continued under other conditions."""
+import os
+import pty
+import random
+import shlex
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import pytest
+import torch
+from conftest import save_small
+from safetensors.torch import load_file, save_file
+from toys import agent_of, bigram, error_line, read, require_same_runs, rows, same_tensors
+
+import train_imdb
+from cory.errors import UserError
+from cory.flags import load_config
+from cory.loading import load_language_model
+from cory.ppo.rollout import collect_rollout
+from cory.ppo.update import ppo_update
+from cory.run import checkpoint
+from cory.run.checkpoint import checkpoints_of, load_checkpoint, packed
+from cory.run.evaluation import evaluate
+from cory.run.run import Turn
+from cory.system import signals
+from cory.tasks.imdb import Imdb
+from cory.train import Ppo
+
+QUICK = ("--batch_size 4 --mini_batch_size 2 --num_ppo_epochs 1 --max_response_length 6 --eval_queries 4 "
+         "--kl_target 0.1 --kl_horizon 20").split()
+PPO = ["--method", "ppo", "--role_exchange_every", "5"]
+fork = get_context("fork").Process
+
+
+@pytest.fixture(scope="module")
+def flags(small_flags) -> list[str]:
+    return [*small_flags, *QUICK]
+
+
+@pytest.fixture(scope="module")
+def saved(flags, tmp_path_factory) -> Path:
+    """A finished run of PPO with the checkpoints of its two iterations."""
+    path = tmp_path_factory.mktemp("saved") / "run"
+    train_imdb.main([*flags, *PPO, "--iterations", "2", "--run_dir", str(path)])
+    return path
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def resume(run_dir: Path, *more) -> None:
+    train_imdb.main(["--resume", "--run_dir", str(run_dir), *map(str, more)])
+
+
+def refused(capsys, run_dir: Path, *more) -> str:
+    """The one line of a resume that is refused, and changes nothing."""
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    line = error_line(train_imdb.main, ["--resume", "--run_dir", run_dir, *more], capsys)
+    assert before == {path: path.read_bytes() for path in before}
+    return line
+
+
+def exit_code(child) -> int:
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+# --- the same bits ---
+class Iterative(Ppo):
+    """Iterative KL against the policy of iteration 1, on rewards less their mean so far; it draws, too."""
+
+    def train(self, run):
+        (agent,), memory = run.roles, run.state
+        memory.setdefault("means", [])
+        memory.setdefault("sums", {"of two": torch.zeros(2)})
+        for iteration in run.iterations():
+            if iteration == 2:
+                agent.move_reference()
+            queries, max_new_tokens = run.task.batch(iteration)
+            a = collect_rollout(agent, run.task.pioneer_prompts(queries), max_new_tokens)
+            r = run.task.reward(queries, a.text)
+            memory["means"].append(r.mean().item())
+            memory["sums"]["of two"] += r[:2]
+            update = ppo_update(agent, a, r - fmean(memory["means"]))
+            drawn = random.random() + np.random.rand() + torch.rand(1).item()
+            own = {"drawn": drawn, "sum": memory["sums"]["of two"].sum()}
+            run.finish_iteration(iteration, queries, [Turn("pioneer", agent, a, r, update)], [agent], own)
+
+
+def train_until_killed(words: list[str]) -> None:
+    """SIGKILL while the third checkpoint is written."""
+    put_in_place = checkpoint.put_in_place
+
+    def put(temporary, path):
+        if path.name.startswith("iteration_000003"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        put_in_place(temporary, path)
+
+    checkpoint.put_in_place = put
+    train_imdb.main(words)
+
+
+LORA = ["--lora_rank", "2", "--learning_rate", "0.02"]
+ITERATIVE = ["--method", "test_resume:Iterative"]
+RUNS = {"ppo": PPO, "cory-lora": LORA, "iterative": ITERATIVE, "iterative-lora": [*ITERATIVE, *LORA]}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_killed_run_resumes_to_the_same_bits(name, flags, tmp_path, monkeypatch):
+    """CORY exchanges roles after iteration 2, the last one that is saved."""
+    words = [*flags, *RUNS[name], "--iterations", "3", "--lr_schedule", "linear", "--run_dir"]
+    whole, part, most = tmp_path / "whole", tmp_path / "part", []
+
+    def counted(tensors, path, *metadata):
+        save_file(tensors, path, *metadata)
+        most.append(len([*(whole / "checkpoints").iterdir()]))
+
+    monkeypatch.setattr(checkpoint, "save_file", counted)
+    train_imdb.main([*words, str(whole)])
+    assert max(most) == 2                                   # files on disk, also while one of them is written
+    assert exit_code(fork(target=train_until_killed, args=([*words, str(part)],))) == -signal.SIGKILL
+    assert [row["iteration"] for row in rows(part)] == [0, 1, 2, 3]         # more than is saved
+    resume(part)
+    require_same_runs(whole, part)
+    ends = [load_file(checkpoints_of(run_dir)[0]) for run_dir in (whole, part)]
+    assert same_tensors(*ends) and any("/adam/" in key for key in ends[0])
+    if name == "iterative":
+        after, later = (row["pioneer/kl"] for row in rows(whole)[2:])
+        assert after == pytest.approx(0, abs=1e-5) and later != 0
+        require_held_out_metrics_of_final_models(whole)
+
+
+def require_held_out_metrics_of_final_models(run_dir: Path) -> None:
+    """eval.json is what each model in final/ shows beside the run's base, wherever its reference is."""
+    cfg, held_out, cpu = load_config(run_dir), read(run_dir / "eval.json"), torch.device("cpu")
+    base = load_language_model(cfg.model, cfg, cpu)
+    task = Imdb(cfg, Imdb.load_data(cfg), base)
+    for folder in (run_dir / "final").iterdir():
+        expected = evaluate(load_language_model(str(folder), cfg, cpu), base, task, cfg)
+        assert held_out[folder.name] == {name: pytest.approx(x, rel=1e-4) for name, x in expected.items()}
+        assert expected["kl"] > 0
+
+
+def test_a_run_is_lengthened_or_ended_where_it_is(flags, tmp_path, capsys):
+    """Ended at iteration 2, after which roles are exchanged, it is as a run of two iterations."""
+    two, three = tmp_path / "two", tmp_path / "three"
+    flags = [*flags, "--eval_every", "0", "--run_dir"]
+    train_imdb.main([*flags, str(two), "--iterations", "2"])
+    train_imdb.main([*flags, str(three), "--iterations", "3"])
+    checkpoints_of(three)[0].unlink()
+    resume(three, "--iterations", "2")
+    assert read(three / "eval.json") == read(two / "eval.json")
+    resume(two, "--iterations", "3")
+    assert [row["iteration"] for row in rows(two)] == [0, 1, 2, 3]
+    assert "iterations is 1: the run has done 3" in refused(capsys, two, "--iterations", "1")
+
+
+def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, flags, capsys):
+    whole = rows(copy)
+    line = error_line(train_imdb.main, [*flags, "--run_dir", copy], capsys)
+    assert "holds another run; continue it with --resume" in line
+    shutil.rmtree(copy / "checkpoints")
+    assert "the run is finished" in refused(capsys, copy)
+    shutil.rmtree(copy / "final")
+    resume(copy)
+    assert rows(copy) == whole
+
+
+@pytest.mark.parametrize("value", [(1, 2), {1, 2}, {1: 2}, object(), [Path]])
+def test_what_would_not_come_back_is_refused_at_once(value):
+    with pytest.raises(UserError, match="run.state/x.* keep numbers, text, lists, tensors and dictionaries"):
+        packed("state", {"x": value}, {})
+
+
+def test_an_agent_has_no_attribute_that_a_checkpoint_would_not_keep():
+    with pytest.raises(AttributeError):
+        agent_of(bigram()).running_mean = 1.0
+
+
+# --- damage ---
+def test_a_diverged_agent_is_not_saved(tmp_path):
+    agent = agent_of(bigram())
+    agent.policy.lm.head.weight.data[0, 0] = torch.inf
+    with pytest.raises(UserError, match="llm1 has diverged"):
+        checkpoint.save_checkpoint(tmp_path, 1, [agent], {}, {})
+    assert not any(tmp_path.iterdir())
+
+
+def test_every_flipped_bit_and_every_cut_is_found(copy, capsys):
+    newest, older = checkpoints_of(copy)
+    whole, rng = newest.read_bytes(), random.Random(0)
+    for number in range(30):
+        place = rng.randrange(len(whole) if number % 2 else 2000)
+        flipped = whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1:]
+        newest.write_bytes(whole[:place] if number % 3 == 0 else flipped)
+        with pytest.raises(UserError, match="is damaged"):
+            load_checkpoint(copy, [])
+    assert f"delete it to go on from {older.name}" in refused(capsys, copy)
+    newest.unlink()
+    resume(copy)
+    assert checkpoints_of(copy) == [newest, older] and newest.read_bytes() == whole
+    with pytest.raises(UserError, match="is of other agents"):
+        load_checkpoint(copy, [agent_of(bigram())])
+
+
+# --- other conditions ---
+@pytest.mark.parametrize("words, says", [
+    (["--seed", "5"], "seed was 0, now 5"), (["--reward_model", "x"], "reward_model was"),
+    (["--llm1", "learning_rate=0.1"], "agent_settings was {}")])
+def test_other_settings_are_refused(words, says, copy, capsys):
+    assert says in refused(capsys, copy, *words)
+
+
+TEMPLATE = "{% for message in messages %}user: {{ message['content'] }}\n{% endfor %}bot: "
+
+
+@pytest.fixture(scope="module")
+def chat(flags, tmp_path_factory) -> Path:
+    """The folder of a run of a chat model, and of its data and models."""
+    folder = save_small(tmp_path_factory.mktemp("chat"))
+    (folder / "lm/chat_template.jinja").write_text(TEMPLATE)
+    places = ["--model", str(folder / "lm"), "--dataset", str(folder / "openings")]
+    words = [*flags, *PPO, "--chat_template", *places, "--iterations", "1", "--run_dir", str(folder / "run")]
+    train_imdb.main(words)
+    return folder
+
+
+ROW, ENDS = '{"text": "a film"}\n', '"eos_token_id": 256'
+OTHERS = {
+    "template": ("lm/chat_template.jinja", "bot", "you", "first prompts"),
+    "clock": ("lm/chat_template.jinja", "bot", "{{ strftime_now('%f') }}", "first prompts"),
+    "ends": ("lm/generation_config.json", ENDS, '"eos_token_id": [256, 10]', "end tokens"),
+    "model": ("lm/config.json", "gelu_new", "relu", "probabilities"),
+    "train": ("openings/train.jsonl", "", ROW, "first prompts"),
+    "held out": ("openings/test.jsonl", "", ROW, "first prompts"), "place": ("lm/config.json", "", "", "")}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_model_template_or_data_is_refused_and_another_place_is_not(case, chat, tmp_path, capsys):
+    file, old, new, says = OTHERS[case]
+    shutil.copytree(chat, tmp_path / "moved")
+    path, run_dir = tmp_path / "moved" / file, tmp_path / "moved/run"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    words = ["--iterations", 2, "--model", tmp_path / "moved/lm", "--dataset", tmp_path / "moved/openings"]
+    if says:
+        line = refused(capsys, run_dir, *words)
+        assert f"the {says} of base are not what this run began with" in line
+    else:
+        resume(run_dir, *words)
+
+
+# --- signals, and two processes ---
+def at_terminal(ours: int, theirs: int, words: list[str]) -> None:
+    os.close(ours)
+    os.login_tty(theirs)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+    train_imdb.main(words)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_run_after_its_iteration(number, flags, tmp_path, capsys):
+    """Ctrl-C is typed; SIGHUP comes of a terminal that closes. Meanwhile the folder is no other process's."""
+    run_dir, (ours, theirs) = tmp_path / "mine; first", pty.openpty()
+    words = [*flags, *PPO, "--iterations", "100000", "--save_every", "5000", "--run_dir", str(run_dir)]
+    child, log = fork(target=at_terminal, args=(ours, theirs, words), daemon=True), run_dir / "metrics.jsonl"
+    child.start()
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    while child.is_alive() and not (log.exists() and log.read_text().count("\n") > 2):
+        with suppress(BlockingIOError):
+            os.read(ours, 4096)
+        time.sleep(0.02)
+    line = error_line(train_imdb.main, ["--resume", "--run_dir", run_dir], capsys)
+    assert "is in use by another process" in line
+    if number == signal.SIGINT:
+        os.write(ours, b"\x03")
+    elif number == signal.SIGTERM:
+        child.terminate()
+    else:
+        os.close(ours)
+    child.join(60)
+    assert child.exitcode == 128 + number
+    if number != signal.SIGHUP:                             # the last line is a command for a shell
+        words = shlex.split(os.read(ours, 2**16).decode().splitlines()[-1])
+        assert words[-3:] == ["--resume", "--run_dir", str(run_dir)]
+    done = rows(run_dir)[-1]["iteration"]
+    assert [path.name[:16] for path in checkpoints_of(run_dir)] == [f"iteration_{done:06d}"]
+    resume(run_dir, "--iterations", done + 1)
+
+
+def two_signals() -> None:
+    with signals.noted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+
+def test_a_second_signal_ends_at_once():
+    assert exit_code(fork(target=two_signals)) == -signal.SIGTERM
+
+
+def test_processes_that_a_reward_starts_end_by_a_signal_also_as_they_start():
+    with signals.noted():
+        for _ in range(20):
+            child = fork(target=time.sleep, args=(20,))
+            child.start()
+            child.terminate()
+            child.join(10)
+            assert child.exitcode == -signal.SIGTERM and not signals.received
+
+
+def test_outside_a_run_signals_and_forks_are_as_they_were(monkeypatch):
+    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    with signals.noted():
+        assert signal.getsignal(signal.SIGTERM) == signals.handle
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN            # as nohup asks
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
+    masks = []
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *mask: masks.append(mask))
+    exit_code(fork(target=time.sleep, args=(0,)))
+    signal.signal(signal.SIGHUP, kept)
+    assert not masks

@@ -1,0 +1,130 @@
+"""The rollout: what policy, reference and critic make of responses; rows taken and joined."""
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from toys import PROMPTS, agent_of, bigram, close, generator, moved, tiny_gpt2
+
+from cory.ppo import batches, formulas, rollout
+from cory.ppo.rollout import Rollout, collect_rollout, join, score_responses, take
+from cory.ppo.sampling import Sample, encode_prompts
+from cory.ppo.update import ppo_update
+
+
+def same_rows(a: Rollout, b: Rollout, tolerance=0.0) -> None:
+    assert a.text == b.text and a.tensors().keys() == b.tensors().keys()
+    for name, x in a.tensors().items():
+        torch.testing.assert_close(x, b.tensors()[name], atol=tolerance, rtol=tolerance, msg=name)
+
+
+# --- what models make of responses ---
+@pytest.mark.parametrize("penalty", ["full", "k1"])
+def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty):
+    """Responses "ca." to "ab" and "f" to "d" follow b, c, a and d. The critic says 0.5 after a, b and c."""
+    agent = agent_of(bigram(seed=1), kl_penalty=penalty, mini_batch_size=1)
+    agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=generator(2))
+    agent.policy.value_head.weight.data[0, :3] = 0.5
+    response, mask = torch.tensor([[2, 0, 6], [5, 6, 6]]), torch.tensor([[1.0, 1, 1], [1, 0, 0]])
+    scored = score_responses(agent, encode_prompts(agent.policy, ["ab", "d"], 3),
+                             Sample(response, mask, torch.zeros(2, 3)))
+    off = 0.5 * mask * torch.tensor([1.0, -1.0, 1.0])       # apart, though not in the mean
+    assert replace(scored, sampling_logp_BT=scored.logp_BT + off).sampling_gap == pytest.approx(0.5)
+    logp_UV, ref_UV = (model.lm.head.weight.T.log_softmax(-1) for model in (agent.policy, agent.base))
+    # row, column, letter before, letter drawn
+    for b, t, u, v in [(0, 0, 1, 2), (0, 1, 2, 0), (0, 2, 0, 6), (1, 0, 3, 5)]:
+        close(scored.logp_BT[b, t], logp_UV[u, v])
+        close(scored.ref_logp_BT[b, t], ref_UV[u, v])
+        full = sum(logp_UV[u, w].exp() * (logp_UV[u, w] - ref_UV[u, w]) for w in range(7))
+        close(scored.kl_BT[b, t], full if penalty == "full" else logp_UV[u, v] - ref_UV[u, v])
+        assert scored.value_BT[b, t] == (0.5 if u < 3 else 0)
+    for x_BT in (scored.logp_BT, scored.ref_logp_BT, scored.kl_BT, scored.value_BT):
+        assert (x_BT[1, 1:] == 0).all()
+    assert scored.text == ["ca", "f"] and scored.length_B.tolist() == [3, 1]
+    close(scored.kl_B, scored.kl_BT[:, 0] + scored.kl_BT[:, 1] + scored.kl_BT[:, 2])
+
+
+def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divided(monkeypatch):
+    agent = moved(agent_of(tiny_gpt2()))
+    whole = collect_rollout(agent, PROMPTS, 12)
+    assert len(set(whole.length_B.tolist())) > 3 and whole.kl_B.min() > 1e-3
+    assert whole.sampling_gap < 1e-5
+    monkeypatch.setitem(batches.MAX_TOKENS_PER_PASS, "cpu", 20)
+    monkeypatch.setattr(rollout, "tokens_per_head", lambda model: 5)
+    agent.draws = 0                                         # the same random numbers again
+    same_rows(whole, collect_rollout(agent, PROMPTS, 12), 1e-5)
+    assert collect_rollout(agent, PROMPTS, 12).text != whole.text
+
+
+def test_both_estimators_of_the_kl_agree_with_the_exact_one_in_the_mean():
+    """Over 1,000 letters drawn after "a", within 3 standard errors. k3 is never negative; k1 may be."""
+    agent = agent_of(bigram(seed=1))
+    agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=generator(2))
+    drawn = collect_rollout(agent, ["a"] * 1000, 1)
+    exact = drawn.kl_BT[0, 0].item()
+    k1, k3 = (kl(drawn.logp_BT[:, 0], drawn.ref_logp_BT[:, 0]) for kl in (formulas.kl_k1, formulas.kl_k3))
+    for kl_N in (k1, k3):
+        assert abs(kl_N.mean().item() - exact) < 3 * kl_N.std().item() / 1000**0.5
+    assert exact > 0.1 and (k1 < 0).any() and (k3 >= 0).all()
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_a_token_that_both_models_exclude_costs_no_kl_and_does_no_harm(kl_in):
+    base = bigram()
+    base.lm.head.bias = torch.nn.Parameter(torch.zeros(7).index_fill(0, torch.tensor(3), -float("inf")))
+    agent = agent_of(base.requires_grad_(False), kl_in=kl_in)
+    agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=generator(2))
+    drawn, before = collect_rollout(agent, ["ab"] * 8, 4), agent.policy.lm.head.weight.clone()
+    ppo_update(agent, drawn, torch.arange(8.0))
+    assert drawn.kl_B.isfinite().all() and drawn.kl_B.max() > 0 and not (drawn.response_BT == 3).any()
+    after = agent.policy.lm.head.weight
+    assert after.isfinite().all() and not torch.equal(after, before)
+
+
+# --- rows ---
+@dataclass(frozen=True)
+class Scored(Rollout):
+    score_B: torch.Tensor | None = None                     # a field of one's own
+
+
+def scored_rollout(agent, prompts, limit) -> Scored:
+    return Scored(**vars(collect_rollout(agent, prompts, limit)), score_B=torch.arange(float(len(prompts))))
+
+
+def test_rows_are_taken_without_the_padding_that_they_do_not_need():
+    prompt, real = torch.tensor([[6, 6, 0], [1, 2, 3], [6, 4, 5]]), [[0, 0, 1], [1, 1, 1], [0, 1, 1]]
+    response, mask = torch.tensor([[1, 6, 6], [2, 3, 4], [5, 5, 6]]), [[1.0, 0, 0], [1, 1, 1], [1, 1, 0]]
+    x, mask = torch.arange(9.0).view(3, 3), torch.tensor(mask)
+    whole = Scored(["b", "cde", "ff"], prompt, torch.tensor(real), response, mask, x, x, x, x, value_BT=None,
+                   score_B=torch.arange(3.0))
+    part = take(whole, torch.tensor([2, 0]))
+    assert part.text == ["ff", "b"] and part.score_B.tolist() == [2, 0] and part.value_BT is None
+    assert part.prompt_BP.tolist() == [[4, 5], [6, 0]] and part.prompt_mask_BP.tolist() == [[1, 1], [0, 1]]
+    assert part.response_BT.tolist() == [[5, 5], [1, 6]] and part.mask_BT.tolist() == [[1, 1], [1, 0]]
+    assert part.logp_BT.tolist() == [[6, 7], [0, 1]]
+
+
+def test_what_is_taken_apart_and_joined_is_as_it_was():
+    """Also where the parts are padded less, and where agents have no critic."""
+    for changes in (dict(), dict(advantage="reinforce")):
+        whole = scored_rollout(moved(agent_of(tiny_gpt2(), **changes)), PROMPTS, 12)
+        parts = [take(whole, torch.tensor(rows)) for rows in ([0, 1], [2], [3, 4, 5, 6, 7])]
+        assert len({part.mask_BT.shape[1] for part in parts}) > 1
+        same_rows(join(parts, pad_id=6), whole)
+
+
+def test_a_replay_of_the_last_rollout_trains_on_both():
+    """Two rollouts of unlike lengths, in one step: its loss is the mean over the tokens of both."""
+    agent = moved(agent_of(tiny_gpt2(), num_ppo_epochs=2, mini_batch_size=16, batch_size=16,
+                           learning_rate=1e-9))
+    last, now = collect_rollout(agent, PROMPTS, 12), collect_rollout(agent, ["ab"] * 8, 3)
+    score_B = torch.arange(16.0)
+    both = join([last, now], pad_id=agent.policy.tokenizer.eos_token_id)
+    assert both.mask_BT.sum() == last.mask_BT.sum() + now.mask_BT.sum() and both.text == last.text + now.text
+    entropies = [ppo_update(agent, part, score_B[:8])["entropy"] * part.mask_BT.sum() for part in (last, now)]
+    # eta follows the KL of whole responses, once for 16 of them: 0.3 (1 + 0.1 * 16 / 4)
+    kl = (last.kl_BT.sum() + now.kl_BT.sum()).item() / 16
+    agent.cfg = replace(agent.cfg, kl_target=kl / 1.1, kl_horizon=4)
+    metrics = ppo_update(agent, both, score_B)
+    assert metrics["entropy"] == pytest.approx((sum(entropies) / both.mask_BT.sum()).item(), rel=1e-5)
+    assert metrics["score"] == 7.5 and metrics["grad_norm"] > 0 and metrics["kl_coef"] == 0.3
+    assert agent.kl_coef == pytest.approx(0.42)
