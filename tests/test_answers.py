@@ -15,7 +15,7 @@ NUMBERS = [             # what a response's last number is
     ("- 7", 7), ("5-7", 7), ("10%-15%", 15), (r"\frac{14}{2}-7", 7), ("covid-19", 19),      # no signs
     ("1e3", 1000), ("1E-2", "0.01"), ("1e1000", "1e1000"), ("9" * 400, "9" * 400),
     ("1/2", 2), ("12:30", 30), ("1, 2", 2), ("3 234", 234), ("3\n234", 234), ("3\t234", 234),    # two numbers
-    ("４２", 42), ("１，２３４", 1234), ("1{,}234", 1234), ("a\x00\x07 12\ufffd", 12),
+    ("４２", 42), ("１，２３４", 1234), ("1{,}234", 1234), ("a\x00\x07 12\ufffd", 12), ("5 of ٤", 5),
     ("", None), ("no number", None), ("NaN", None), ("inf", None), ("-inf", None),
     ("So 9. Question: Ann has 3. Answer: 7", 9), ("Question: how many? Answer: 4. Question: 5?", 4)]
 MARKED = [              # the last number, and OpenAI's strict rule

@@ -18,14 +18,14 @@ GPT2_LARGE = OF_BOTH | dict(
     learning_rate=1.41e-5, mini_batch_size=256, gradient_accumulation_steps=1, num_ppo_epochs=4,
     init_kl_coef=0.3, min_query_length=2, max_query_length=8, min_response_length=4, max_response_length=15)
 LLAMA2_7B = OF_BOTH | dict(
-    model="meta-llama/Llama-2-7b-chat-hf", dataset="openai/gsm8k", load_in_4bit=True, batch_size=32,
-    mini_batch_size=2, gradient_accumulation_steps=16, init_kl_coef=0.01, checker="last_number")
+    model="meta-llama/Llama-2-7b-chat-hf", dataset="openai/gsm8k", load_in_4bit=True, one_shot=True,
+    batch_size=32, mini_batch_size=2, gradient_accumulation_steps=16, init_kl_coef=.01, checker="last_number")
 
 
 @pytest.mark.parametrize("config, presets, name, expected", [
     (ImdbConfig, IMDB_PRESETS, "gpt2-large", GPT2_LARGE),
-    (Gsm8kConfig, GSM8K_PRESETS, "llama2-7b", LLAMA2_7B | {"learning_rate": 1e-5, "one_shot": True}),
-    (Gsm8kConfig, GSM8K_PRESETS, "llama2-7b-lr1e-4", LLAMA2_7B | {"learning_rate": 1e-4, "one_shot": True})])
+    (Gsm8kConfig, GSM8K_PRESETS, "llama2-7b", LLAMA2_7B | {"learning_rate": 1e-5}),
+    (Gsm8kConfig, GSM8K_PRESETS, "llama2-7b-lr1e-4", LLAMA2_7B | {"learning_rate": 1e-4})])
 def test_presets_are_the_papers_settings(config, presets, name, expected):
     for method in ("ppo", "cory"):
         cfg = parse(config, presets, ["--method", method, "--preset", name])
@@ -46,16 +46,15 @@ BAD = [                                 # one of each kind
     ("--cliprange 0", "must be above 0"), ("--gamma 1.1", "must be 1 or less"),
     # sizes
     ("--batch_size 100 --mini_batch_size 32", "batch_size is 100: must be a multiple"),
-    ("--responses_per_query 3", "must divide batch_size = 128"),
-    ("--kl_target 6 --kl_horizon 6", "must exceed 0.2 x batch_size = 25.6"),
-    ("--min_response_length 16", "min_response_length is 16: must not exceed max_response_length = 15"),
-    ("--min_query_length 9", "min_query_length is 9: must not exceed max_query_length = 8"),
+    ("--responses_per_query 3", "must divide batch_size"), ("--kl_target 6 --kl_horizon 6", "must exceed"),
+    ("--min_response_length 16", "must not exceed max_response_length = 15"),
+    ("--min_query_length 9", "must not exceed max_query_length = 8"),
     # settings that contradict each other
     ("--advantage rloo", "compares the responses to a query"),
     ("--advantage rloo --responses_per_query 4 --gamma 0.9", "gamma is 0.9: is not used by rloo"),
     ("--advantage grpo --responses_per_query 4", "add --kl_in loss"),
     ("--advantage grpo --responses_per_query 4 --kl_in loss --whiten_advantages true", "whiten_adv"),
-    ("--load_in_4bit --lora_rank 0", "trains nothing by itself"), ("--load_in_4bit --shard", "cannot be divided"),
+    ("--load_in_4bit --lora_rank 0", "trains nothing"), ("--load_in_4bit --shard", "cannot be divided"),
     ("--llm2 lora_rank=0", "all agents train adapters"), ("--task gsm8k", "has its own script"),
     # flags that nothing reads beside the others
     ("--method ppo --knowledge_transfer false", "only with a method of two agents"),
@@ -64,7 +63,7 @@ BAD = [                                 # one of each kind
     ("--partner_reward 0 --partner_term critic", "only with a --partner_reward that is not 0"),
     ("--lora_rank 0 --lora_targets c_attn", "only with --lora_rank above 0"),
     ("--vf_coef 0 --cliprange_value 1", "only with --vf_coef above 0"),
-    ("--kl_horizon 99", "with --kl_target above 0"), ("--advantage reinforce --lam 0.5", "only with a critic")]
+    ("--kl_horizon 99", "--kl_target above 0"), ("--advantage reinforce --lam 0.5", "only with a critic")]
 
 
 @pytest.mark.parametrize("argv, says", BAD, ids=[argv for argv, _ in BAD])
@@ -73,9 +72,7 @@ def test_bad_settings_are_one_line(argv, says, capsys):
 
 
 @pytest.mark.parametrize("argv", [
-    "--kl_horizon 99 --llm2 kl_target=3",                   # an agent reads it
-    "--method ppo --role_exchange_every 5",                 # the default: not given
-    "--advantage grpo --responses_per_query 4 --kl_in loss",
+    "--kl_horizon 99 --llm2 kl_target=3", "--advantage grpo --responses_per_query 4 --kl_in loss",
     "--method mine:Method --share_weights true --role_exchange_every 2 --advantage mine:own --lam 0.5"])
 def test_flags_that_something_may_read_are_taken(argv):
     parse(ImdbConfig, IMDB_PRESETS, argv.split())

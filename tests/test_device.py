@@ -12,11 +12,11 @@ from cory.loading import load_language_model
 from cory.run import evaluation
 from cory.system.device import prepare_device, resolve_auto
 
-CUDA = torch.device("cuda", 3)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 3)         # the fourth of several
 
 
 def resolved(monkeypatch, capability, **flags):
-    """Beside a GPU of that capability, the fourth, if any; PyTorch imitates bfloat16 on those that lack it."""
+    """Beside a GPU of that capability, if any; PyTorch imitates bfloat16 on those that lack it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability > 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: CUDA.index)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
@@ -24,12 +24,13 @@ def resolved(monkeypatch, capability, **flags):
     return resolve_auto(settings(**flags))
 
 
-@pytest.mark.parametrize("capability, device, dtype, expected", [
-    (9.0, "auto", "auto", "bfloat16"), (7.5, "auto", "auto", "float32"), (8.0, "cuda", "tf32", "tf32"),
-    (0, "auto", "auto", "float32"), (9.0, "cpu", "auto", "float32"), (0, "cpu", "bfloat16", "bfloat16")])
-def test_auto_takes_what_the_machine_has(monkeypatch, capability, device, dtype, expected):
-    cfg, place = resolved(monkeypatch, capability, device=device, dtype=dtype)
-    assert cfg.dtype == expected and place == (CUDA if capability and device != "cpu" else torch.device("cpu"))
+@pytest.mark.parametrize("capability, device, dtype, place, expected", [
+    (9.0, "auto", "auto", CUDA, "bfloat16"), (7.5, "auto", "auto", CUDA, "float32"),
+    (8.0, "cuda", "tf32", CUDA, "tf32"), (0, "auto", "auto", CPU, "float32"),
+    (9.0, "cpu", "auto", CPU, "float32"), (0, "cpu", "bfloat16", CPU, "bfloat16")])
+def test_auto_takes_what_the_machine_has(monkeypatch, capability, device, dtype, place, expected):
+    cfg, chosen = resolved(monkeypatch, capability, device=device, dtype=dtype)
+    assert (chosen, cfg.dtype) == (place, expected)
 
 
 @pytest.mark.parametrize("capability, flags, line", [

@@ -34,14 +34,6 @@ def test_help_has_every_flag_with_the_presets_own_default(capsys):
     assert "(default: gpt2-xl)" in shown and "(default: gpt2-large)" not in shown
 
 
-def test_agents_have_settings_of_their_own():
-    cfg = imdb("--llm2", "learning_rate=3e-5", "num_ppo_epochs=8", "--seed", "4", "--judge", "lam=0")
-    assert cfg.agent_settings == {"llm2": {"learning_rate": 3e-5, "num_ppo_epochs": 8}, "judge": {"lam": 0.0}}
-    first, second = cfg.of_agent("llm1"), cfg.of_agent("llm2")
-    assert (first.learning_rate, first.num_ppo_epochs, first.seed) == (2e-3, 1, 4)
-    assert (second.learning_rate, second.num_ppo_epochs, second.seed) == (3e-5, 8, 4)
-
-
 @pytest.mark.parametrize("argv, says", [
     ("--learning_rat 1", "flag is '--learning_rat': unknown; did you mean --learning_rate?"),
     ("--learning_rat=1", "flag is '--learning_rat=1': unknown; did you mean --learning_rate?"),
@@ -55,7 +47,6 @@ def test_bad_command_lines_are_one_line(argv, says, capsys):
     assert says in error_line(train_imdb.main, argv.split(), capsys)
 
 
-# --- resumed runs and config.json ---
 def resume(folder, *flags: str) -> list[str]:
     """The command line that resumes a run with these flags."""
     (folder / "config.json").write_text(config_json(imdb(*flags), ["llm1", "llm2"]))
@@ -84,8 +75,11 @@ class WithBonus(ImdbConfig):
 
 
 def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
-    cfg = parse(WithBonus, {"mine": {"model": "m"}}, "--bonus 2 --llm2 model=n --llm3 model=m".split())
-    assert (cfg.bonus, cfg.preset, cfg.model) == (2.0, "mine", "m")
+    words = "--llm2 model=n lam=0 --bonus 2 --llm3 num_ppo_epochs=8".split()
+    cfg = parse(WithBonus, {"mine": {"model": "m"}}, words)
+    assert (cfg.bonus, cfg.preset, cfg.model, cfg.lam) == (2.0, "mine", "m", 0.95)
+    assert cfg.agent_settings == {"llm2": {"model": "n", "lam": 0.0}, "llm3": {"num_ppo_epochs": 8}}
+    assert cfg.of_agent("llm2") == WithBonus(preset="mine", model="n", lam=0.0, bonus=2.0)
     (tmp_path / "config.json").write_text(config_json(cfg, ["llm1", "llm2", "llm3"]))
     assert load_config(tmp_path) == cfg and type(load_config(tmp_path)) is WithBonus
     saved = read(tmp_path / "config.json")
@@ -95,7 +89,6 @@ def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
     assert load_config(tmp_path).bonus == 0.0
 
 
-# --- names of code ---
 def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     (tmp_path / "present.py").write_text("x = 7")
     (tmp_path / "lacking.py").write_text("import lack")

@@ -1,4 +1,4 @@
-"""The model as a policy: padding, alignment, dropout, precision, memory, templates."""
+"""The model as a policy: alignment, templates, contexts, dropout, memory, precision."""
 import pytest
 import torch
 from conftest import byte_tokenizer
@@ -33,17 +33,7 @@ def load(small, **changes) -> LanguageModel:
     return load_language_model(str(small / "lm"), settings(**changes), CPU)
 
 
-# --- padding and alignment ---
-def test_a_row_alone_equals_the_same_row_in_a_padded_batch():
-    """Prompts are padded on the left, responses on the right; neither may be felt."""
-    model, response = tiny_gpt2(), torch.randint(0, 6, (3, 6))
-    prompts = ["a", "abcdefabcdef", "fed"]
-    together = model.response_hidden(*encode_prompts(model, prompts, 6), response)
-    for row, (prompt, length) in enumerate(zip(prompts, (6, 3, 1))):
-        alone = model.response_hidden(*encode_prompts(model, [prompt], 6), response[row:row + 1, :length])
-        close(together[row, :length], alone[0], 1e-5)
-
-
+# --- logits ---
 def test_logprob_t_belongs_to_response_token_t():
     """Against log-probabilities read off the bigram table by hand."""
     model = bigram()
@@ -153,21 +143,6 @@ def test_recomputed_activations_give_the_same_gradient_in_less_memory(build, lor
 
 
 # --- precision ---
-def test_bfloat16_keeps_log_probabilities_where_all_logits_lie_near_minus_100(small):
-    """As GPT-2's do; neighbouring bfloat16 numbers are 0.5 apart there."""
-    logps = []
-    for dtype in ("float32", "bfloat16"):
-        model = load(small, dtype=dtype)
-        model.lm.transformer.ln_f.bias.data[0] += 100
-        model.lm.transformer.wte.weight.data[:, 0] -= 1
-        prompts = encode_prompts(model, ["a film of"], 5)
-        hidden = model.response_hidden(*prompts, torch.tensor([[1, 2, 3, 4, 5]])).flatten(0, 1)
-        logps.append(model.logprobs(hidden))
-        assert model.logits(hidden).mean() < -80 and logps[-1].dtype == torch.float32
-    exact, low = logps
-    assert 0 < (low - exact).abs().max() < 0.1
-
-
 def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, tmp_path):
     """Matrices alone, and only after the agents have had their copies, which stay in float32."""
     model, prompts = load(small, dtype="bfloat16"), ["a film", "one"]

@@ -57,13 +57,6 @@ def test_mask_and_text_of_responses(prompt, limit, ids, text):
     assert decode(model, prompts, drawn) == [text]
 
 
-def test_rows_that_end_early_are_padded_behind_their_eos_and_the_pad_is_masked():
-    drawn = sampled(bigram(path_model(*"abcdef.")), ["f", "d", "a"], 4)
-    assert drawn.response_BT.tolist() == [[6, 6, 6, 6], [4, 5, 6, 6], [1, 2, 3, 4]]
-    assert drawn.mask_BT.tolist() == [[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
-    assert (drawn.logp_BT[drawn.mask_BT == 0] == 0).all()
-
-
 def test_a_prompt_must_have_tokens_with_embeddings_and_leave_the_response_room():
     model = tiny_gpt2(n_positions=40, vocab_size=6)         # the letters are one token more: "."
     encode_prompts(model, ["a" * 34], 6)
@@ -156,6 +149,7 @@ def test_a_row_is_sampled_as_if_it_were_alone():
     assert min(lengths) == 1 and max(lengths) == limit and len(set(lengths)) > 5
     close(drawn.logp_BT, rescored(model, RAGGED, limit, drawn), 1e-5)
     assert drawn.logp_BT.min() < -2                             # it is not sure of all
+    assert (drawn.response_BT[drawn.mask_BT == 0] == 6).all()
     for row, length in enumerate(lengths):
         prompt = encode_prompts(model, RAGGED[row:row + 1], limit)
         alone = sample(model, prompt, limit, uniform_TB[:, row:row + 1])
@@ -194,22 +188,18 @@ def test_asking_more_seldom_which_rows_have_ended_changes_nothing(steps, monkeyp
 
 # --- the cache ---
 def test_the_cache_writes_a_token_into_its_place_and_copies_seldom():
+    """In the type of the values: rotary embeddings return keys in float32, also beside bfloat16."""
     layer, copies = GrowingLayer(), 0
-    keys = torch.randn(3, 2, 200, 4)
-    layer.update(keys[:, :, :50], -keys[:, :, :50])
+    values = torch.randn(3, 2, 200, 4).bfloat16()
+    keys = -values.float()
+    layer.update(keys[:, :, :50], values[:, :, :50])
     for t in range(50, 200):
         before = layer.buffers[0].data_ptr()
-        k, v = layer.update(keys[:, :, t:t + 1], -keys[:, :, t:t + 1])
+        k, v = layer.update(keys[:, :, t:t + 1], values[:, :, t:t + 1])
         copies += layer.buffers[0].data_ptr() != before
-    assert torch.equal(k, keys) and torch.equal(v, -keys) and layer.get_seq_length() == 200 and copies <= 4
+    assert torch.equal(k, -values) and torch.equal(v, values) and k.dtype == v.dtype == torch.bfloat16
+    assert layer.get_seq_length() == 200 and copies <= 4
     layer.keep(torch.tensor([0, 2]), 30)
-    k, v = layer.update(keys[:2, :, :1], -keys[:2, :, :1])
-    expected = torch.cat([keys[[0, 2], :, 30:], keys[:2, :, :1]], dim=2)
-    assert torch.equal(k, expected) and torch.equal(v, -expected)
-
-
-def test_the_cache_keeps_keys_as_values_are():
-    """Rotary embeddings return float32, also where the model is in bfloat16."""
-    layer = GrowingLayer()
-    layer.update(torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 4).bfloat16())
-    assert {buffer.dtype for buffer in (*layer.buffers, layer.keys, layer.values)} == {torch.bfloat16}
+    k, v = layer.update(keys[:2, :, :1], values[:2, :, :1])
+    expected = torch.cat([values[[0, 2], :, 30:], values[:2, :, :1]], dim=2)
+    assert torch.equal(k, -expected) and torch.equal(v, expected)

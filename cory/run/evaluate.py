@@ -103,8 +103,7 @@ def main(argv: list[str]) -> None:
     configs, runs = finished(args.run_dirs, args.by), []
     with launched(vars(args)):
         for run_dir, config in zip(args.run_dirs, configs, strict=True):
-            about = config | {"eval_queries": args.queries or config["eval_queries"]}
-            runs.append((about, evaluate_run(run_dir, args)))
+            runs.append((config, evaluate_run(run_dir, args)))
         if processes().is_main:
             print(groups_table("held-out", grouped(runs, args.by)))
             draw_pass_at_k(runs, args.k, args.out, args.by)

@@ -32,7 +32,7 @@ class RunLog:
         append_jsonl(self.samples, samples)
         if self.wandb:
             if iteration and any(key.startswith("eval/") for key in metrics):
-                row = row | {"samples": samples_table(read_jsonl(self.samples))}
+                row = row | {"samples": table_of(read_jsonl(self.samples))}
             self.wandb.log(row, step=iteration)
         if iteration:
             self.bar.set_postfix_str(bar_text(metrics, self.agents), refresh=False)
@@ -78,8 +78,8 @@ def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
     return run
 
 
-def samples_table(rows: list[dict]):
-    """A column for whatever any of the rows holds."""
+def table_of(rows: list[dict]):
+    """For W&B, with a column for whatever any of the rows holds."""
     import pandas as pd
     import wandb
     return wandb.Table(dataframe=pd.DataFrame(rows), allow_mixed_types=True)

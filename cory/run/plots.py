@@ -126,9 +126,8 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = (), roles: bo
     for ax in axes[len(names):]:
         draw_frontier(ax, groups, styles, embedded_best_of_n(runs[0][0]))
 
-    task, preset, seed = (values_of(runs, setting) for setting in ("task", "preset", "seed"))
-    bands = "; bands: sample std over n seeds" if len(runs) > 1 else ""
-    figure.suptitle(f"{task}, preset {preset}, seed {seed}\n"
+    config, bands = runs[0][0], "; bands: sample std over n seeds" * (len(runs) > 1)
+    figure.suptitle(f"{short_name(config['task'])}, preset {config['preset']}\n"
                     f"dots: held-out evaluation; thin lines: training batches, and their running mean{bands}")
     save(figure, out)
     return figure
@@ -170,11 +169,6 @@ def embedded_best_of_n(config: dict) -> dict[str, list[float]]:
     return known["best_of_n"] if known["settings"].items() <= settings.items() else {}
 
 
-def values_of(runs: list[tuple], setting: str) -> str:
-    """A setting's value in all runs, or its values with strokes between them."""
-    return "/".join(dict.fromkeys(short_name(str(config[setting])) for config, _ in runs))
-
-
 def draw_pass_at_k(runs: list[tuple[dict, dict]], ks: list[int], out: Path, by: Sequence[str] = ()) -> None:
     """pass@k against k, mean and sample std, of groups of runs (config.json, {agent or "base": metrics})."""
     groups, ks = grouped(runs, by), sorted(set(ks))
@@ -185,7 +179,6 @@ def draw_pass_at_k(runs: list[tuple[dict, dict]], ks: list[int], out: Path, by: 
         band(ax, points, **style, label=label if len(runs) == 1 else f"{label} (n = {len(members)})")
     ax.set_xscale("log", base=2)
     ax.set_xticks(ks, labels=ks)
-    task, queries = (values_of(runs, setting) for setting in ("task", "eval_queries"))
-    ax.set(title=f"{task}: pass@k on {queries} held-out queries", xlabel="k responses per query",
-           ylabel="share of queries solved by one of k")
+    ax.set(title=f"{short_name(runs[0][0]['task'])}: pass@k on held-out queries",
+           xlabel="k responses per query", ylabel="share of queries solved by one of k")
     save(figure, out)

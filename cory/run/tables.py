@@ -14,22 +14,24 @@ def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, 
     """{label: [what belongs to it, for each seed]} of runs (config.json, {"base", agent, role, "team": ...}).
 
     A group is one of these names, of one method, and of one value of each setting in `by`. Labels read
-    `PPO LLM1`, or by learning_rate `CORY LLM2, learning_rate 0.001`. The base comes first, once if all runs
-    agree on it.
+    `PPO LLM1`, or by learning_rate `CORY LLM2, learning_rate 0.001`. Bases come first, once where runs
+    agree.
     """
-    bases, groups = {}, defaultdict(list)
+    bases, groups = defaultdict(dict), defaultdict(list)
     for config, parts in runs:
         method = short_name(config["method"]).upper()
         values = "".join(f", {name} {value_of(config, name)}" for name in by if name != "method")
         for name, part in parts.items():
             if name.startswith("base"):
-                bases.setdefault(f"{name}{values}", [part])
+                bases[name].setdefault(values, [part])
             else:
                 groups[f"{method} {name.upper()}{values}"].append(part)
-    first, *others = bases.values() or [None]
-    if first and all(base == first for base in others):
-        bases = {"base": first}
-    return bases | groups
+    labels = {}
+    for name, of_values in bases.items():
+        first, *others = of_values.values()
+        agree = all(other == first for other in others)
+        labels |= {name: first} if agree else {f"{name}{values}": part for values, part in of_values.items()}
+    return labels | groups
 
 
 def value_of(config: dict, setting: str) -> str:
