@@ -247,7 +247,7 @@ class ImdbConfig(Config):
 
 
 IMDB_PRESETS = {
-    # Chosen on validation queries, for PPO and CORY alike.
+    # Chosen on validation queries, for PPO.
     "tiny": dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openings"),
                  reward_model=str(ASSETS / "imdb/classifier"), iterations=44, batch_size=128,
                  mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
@@ -283,7 +283,7 @@ class Gsm8kConfig(Config):
 LLAMA2 = dict(lora_rank=16, load_in_4bit=True, dtype="bfloat16")
 
 GSM8K_PRESETS = {
-    # Chosen on validation queries, for PPO and CORY alike.
+    # Chosen on validation queries, for PPO.
     "tiny": dict(model=str(ASSETS / "gsm8k/lm"), dataset=str(ASSETS / "gsm8k/problems"), one_shot=False,
                  max_response_length=48, iterations=60, batch_size=128, mini_batch_size=32,
                  gradient_accumulation_steps=1, num_ppo_epochs=1, lora_rank=16, learning_rate=1e-3,

@@ -2,9 +2,9 @@
 
     python tests/speed.py --model DIR --method cory --iterations 5 --batch_size 64 --device cpu
 
-The flags are those of train_imdb.py. The method runs as it is, on IMDB's prompts with a trivial reward, without
-evaluation, checkpoints or plots. Seconds are medians without the first iteration. The last line is JSON. Started
-in the folder of another checkout, it times that one.
+The flags are those of train_imdb.py. The method runs as it is, on IMDB's prompts with a trivial reward,
+without evaluation, checkpoints or plots. Seconds are medians without the first iteration. The last line is
+JSON. Started in the folder of another checkout, it times that one.
 """
 import json
 import os
@@ -70,7 +70,7 @@ def finish_iteration(self, iteration: int, *args, **kwargs) -> None:
 def peak_gib() -> float:
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return torch.cuda.max_memory_allocated() / 2**30
-    import resource                                     # of Unix alone
+    import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 

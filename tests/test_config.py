@@ -7,6 +7,7 @@ from toys import error_line
 
 import train_imdb
 from cory.config import ASSETS, GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
+from cory.errors import exit_on_user_error
 from cory.flags import parse
 
 # Tables of the paper; PPO and CORY alike.
@@ -66,16 +67,21 @@ BAD = [                                 # one of each kind
     ("--kl_horizon 99", "--kl_target above 0"), ("--advantage reinforce --lam 0.5", "only with a critic")]
 
 
+@exit_on_user_error
+def imdb(argv: list[str]) -> ImdbConfig:
+    return parse(ImdbConfig, IMDB_PRESETS, argv)
+
+
 @pytest.mark.parametrize("argv, says", BAD, ids=[argv for argv, _ in BAD])
 def test_bad_settings_are_one_line(argv, says, capsys):
-    assert says in error_line(train_imdb.main, argv.split(), capsys)
+    assert says in error_line(imdb, argv.split(), capsys)
 
 
 @pytest.mark.parametrize("argv", [
     "--kl_horizon 99 --llm2 kl_target=3", "--advantage grpo --responses_per_query 4 --kl_in loss",
     "--method mine:Method --share_weights true --role_exchange_every 2 --advantage mine:own --lam 0.5"])
 def test_flags_that_something_may_read_are_taken(argv):
-    parse(ImdbConfig, IMDB_PRESETS, argv.split())
+    imdb(argv.split())
 
 
 @pytest.mark.parametrize("more", ["--advantage own_advantage:plain", "--llm2 advantage=reinforce"])

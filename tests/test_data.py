@@ -66,7 +66,7 @@ def test_the_test_split_of_the_real_data_is_whole(gsm8k_data, imdb_data):
     ({"train.jsonl": GOOD + '{"text": " "}\n'}, "row 2': "),
     ({"train.csv": "text\n1\n2\n"}, "row 1': "),
     ({"test.jsonl": GOOD * 20}, "splits found: test"),
-    ({"train.jsonl": GOOD * 7, "validation.jsonl": "", "test.jsonl": GOOD * 8}, "batch_size is 8: .*only 7 rows"),
+    ({"train.jsonl": GOOD * 7, "validation.jsonl": "", "test.jsonl": GOOD * 8}, "only 7 rows for its 8 "),
     ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 5}, "eval_queries is 8: .*only 5 rows"),
     ({"train.jsonl": GOOD * 99}, "eval_queries is 8: .*only 0 rows")])
 def test_a_slip_is_one_line_before_any_model_is_loaded(files, says, small_flags, tmp_path, capsys):

@@ -78,7 +78,7 @@ def start(rank: int, store: dist.TCPStore, folder: Path, commands: list) -> Proc
             if dist.is_initialized():                       # after what is refused or stopped
                 dist.destroy_process_group()
 
-    process = get_context("fork").Process(target=work)
+    process = get_context("fork").Process(target=work, daemon=True)
     process.start()
     return process
 
@@ -114,7 +114,7 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     stopped(folder / "mixed", folder / "resumed")
     (folder / "ready").touch()
     evaluate.main([str(folder / "one"), *pass_at_k])
-    ended = [process.join() or process.exitcode for process in both]
+    ended = [process.join(200) or process.exitcode for process in both]
     assert ended == [1, -signal.SIGKILL], (folder / "err").read_text()[:3000]
     return folder
 

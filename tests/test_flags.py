@@ -7,28 +7,28 @@ import pytest
 from toys import error_line, read
 
 import train_gsm8k
-import train_imdb
 from cory.config import ADVANTAGES, IMDB_PRESETS, METHODS, ImdbConfig, setting
-from cory.errors import UserError
+from cory.errors import UserError, exit_on_user_error
 from cory.flags import config_json, load_config, parse
 from cory.names import find
 from cory.train import Cory
 
 
-def imdb(*argv: str) -> ImdbConfig:
-    return parse(ImdbConfig, IMDB_PRESETS, list(argv))
+@exit_on_user_error
+def imdb(argv: list[str]) -> ImdbConfig:
+    return parse(ImdbConfig, IMDB_PRESETS, argv)
 
 
 def test_a_flag_overrides_the_preset_and_leaves_the_rest():
-    changed = imdb("--preset", "gpt2", "--learning_rate", "3e-5", "--knowledge_transfer", "false", "--shard")
-    old, new = vars(imdb("--preset", "gpt2")), vars(changed)
+    changed = imdb("--preset gpt2 --learning_rate 3e-5 --knowledge_transfer false --shard".split())
+    old, new = vars(imdb(["--preset", "gpt2"])), vars(changed)
     assert {name: new[name] for name in new if new[name] != old[name]} == {
         "learning_rate": 3e-5, "knowledge_transfer": False, "shard": True}
 
 
 def test_help_has_every_flag_with_the_presets_own_default(capsys):
     with pytest.raises(SystemExit):
-        imdb("--preset", "gpt2-xl", "--help")
+        imdb(["--preset", "gpt2-xl", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert all(f"--{f.name}" in shown for f in fields(ImdbConfig) if f.name != "agent_settings")
     assert "(default: gpt2-xl)" in shown and "(default: gpt2-large)" not in shown
@@ -44,19 +44,19 @@ def test_help_has_every_flag_with_the_presets_own_default(capsys):
     ("--preset huge", "preset is 'huge': choose from tiny, gpt2"), ("--preset", "--preset: expected one"),
     ("--resume", "run_dir is '': names no run"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run")])
 def test_bad_command_lines_are_one_line(argv, says, capsys):
-    assert says in error_line(train_imdb.main, argv.split(), capsys)
+    assert says in error_line(imdb, argv.split(), capsys)
 
 
 def resume(folder, *flags: str) -> list[str]:
     """The command line that resumes a run with these flags."""
-    (folder / "config.json").write_text(config_json(imdb(*flags), ["llm1", "llm2"]))
+    (folder / "config.json").write_text(config_json(imdb([*flags]), ["llm1", "llm2"]))
     return ["--resume", "--run_dir", str(folder)]
 
 
 def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkeypatch):
     argv = resume(tmp_path, "--learning_rate", "3e-5", "--lr_schedule", "constant", "--llm2", "lam=0.5")
     monkeypatch.setitem(IMDB_PRESETS["tiny"], "vf_coef", 9.0)
-    cfg = imdb(*argv, "--iterations", "99", "--wandb", "offline")
+    cfg = imdb([*argv, "--iterations", "99", "--wandb", "offline"])
     assert (cfg.learning_rate, cfg.vf_coef, cfg.agent_settings) == (3e-5, 0.1, {"llm2": {"lam": 0.5}})
     assert (cfg.iterations, cfg.wandb, cfg.resume) == (99, "offline", True)
 
@@ -64,7 +64,7 @@ def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkey
 @pytest.mark.parametrize("flags", ["", "--lr_schedule constant --llm2 lr_schedule=cosine"])
 def test_a_resumed_run_whose_rate_falls_keeps_its_iterations(flags, tmp_path, capsys):
     argv = resume(tmp_path, *flags.split())
-    line = error_line(train_imdb.main, [*argv, "--iterations", "99", "--lam", "0"], capsys)
+    line = error_line(imdb, [*argv, "--iterations", "99", "--lam", "0"], capsys)
     assert "iterations was 44, now 99; lam was 0.95, now 0.0" in line
     assert "holds a run of imdb" in error_line(train_gsm8k.main, argv, capsys)
 

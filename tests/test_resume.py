@@ -21,16 +21,12 @@ from toys import agent_of, bigram, error_line, read, require_same_runs, rows, sa
 
 import train_imdb
 from cory.errors import UserError
-from cory.flags import load_config
-from cory.loading import load_language_model
 from cory.ppo.rollout import collect_rollout
 from cory.ppo.update import ppo_update
 from cory.run import checkpoint
 from cory.run.checkpoint import checkpoints_of, load_checkpoint, packed
-from cory.run.evaluation import evaluate
 from cory.run.run import Turn
 from cory.system import signals
-from cory.tasks.imdb import Imdb
 from cory.train import Ppo
 
 QUICK = ("--batch_size 4 --mini_batch_size 2 --num_ppo_epochs 1 --max_response_length 6 --eval_queries 4 "
@@ -137,18 +133,6 @@ def test_a_killed_run_resumes_to_the_same_bits(name, flags, tmp_path, monkeypatc
     if name == "iterative":
         after, later = (row["pioneer/kl"] for row in rows(whole)[2:])
         assert after == pytest.approx(0, abs=1e-5) and later != 0
-        require_held_out_metrics_of_final_models(whole)
-
-
-def require_held_out_metrics_of_final_models(run_dir: Path) -> None:
-    """eval.json is what each model in final/ shows beside the run's base, wherever its reference is."""
-    cfg, held_out, cpu = load_config(run_dir), read(run_dir / "eval.json"), torch.device("cpu")
-    base = load_language_model(cfg.model, cfg, cpu)
-    task = Imdb(cfg, Imdb.load_data(cfg), base)
-    for folder in (run_dir / "final").iterdir():
-        expected = evaluate(load_language_model(str(folder), cfg, cpu), base, task, cfg)
-        assert held_out[folder.name] == {name: pytest.approx(x, rel=1e-4) for name, x in expected.items()}
-        assert expected["kl"] > 0
 
 
 def test_a_run_is_lengthened_or_ended_where_it_is(flags, tmp_path, capsys):
@@ -269,6 +253,14 @@ def at_terminal(ours: int, theirs: int, words: list[str]) -> None:
     train_imdb.main(words)
 
 
+def drained(terminal: int) -> str:
+    said = b""
+    with suppress(OSError):                                 # nothing more
+        while True:
+            said += os.read(terminal, 4096)
+    return said.decode()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_a_run_after_its_iteration(number, flags, tmp_path, capsys):
     """Ctrl-C is typed; SIGHUP comes of a terminal that closes. Meanwhile the folder is no other process's."""
@@ -279,8 +271,7 @@ def test_a_signal_ends_a_run_after_its_iteration(number, flags, tmp_path, capsys
     os.close(theirs)
     os.set_blocking(ours, False)
     while child.is_alive() and not (log.exists() and log.read_text().count("\n") > 2):
-        with suppress(BlockingIOError):
-            os.read(ours, 4096)
+        drained(ours)
         time.sleep(0.02)
     line = error_line(train_imdb.main, ["--resume", "--run_dir", run_dir], capsys)
     assert "is in use by another process" in line
@@ -293,7 +284,7 @@ def test_a_signal_ends_a_run_after_its_iteration(number, flags, tmp_path, capsys
     child.join(60)
     assert child.exitcode == 128 + number
     if number != signal.SIGHUP:                             # the last line is a command for a shell
-        words = shlex.split(os.read(ours, 2**16).decode().splitlines()[-1])
+        words = shlex.split(drained(ours).splitlines()[-1])
         assert words[-3:] == ["--resume", "--run_dir", str(run_dir)]
     done = rows(run_dir)[-1]["iteration"]
     assert [path.name[:16] for path in checkpoints_of(run_dir)] == [f"iteration_{done:06d}"]

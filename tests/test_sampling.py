@@ -3,13 +3,14 @@ import pytest
 import torch
 from conftest import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
-from toys import LETTERS, bigram, close, generator, tiny_gpt2
+from toys import LETTERS, agent_of, bigram, close, generator, tiny_gpt2
 from transformers import GenerationConfig
 
 from cory.errors import Diverged, UserError
 from cory.ppo import sampling
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.formulas import token_logprobs
+from cory.ppo.rollout import collect_rollout
 from cory.ppo.sampling import Sample, decode, draw, encode_prompts, sample
 
 END = "<|endoftext|>"
@@ -104,11 +105,12 @@ def test_a_text_is_that_of_its_response_alone_without_special_tokens():
 def test_draw_follows_the_distribution_and_never_takes_what_has_probability_zero():
     p = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
     n = 100_000
-    token = draw(p.log().expand(n, 6), torch.rand(n, generator=generator(), dtype=torch.float64))
+    token, logp = draw(p.log().expand(n, 6), torch.rand(n, generator=generator(), dtype=torch.float64))
     share = torch.bincount(token, minlength=6) / n
     assert ((share - p).abs() <= 3 * (p * (1 - p) / n).sqrt()).all() and share[p == 0].sum() == 0
     extremes = torch.tensor([0.0, 1 - 2**-53, 1.0], dtype=torch.float64)    # even one that rounds to 1
-    assert draw(p.log().expand(3, 6), extremes).tolist() == [1, 4, 4]
+    assert draw(p.log().expand(3, 6), extremes)[0].tolist() == [1, 4, 4]
+    assert torch.equal(logp, p.log()[token])
 
 
 def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should():
@@ -116,8 +118,19 @@ def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should():
     p = torch.full((101,), 3e-9, dtype=torch.float64)
     p[0] = 1 - 100 * 3e-9
     uniform = 1 - 3e-9 * (torch.arange(100, dtype=torch.float64) + 0.5)     # the middle of each share
-    tokens = draw(p.log().float().expand(100, 101), uniform).tolist()
+    tokens = draw(p.log().float().expand(100, 101), uniform)[0].tolist()
     assert len(set(tokens)) > 80 and 0 not in tokens[:80]
+
+
+def test_an_edit_of_what_is_drawn_from_shows_in_sampling_gap(monkeypatch):
+    """At a temperature of 1/2, say."""
+    def cold(logp_BV, uniform_B):
+        return draw((2 * logp_BV).log_softmax(-1), uniform_B)
+
+    agent = agent_of(bigram())
+    assert collect_rollout(agent, ["ab"] * 20, 5).sampling_gap < 1e-6
+    monkeypatch.setattr("cory.ppo.sampling.draw", cold)
+    assert collect_rollout(agent, ["ab"] * 20, 5).sampling_gap > 0.05
 
 
 def test_greedy_takes_the_likeliest_token_and_no_random_number():

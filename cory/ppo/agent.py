@@ -49,6 +49,7 @@ class Agent:
             groups += [{"params": group, "is_critic": is_critic} for group in by_placement(parameters)]
         self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
+        self.set_learning_rate(iteration=1)
 
     @property
     def reference(self) -> LanguageModel:

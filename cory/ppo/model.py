@@ -8,7 +8,6 @@ Masks are 1 for real tokens and 0 for padding.
 import copy
 from contextlib import nullcontext
 from functools import partial
-from typing import Callable
 
 import torch
 from torch import Tensor, nn
@@ -150,13 +149,7 @@ def recompute_layers(lm: nn.Module) -> None:
     lists = [module for module in lm.base_model.modules() if isinstance(module, nn.ModuleList)]
     for layer in max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters())):
         if not isinstance(layer.forward, partial):          # with LoRA, agents share their layers
-            layer.forward = partial(recomputed, layer.forward)
-
-
-def recomputed(forward: Callable, *args, **kwargs):
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def positions(mask: Tensor) -> Tensor:

@@ -65,11 +65,13 @@ def decode(model: LanguageModel, prompts: Prompts, sample: Sample) -> list[str]:
     return [text[len(prompt):] for prompt, text in zip(texts(prompt_ids), whole, strict=True)]
 
 
-def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """One token per row by inversion: the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`.
+def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row by inversion, the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`, and its
+    log-probability.
 
     Never one of probability 0. In float64: uniform numbers of 24 bits would never draw most tokens of p below
-    6e-8, and there are many.
+    6e-8, and there are many. To draw from another distribution, put its log-probabilities in place of logp_BV
+    at the start: `sampling_gap` then shows how far it is from the policy.
     """
     cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p
     total_B1 = cumulative_BV[:, -1:]
@@ -78,7 +80,8 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> Tensor:
     threshold_B1 = (uniform_B[:, None] * total_B1).minimum(largest_B1)
     # right=True: strictly above the threshold, so never a token of probability 0
     token_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
-    return token_B.clamp(max=logp_BV.shape[1] - 1)          # where all is NaN: `sample` raises
+    token_B = token_B.clamp(max=logp_BV.shape[1] - 1)       # where all is NaN: `sample` raises
+    return token_B, formulas.token_logprobs(logp_BV, token_B)
 
 
 @torch.no_grad()
@@ -103,11 +106,14 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
         for t in range(max_new_tokens):
             hidden_RLH, cache = model.body(ids_RL, mask_RL, position_ids_RL, cache)
             logp_RV = model.logprobs(hidden_RLH[:, -1])
-            token_R = logp_RV.argmax(-1) if uniform_TB is None else draw(logp_RV, uniform_TB[t, row_R])
+            if uniform_TB is None:
+                drawn_logp_R, token_R = logp_RV.max(-1)
+            else:
+                token_R, drawn_logp_R = draw(logp_RV, uniform_TB[t, row_R])
             token_R = torch.where(running_R, token_R, eos)
             response_BT[row_R, t] = token_R
             mask_BT[row_R, t] = running_R.float()
-            logp_BT[row_R, t] = formulas.token_logprobs(logp_RV, token_R).where(running_R, 0.0)
+            logp_BT[row_R, t] = drawn_logp_R.where(running_R, 0.0)
             running_R = running_R & ~torch.isin(token_R, ends)
 
             ids_RL, position_ids_RL = token_R[:, None], position_ids_RL[:, -1:] + 1

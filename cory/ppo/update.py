@@ -161,7 +161,7 @@ def optimizer_step(agent: Agent) -> float:
     norm = gradient_norm(parameters)
     if not math.isfinite(norm):
         raise Diverged("grad_norm", norm, f"{agent.name} has diverged; the gradient was not "
-                       "applied. Mend a score, advantage or loss of your own, or start a new run with a lower "
+                       "applied. Mend a score, advantage or loss of your own, or start anew with a lower "
                        "--learning_rate or with --max_grad_norm 1")
     if 0 < agent.cfg.max_grad_norm < norm:
         for p in parameters:

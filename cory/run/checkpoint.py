@@ -98,7 +98,7 @@ def require_finite(agents: list[Agent]) -> None:
     for agent in agents:
         for name, parameter in agent.policy.trainable_parameters().items():
             if not full_tensor(parameter.detach().isfinite().all()):
-                hint = "has diverged; these are not saved, older checkpoints stay. Use a lower --learning_rate"
+                hint = "has diverged; these are not saved, older checkpoints stay. Lower --learning_rate"
                 raise Diverged("weights", name, f"not finite: {agent.name} {hint}")
 
 

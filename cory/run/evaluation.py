@@ -1,5 +1,4 @@
-"""Held-out evaluation: responses to bare queries of held-out rows, with fixed random numbers, beside the base's.
-"""
+"""Held-out evaluation: responses to the bare queries of held-out rows, with fixed random numbers."""
 import math
 from typing import NamedTuple
 
@@ -29,8 +28,8 @@ class Responses(NamedTuple):
 @torch.no_grad()
 def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed: int | None,
                      reference: LanguageModel | None = None) -> Responses:
-    """A sampled response of at most `length` tokens to each prompt; greedy without a seed. With the same seed the
-    same random numbers, whatever the model and the number of processes.
+    """A sampled response of at most `length` tokens to each prompt; greedy without a seed. With the same seed
+    the same random numbers, whatever the model and the number of processes.
     """
     most = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))
     starts = range(0, len(prompts), most)
@@ -66,9 +65,9 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
 
     task_reward: mean r(s0, a). kl: exact KL(pi || pi0) of a response, nats. combined_reward: task_reward -
     init_kl_coef kl. length: tokens per response, EOS included. distinct_n: different n-grams over all.
-    repeated_tokens: share of tokens that stood earlier in the same response. base_perplexity: exp of the mean of
-    -log pi0 per token. Then the task's own metrics, and those of greedy responses as greedy_NAME, if it asks for
-    them.
+    repeated_tokens: share of tokens that stood earlier in the same response. base_perplexity: exp of the mean
+    of -log pi0 per token. Then the task's own metrics, and those of greedy responses as greedy_NAME, if it
+    asks for them.
     """
     queries, length = task.held_out_queries, cfg.max_response_length
     asked = [query for query in queries for _ in range(cfg.eval_samples)]
@@ -93,7 +92,7 @@ def merged(*parts: dict[str, float]) -> dict[str, float]:
     for part in parts:
         for name, value in part.items():
             if name in metrics or isinstance(value, (str, list, dict, tuple)) or value is None:
-                raise UserError("metric", name, "is the name of another metric, or its value is not one number")
+                raise UserError("metric", name, "is another metric's name, or its value is not one number")
             metrics[name] = float(value)
     return metrics
 

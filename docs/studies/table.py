@@ -184,7 +184,7 @@ def plot_ends(axis, rows: pd.DataFrame, task: dict) -> None:
 def main() -> None:
     studies, rows, found, stands = json.loads((HERE / "studies.json").read_text()), {}, {}, set()
     for name in [name for name in studies if (HERE / f"{name}.csv").exists()]:
-        frame = pd.read_csv(HERE / f"{name}.csv", low_memory=False)
+        frame = pd.read_csv(HERE / f"{name}.csv", dtype={"commit": str}, low_memory=False)
         for task, spec in studies[name]["tasks"].items():
             rows[name, task] = with_extra_variants(spec, frame[frame.task == task])
             found |= {(name, task, *key): x for key, x in differences(spec, rows[name, task]).items()}
