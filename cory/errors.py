@@ -28,7 +28,7 @@ def exit_on_user_error(main):
             return main(*args, **kwargs)
         except UserError as error:
             if os.environ.get("RANK", "0") != "0":
-                time.sleep(3)               # torchrun ends this process if the main one has the same error
+                time.sleep(10)              # torchrun ends this process if the main one has the same error
             print(f"error: {error}", file=sys.stderr, flush=True)
             raise SystemExit(2) from None
         except KeyboardInterrupt:

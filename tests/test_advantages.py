@@ -1,5 +1,4 @@
-"""Each estimator against arithmetic done by hand; the bandit; and what an estimator of one's own may ask for.
-"""
+"""Each estimator against arithmetic done by hand; the bandit; and estimators of one's own."""
 import pytest
 import torch
 from toys import agent_of, bigram, close, generator, settings

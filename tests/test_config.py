@@ -3,11 +3,11 @@ import re
 from dataclasses import fields
 
 import pytest
+from test_flags import imdb
 from toys import error_line
 
 import train_imdb
 from cory.config import ASSETS, GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
-from cory.errors import exit_on_user_error
 from cory.flags import parse
 
 # Tables of the paper; PPO and CORY alike.
@@ -65,11 +65,6 @@ BAD = [                                 # one of each kind
     ("--lora_rank 0 --lora_targets c_attn", "only with --lora_rank above 0"),
     ("--vf_coef 0 --cliprange_value 1", "only with --vf_coef above 0"),
     ("--kl_horizon 99", "--kl_target above 0"), ("--advantage reinforce --lam 0.5", "only with a critic")]
-
-
-@exit_on_user_error
-def imdb(argv: list[str]) -> ImdbConfig:
-    return parse(ImdbConfig, IMDB_PRESETS, argv)
 
 
 @pytest.mark.parametrize("argv, says", BAD, ids=[argv for argv, _ in BAD])

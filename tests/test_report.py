@@ -58,7 +58,6 @@ def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_or_role_and
     labels, role_labels = ({text.get_text() for text in f.legends[0].get_texts()} for f in (figure, of_roles))
     assert labels == {"base", "base_llm2", "CORY LLM1", "CORY LLM2", "CORY TEAM", "hollow: greedy responses"}
     assert role_labels == {"base", "base_llm2", "CORY PIONEER", "CORY OBSERVER", "CORY TEAM"}
-    # an agent starts as its own base
     assert points_of(figure, "task reward", "CORY LLM2") == [[0, 0.01], [12, 1.1]]
     assert points_of(figure, "held-out reward against KL", "CORY LLM2") == [[0.1, 0.01], [11, 1.1]]
     # what the method measures is the team's, and not the first agent's

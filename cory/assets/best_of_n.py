@@ -23,7 +23,8 @@ def main(run_dir: Path) -> None:
     results = json.loads((run_dir / "evaluation" / "results.json").read_text())
     settings = {name: str(config[name]).removeprefix(f"{ASSETS}/") for name in SETTINGS if name in config}
     settings["eval_queries"] = str(results["queries"])
-    stored = {"settings": settings, "samples": results["samples"], "best_of_n": results["best_of_n"]}
+    best = {n: [round(x, 4) for x in point] for n, point in results["best_of_n"].items()}
+    stored = {"settings": settings, "samples": results["samples"], "best_of_n": best}
     (ASSETS / config["task"] / "best_of_n.json").write_text(json.dumps(stored, indent=1) + "\n")
 
 

@@ -99,7 +99,7 @@ def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dic
     averaged over the tokens of an optimizer step, in all processes; a metric over all tokens of the update,
     and one more here is one more curve. What stands on padding is left out.
     """
-    policy, cfg, real = agent.policy, agent.cfg, rows.mask_BT.bool()
+    policy, cfg, real = agent.policy, agent.cfg, rows.mask_BT.nonzero(as_tuple=True)
     logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)
     logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
 
@@ -139,9 +139,9 @@ def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: d
         rows = take(mini_batch, index) if len(sizes) > 1 else mini_batch
         loss_BT, metrics = losses(agent, rows, leaf_BTH[start:start + size, :rows.mask_BT.shape[1]])
         start += size
-        real = rows.mask_BT.bool()
+        real = rows.mask_BT.nonzero(as_tuple=True)      # its length is asked of the GPU once
         for name, x_BT in {"loss": loss_BT, **metrics}.items():
-            require_shape(name, x_BT, real.shape, "one value per token; take no mean or sum")
+            require_shape(name, x_BT, rows.mask_BT.shape, "one value per token; take no mean or sum")
         (loss_BT[real].sum() / step_tokens).backward()
         for name, x_BT in metrics.items():
             sums[name] = sums[name] + x_BT.detach()[real].double().sum()

@@ -150,13 +150,14 @@ def draw_metric(ax, name: str, seeds: list[Curves], style: dict) -> None:
 def draw_frontier(ax, groups: dict[str, list[Curves]], styles: dict[str, dict], best_of_n: dict) -> None:
     """Held-out reward against KL: a line for each seed, a dot for each evaluation; the base's best of n."""
     ax.set(title="held-out reward against KL", xlabel=TITLES["kl"], ylabel=TITLES["task_reward"])
+    ax.margins(0.1)
     for label, seeds in groups.items():
         for curves in seeds:
             kl, reward = curves["eval/kl"], curves["eval/task_reward"]
             ax.plot(list(kl.values()), [reward[iteration] for iteration in kl], **styles[label])
     for n, (kl, reward) in best_of_n.items():
         ax.plot(kl, reward, "x", color="gray", zorder=1, label="best of n responses of the base")
-        ax.annotate(f"n = {n}", (kl, reward), xytext=(6, -4), textcoords="offset points", color="gray")
+        ax.annotate(f"n = {n}", (kl, reward), (0, -13), textcoords="offset points", ha="center", color="gray")
 
 
 def embedded_best_of_n(config: dict) -> dict[str, list[float]]:

@@ -30,7 +30,7 @@ from cory.run.log import RunLog
 from cory.run.plots import draw_runs
 from cory.run.tables import results_table
 from cory.system import device, signals
-from cory.system.distributed import processes, started_as
+from cory.system.distributed import processes
 from cory.system.files import claimed, read_jsonl, write_text
 from cory.system.sharding import shard
 from cory.tasks.task import Task
@@ -175,7 +175,8 @@ class Run(ExitStack):
     def stop(self, iteration: int, number: int) -> None:
         """Ends a run that a signal has reached, after an iteration that is saved."""
         self.close()
-        hint = f"go on with: {started_as(sys.argv[0])} --resume --run_dir {shlex.quote(str(self.run_dir))}"
+        folder = shlex.quote(str(self.run_dir))
+        hint = f"go on with: {processes().launcher} {sys.argv[0]} --resume --run_dir {folder}"
         if not self.cfg.save_every:
             hint = "nothing is saved, as --save_every 0 asks"
         print(f"stopped after iteration {iteration}; {hint}", flush=True)

@@ -51,9 +51,8 @@ def keep_freed_memory() -> None:
 
 def described(cfg: Config, device: torch.device) -> str:
     """Where and how a run computes, for a person."""
-    threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} threads"
-    return f"{name}, {cfg.dtype}"
+    cpu = f"CPU, {torch.get_num_threads()} threads"
+    return f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu}, {cfg.dtype}"
 
 
 def peak_memory(device: torch.device) -> float | None:

@@ -24,7 +24,7 @@ TIMEOUT = timedelta(minutes=30)         # for a silent process
 
 class Processes:
     """A single process: all rows are its own, and a sum over processes is what it has."""
-    rank, size = 0, 1
+    rank, size, launcher = 0, 1, "python"
 
     @property
     def is_main(self) -> bool:
@@ -63,6 +63,7 @@ class ProcessGroup(Processes):
 
     def __init__(self):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.launcher = f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']}"
 
     def gather(self, items: list) -> list:
         gathered = [None] * self.size
@@ -79,7 +80,8 @@ class ProcessGroup(Processes):
         anywhere = self.sum(has_gradient.int()).tolist()
         present = [p for p, processes in zip(whole, anywhere, strict=True) if processes]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in present]
-        flat = self.sum(torch.cat([whole[0].new_zeros(0), *(x.flatten() for x in gradients)]))
+        flat = torch.cat([whole[0].new_zeros(0), *(x.flatten() for x in gradients)])
+        dist.all_reduce(flat)
         for p, gradient in zip(present, flat.split([p.numel() for p in present]), strict=True):
             p.grad = gradient.view_as(p)
 
@@ -96,14 +98,13 @@ class ProcessGroup(Processes):
         return [item for items, _ in parts for item in items]
 
 
-ALONE = Processes()
-joined: list[ProcessGroup] = []         # the group that `launched` has joined, while its block runs
-launches = count()                      # each has keys of its own in torchrun's store
+joined = [Processes()]          # last: the group that `launched` has joined, while its block runs
+launches = count()              # each has keys of its own in torchrun's store
 
 
 def processes() -> Processes:
     """The processes that train together."""
-    return joined[-1] if joined else ALONE
+    return joined[-1]
 
 
 @contextmanager
@@ -120,9 +121,6 @@ def launched(settings: dict) -> Iterator[None]:
         return
     on_gpu = torch.cuda.is_available() and settings["device"] != "cpu"
     if on_gpu:
-        gpus, here = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
-        if gpus < here:
-            raise UserError("nproc_per_node", here, f"there are {gpus} GPUs here")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, size = next(dist.rendezvous("env://"))
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT, rank=rank, world_size=size,
@@ -139,9 +137,3 @@ def launched(settings: dict) -> Iterator[None]:
     finally:
         joined.pop()
     dist.destroy_process_group()
-
-
-def started_as(script: str) -> str:
-    """How this program was started on this machine, for a line that says how to go on."""
-    alone = processes().size == 1
-    return f"{'python' if alone else 'torchrun --nproc_per_node ' + os.environ['LOCAL_WORLD_SIZE']} {script}"

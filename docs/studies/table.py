@@ -127,7 +127,8 @@ def draws_of(rows: pd.DataFrame) -> pd.DataFrame:
 
 def markdown(lines: list[list]) -> str:
     """A table; lines[0] is its head. Floats have two digits behind the point."""
-    texts = [[f"{x:.2f}" if isinstance(x, float) else str(x) for x in line] for line in lines]
+    texts = [[f"{x:.2f}" if isinstance(x, float) else str(x).replace("_", " ") for x in line]
+             for line in lines]
     rule = ["---", *["--:"] * (len(lines[0]) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (texts[0], rule, *texts[1:])) + "\n"
 
@@ -191,6 +192,7 @@ def main() -> None:
     for family in (lambda group: group == "frontiers", lambda group: group != "frontiers"):
         p = {key: x.p for key, x in found.items() if family(key[2]) and key[5] in VERDICTS[key[2]]}
         stands |= {key for key, adjusted in zip(p, holm([*p.values()]), strict=True) if adjusted < 0.05}
+    print("# Tables of the studies\n\nMade by table.py; [here](../studies.md) stands what the figures are.\n")
     for (name, task), of_task in rows.items():
         spec = studies[name]["tasks"][task]
         pairs = {key: x for key, x in found.items() if key[:2] == (name, task)}
