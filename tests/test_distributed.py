@@ -109,7 +109,7 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
         main([*map(str, flags), "--run_dir", str(folder / name)])
     stopped(folder / "mixed", folder / "resumed")
     (folder / "ready").touch()
-    ended = [process.join(200) or process.exitcode for process in both]
+    ended = [process.join(100) or process.exitcode for process in both]
     assert ended == [1, -signal.SIGKILL], (folder / "err").read_text()[:3000]
     return folder
 

@@ -204,8 +204,8 @@ class Silent(Ppo):
 class Stranger(Ppo):
     def train(self, run):
         own = Agent("llm2", run.bases["base"], run.cfg, 1)
-        a = collect_rollout(own, ["a film"], 4)
-        run.finish_iteration(1, ["a film"], [Turn("pioneer", own, a, a.kl_B, {})], run.roles)
+        iteration, a = next(run.iterations()), collect_rollout(own, ["a film"], 4)
+        run.finish_iteration(iteration, ["a film"], [Turn("pioneer", own, a, a.kl_B, {})], run.roles)
 
 
 class Texts(Ppo):

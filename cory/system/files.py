@@ -53,7 +53,8 @@ def read_jsonl(path: Path) -> list[dict]:
 def claimed(folder: Path, resume: bool) -> Iterator[None]:
     """The folder of a new or resumed run, this process's alone until the block ends; the lock dies with it.
 
-    A new run takes a folder that is new or empty. Raises `UserError`.
+    A new run takes a folder that is new or empty; one that is still empty at the end is removed. Raises
+    `UserError`.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +66,16 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
         hint = "is in use by another process; wait for it, or stop it"
         raise UserError("run_dir", str(folder), hint) from error
     with lock:
-        if not resume and {path.name for path in folder.iterdir()} - {".lock"}:
+        if not resume and not is_empty(folder):
             has_run = (folder / "config.json").exists()
             why = "holds another run; continue it with --resume" if has_run else "is not empty"
             raise UserError("run_dir", str(folder), f"{why}, or name another --run_dir")
-        yield
+        try:
+            yield
+        finally:
+            if is_empty(folder):
+                shutil.rmtree(folder)
+
+
+def is_empty(folder: Path) -> bool:
+    return {path.name for path in folder.iterdir()} <= {".lock"}
