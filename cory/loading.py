@@ -46,7 +46,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
             bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.eos_token_id)
         require_usable_tokenizer(model)
         model.requires_grad_(False)
-        for layer in lm.modules():      # bitsandbytes packs weights for some processors, and has no gradient then
+        for layer in lm.modules():      # bitsandbytes packs weights on some processors: no gradient then
             if hasattr(layer, "support_avx512bf16_for_cpu"):
                 layer.support_avx512bf16_for_cpu = False
         if low:

@@ -78,7 +78,7 @@ class ProcessGroup(Processes):
         whole = [p for p in parameters if not hasattr(p, "full_tensor")]        # FSDP has summed the others
         has_gradient = torch.tensor([p.grad is not None for p in whole], device=whole[0].device)
         anywhere = self.sum(has_gradient.int()).tolist()
-        present = [p for p, count in zip(whole, anywhere, strict=True) if count]
+        present = [p for p, n in zip(whole, anywhere, strict=True) if n]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in present]
         flat = torch.cat([whole[0].new_zeros(0), *(x.flatten() for x in gradients)])
         dist.all_reduce(flat)
