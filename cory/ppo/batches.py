@@ -5,10 +5,10 @@ from torch import Tensor
 
 from cory.ppo.model import LanguageModel
 
-# Tokens of a pass through the transformer, padding included, and logits that its head makes at once (64 and
-# 512 MiB). On a CPU the fastest that was measured on 2 cores; on a GPU what leaves room for large models.
+# Tokens of a pass through the transformer, padding included: on a CPU the fastest that was measured on 2 cores.
+# Logits that its head makes at once, of which an update keeps up to five tensors: 32 and 512 MiB each.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
-MAX_LOGITS_PER_PASS = {"cpu": 2**24, "cuda": 2**27}
+MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
 
 
 def longest(mask: Tensor) -> int:
