@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cory.ppo.model import LanguageModel
 
-# Tokens of a pass through the transformer, padding included: on a CPU the fastest that was measured on 2 cores.
+# Tokens of a pass through the transformer, padding included: on a CPU the fastest measured on 2 cores.
 # Logits that its head makes at once, of which an update keeps up to five tensors: 32 and 512 MiB each.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
 MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
