@@ -183,7 +183,7 @@ def test_torchrun_starts_processes_and_ends_all_when_one_is_killed(tmp_path):
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
                            "2", tmp_path / "script.py"], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
-    assert done.stdout == "[0, 1] torchrun --nproc_per_node 2\n"
+    assert done.stdout.count("[0, 1] torchrun --nproc_per_node 2\n") == 1        # PyTorch 2.10 prints, too
     assert done.returncode == 1 and "Signal 9 (SIGKILL)" in done.stderr
 
 
