@@ -159,7 +159,7 @@ def small_flags(small) -> list[str]:
 
 def real_data(name: str) -> Path:
     if not (SHARED / name).exists():
-        pytest.skip(f"the real data is not at ../shared/data/{name}: reading it was not checked")
+        pytest.skip(f"there is no copy of the real data {name} here: reading it was not checked")
     return SHARED / name
 
 
