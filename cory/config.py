@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import ClassVar, Literal
 
 from cory.errors import UserError
 from cory.names import unknown
@@ -45,12 +45,11 @@ class Config:
     dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA when there is one (ours)")
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
-        "auto", "of matrix products, not weights. auto: bfloat16 on a GPU that has it, else float32 (ours)")
+        "auto", "of matrix products; auto: bfloat16 on a GPU that has it, else float32 (ours)")
     seed: int = setting(0, "of queries, lengths, sampling, mini-batches and adapters (ours)", min=0)
     iterations: int = setting(100, "rollouts, each with its update (paper: 100)", min=1)
     # memory
     lora_rank: int = own(0, "of the agents' adapters on a frozen base; 0: full copies (paper: open)", min=0)
-    lora_targets: str = own("all-linear", "modules with an adapter, separated by commas (ours)")
     load_in_4bit: bool = setting(False, "a frozen base in 4 bits, by bitsandbytes (paper: Llama-2)")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass (ours)")
     shard: bool = setting(False, "divide layers and Adam's moments among torchrun's processes: FSDP2 (ours)")
@@ -59,8 +58,7 @@ class Config:
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
     partner_reward: float = setting(1.0, "weight on the partner's task reward (paper: 1); may be negative")
     partner_term: Literal["sampled", "sampled_to_pioneer", "critic"] = setting(
-        "sampled", "sampled: the reward of the partner's response (paper); sampled_to_pioneer: that, for the "
-        "pioneer alone; critic: for the pioneer alone, the observer's value of its prompt (ours)")
+        "sampled", "the partner's reward, for both (paper), for the pioneer alone, or as the critic sees it")
     share_weights: bool = setting(False, "one model plays both roles (paper: named as a way to save memory)")
     reset_on_exchange: bool = setting(
         False, "each exchange resets Adam's moments and KL coefficients, as in the released code (paper: no)")
@@ -74,8 +72,6 @@ class Config:
     chat_template: bool = setting(False, "prompts are user messages in the model's chat template (ours)")
     # the update
     advantage: str = own("gae", "gae (paper), rloo, grpo, reinforce, or yours as module:function")
-    whiten_advantages: Literal["auto", "true", "false"] = own(
-        "auto", "mean 0 and variance 1 over the batch; auto: yes, but for rloo and grpo (TRL: yes)")
     learning_rate: float = own(1.41e-5, "Adam's step size (paper: 1.41e-5, GSM8K 1e-5)", min=ABOVE_0)
     critic_learning_rate: float = own(0.0, "of the value head; 0: learning_rate (paper)", min=0)
     lr_schedule: str = own("constant", "constant (paper), linear, cosine, or yours as module:function")
@@ -94,7 +90,6 @@ class Config:
     cliprange: float = own(0.2, "policy ratio clip (paper: 0.2)", min=ABOVE_0)
     cliprange_value: float = own(0.2, "value clip, in units of reward (paper: 0.2)", min=ABOVE_0)
     vf_coef: float = own(0.1, "beta, weight of the value loss (paper: 0.1)", min=0)
-    ent_coef: float = own(0.0, "weight of the loss's entropy bonus, per nat (paper: none)", min=0)
     max_grad_norm: float = own(0.0, "clip the gradient's norm to this; 0: off (paper: off)", min=0)
     # evaluation, saving, logging
     eval_split: Literal["test", "validation"] = setting(
@@ -113,7 +108,6 @@ class Config:
     GROUPS: ClassVar[dict[str, str]] = {
         "task": "what runs", "lora_rank": "memory", "role_exchange_every": "the agents",
         "batch_size": "rollout", "advantage": "the update", "eval_split": "evaluation, saving, logging"}
-    paper_preset: ClassVar[str] = ""            # the preset that holds the paper's setting, if there is one
 
     @property
     def rows_per_optimizer_step(self) -> int:
@@ -121,9 +115,8 @@ class Config:
 
     @property
     def whitens(self) -> bool:
-        """Whether advantages are whitened, `auto` resolved."""
-        auto = self.whiten_advantages == "auto" and self.advantage not in ("rloo", "grpo")
-        return auto or self.whiten_advantages == "true"
+        """Whether advantages get mean 0 and variance 1 over the batch: not those that compare a group."""
+        return self.advantage not in ("rloo", "grpo")
 
     def of_agent(self, name: str) -> "Config":
         """The settings of one agent: the run's, with its own in their place. Raises `UserError`."""
@@ -144,9 +137,9 @@ class Config:
             raise UserError(name, getattr(self, name), hint)
 
     def __post_init__(self):
-        hints = get_type_hints(type(self))
         for f in fields(self):
-            self.require_value(f.name, hints[f.name], f.metadata.get("min", -inf), f.metadata.get("max", inf))
+            if type(getattr(self, f.name)) in (int, float):
+                self.require_range(f.name, f.metadata.get("min", -inf), f.metadata.get("max", inf))
         for name, known in NAMED.items():
             value = getattr(self, name, ":")
             self.require(name, value in known or ":" in value, unknown(value, known))
@@ -162,18 +155,11 @@ class Config:
             own.require("lora_rank", (own.lora_rank > 0) == (self.lora_rank > 0),
                         "all agents train adapters on frozen bases, or all train full copies")
 
-    def require_value(self, name: str, hint, min: float, max: float) -> None:
-        """A bool, int, float, str or one of a Literal's words, in its range; an int may stand for a float."""
+    def require_range(self, name: str, min: float, max: float) -> None:
         value = getattr(self, name)
-        if get_origin(hint) is Literal:
-            self.require(name, value in get_args(hint), f"choose from {', '.join(get_args(hint))}")
-        else:
-            is_number = hint is float and type(value) is int
-            self.require(name, type(value) is hint or is_number, f"must be of type {hint.__name__}")
-        if type(value) in (int, float):
-            self.require(name, abs(value) < 2**31, "must be a finite number, below 2^31 in size")
-            self.require(name, value >= min, f"must be {'above 0' if min == ABOVE_0 else f'{min} or more'}")
-            self.require(name, value <= max, f"must be {max} or less")
+        self.require(name, abs(value) < 2**31, "must be a finite number, below 2^31 in size")
+        self.require(name, value >= min, f"must be {'above 0' if min == ABOVE_0 else f'{min} or more'}")
+        self.require(name, value <= max, f"must be {max} or less")
 
     def require_consistent(self) -> None:
         """Refuses numbers that exceed one another or do not divide, and settings that contradict each other.
@@ -188,15 +174,8 @@ class Config:
                 f"must exceed 0.2 x batch_size = {0.2 * self.batch_size:g}, or eta could fall to 0")
         require("min_response_length", self.min_response_length <= self.max_response_length,
                 f"must not exceed max_response_length = {self.max_response_length}")
-        if self.advantage in ("rloo", "grpo"):
-            require("advantage", self.responses_per_query >= 2,
-                    "compares the responses to a query; add --responses_per_query 4, say")
-            require("gamma", self.gamma == 1, f"is not used by {self.advantage}; leave it at 1")
-        if self.advantage == "grpo":
-            require("whiten_advantages", self.whiten_advantages != "true",
-                    "divides again what grpo has divided by its group's standard deviation; leave it out")
-            require("advantage", self.kl_in == "loss" or self.init_kl_coef == 0, "would also divide the KL "
-                    "penalty by its group's standard deviation; add --kl_in loss, as in its paper")
+        require("advantage", self.advantage != "grpo" or self.kl_in == "loss" or self.init_kl_coef == 0,
+                "would also divide the KL penalty by its group's standard deviation; add --kl_in loss")
         require("shard", not (self.shard and self.load_in_4bit),
                 "4 bits cannot be divided among processes; add --load_in_4bit false")
         require("load_in_4bit", self.lora_rank > 0 or not self.load_in_4bit,
@@ -218,8 +197,8 @@ class Config:
             (own_method or not self.share_weights or self.reset_on_exchange, "--share_weights false",
              ["role_exchange_every"]),
             (own_method or self.partner_reward != 0, "a --partner_reward that is not 0", ["partner_term"]),
-            (self.lora_rank > 0, "--lora_rank above 0", ["lora_targets"]),
             (self.kl_target > 0, "--kl_target above 0", ["kl_horizon"]),
+            (self.advantage not in ("rloo", "grpo"), "an advantage that discounts", ["gamma"]),
             (has_critic, "a critic, as of --advantage gae",
              ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
             (self.vf_coef > 0, "--vf_coef above 0", ["cliprange_value", "critic_learning_rate"])]
@@ -234,7 +213,6 @@ def with_default(name: str, default):
 @dataclass
 class ImdbConfig(Config):
     GROUPS: ClassVar[dict[str, str]] = Config.GROUPS | {"reward_model": "IMDB"}
-    paper_preset: ClassVar[str] = "gpt2-large"
 
     reward_model: str = setting("lvwerra/distilbert-imdb", "sentiment classifier: folder or Hub name (paper)")
     min_query_length: int = setting(2, "tokens; fewest of a review kept as query (paper: 2)", min=1)
@@ -263,7 +241,6 @@ IMDB_PRESETS = {
 @dataclass
 class Gsm8kConfig(Config):
     GROUPS: ClassVar[dict[str, str]] = Config.GROUPS | {"checker": "GSM8K"}
-    paper_preset: ClassVar[str] = "llama2-7b"
 
     task: str = with_default("task", "gsm8k")
     model: str = with_default("model", "meta-llama/Llama-2-7b-chat-hf")

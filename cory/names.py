@@ -2,7 +2,6 @@
 import difflib
 import importlib
 import os
-import re
 import sys
 from typing import Iterable
 
@@ -10,14 +9,12 @@ from cory.errors import UserError
 
 
 def find(field: str, name: str, known: dict[str, str]):
-    """What `name` stands for: a key of `known`, or `module:Name` like the values there.
-
-    A module is looked for as Python does, then in the present folder. Raises `UserError`.
+    """What `name` stands for: a key of `known`, or `module:Name` like the values there; the module may lie in
+    the present folder. Raises `UserError`.
     """
-    full_name = known.get(name, name)
-    if not re.fullmatch(r"\w[\w.]*:\w+", full_name):
+    module_name, _, attribute = known.get(name, name).partition(":")
+    if not attribute:
         raise UserError(field, name, unknown(name, known))
-    module_name, attribute = full_name.split(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -25,8 +22,7 @@ def find(field: str, name: str, known: dict[str, str]):
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise                                       # the module exists, and an import inside it failed
-        hint = f"there is no module {module_name}; name it without .py, and start from its folder"
-        raise UserError(field, name, hint) from error
+        raise UserError(field, name, f"there is no module {module_name} here; name it without .py") from None
     if not hasattr(module, attribute):
         raise UserError(field, name, f"the module {module_name} has no {attribute}")
     return getattr(module, attribute)
@@ -34,8 +30,7 @@ def find(field: str, name: str, known: dict[str, str]):
 
 def unknown(name: str, known: dict[str, str]) -> str:
     """The hint for a name that is neither known nor `module:Name`."""
-    choices = f"choose from {', '.join(known)}, or name" if known else "name"
-    return f"unknown; {guess(name, known)}{choices} one of your own as module:Name"
+    return f"unknown; {guess(name, known)}choose from {', '.join(known)}, or name your own as module:Name"
 
 
 def guess(name: str, known: Iterable[str]) -> str:

@@ -18,8 +18,7 @@ from cory.system.distributed import launched
 class Ppo:
     """One agent in the pioneer's role: it responds to the bare query and is trained on its own reward.
 
-    A method of your own is a subclass that names its `agents` and overrides what it changes; `--method
-    module:Name` finds it.
+    A method of your own (`--method module:Name`) is a subclass that overrides what it changes.
     """
     agents = ("llm1",)
 
@@ -53,9 +52,8 @@ class Cory(Ppo):
     agents = ("llm1", "llm2")
 
     def train(self, run: Run) -> None:
-        """The pioneer's update comes first, so that its rollout is exactly on-policy. With `--share_weights
-        true` both roles are one agent, and the observer's rollout is older than that update: its first ratio
-        is not 1.
+        """The training loop. With `--share_weights true` both roles are one agent, and the observer's rollout
+        is older than the pioneer's update: its first ratio is not 1.
         """
         cfg, task = run.cfg, run.task
         pioneer, observer = run.roles
@@ -87,7 +85,7 @@ class Cory(Ppo):
         """Knowledge transfer: the pioneer responds to the query, the observer to the query and that response.
 
         `sample(agent, prompts)` returns an agent's responses, whose texts are its `text`: in training a
-        rollout, in held-out evaluation a `Responses`.
+        `Rollout`, which is not scored in held-out evaluation.
         """
         task, bare = run.task, run.task.pioneer_prompts(queries)
         a1 = sample(pioneer, bare)
@@ -104,9 +102,8 @@ class Cory(Ppo):
             critic              pioneer: V(s0, a1)      observer: nothing
 
         r(s0, a1) does not depend on the observer's action: it adds variance to its gradient, and no signal.
-        For the pioneer only the mean of r(s0, a2) matters. One sampled a2 gives the same expected gradient,
-        with more noise. V is the observer's critic at the end of its prompt. It lacks that noise, and is
-        biased: with `--kl_in reward` it holds the observer's KL penalty, too, and gamma below 1 discounts it.
+        V is the observer's critic at the end of its prompt: the mean of r(s0, a2) without the noise of one
+        sample, but biased, since with `--kl_in reward` it holds the observer's KL penalty, too.
         """
         if cfg.partner_term == "sampled":
             return r2, r1
@@ -119,8 +116,8 @@ class Cory(Ppo):
 
         observer_copies: share of its responses that are the pioneer's. observer_after_better,
         observer_after_worse: its mean reward where the pioneer's was above the pioneer's mean, and where it
-        was not; both are left out where the pioneer's rewards are all equal. With rewards of 0 and 1 these
-        are P(second right | first right) and P(second right | first wrong).
+        was not, unless all are equal. For rewards of 0 and 1: P(second right | first right), (... | first
+        wrong).
         """
         pioneer, observer = roles
         queries, calls = run.task.held_out_queries, []

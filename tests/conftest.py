@@ -70,8 +70,7 @@ def pytest_xdist_make_scheduler(config, log):
     return LoadFileScheduling(config, log)
 
 
-PLOTS = {"cory.run.run.draw_runs": plots.draw_runs, "cory.run.report.draw_runs": plots.draw_runs,
-         "cory.run.evaluate.draw_pass_at_k": plots.draw_pass_at_k}
+PLOTS = {"cory.run.run.draw_runs": plots.draw_runs, "cory.run.report.draw_runs": plots.draw_runs}
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,20 +14,19 @@ ROWS = [f"{i} is the number of a film" for i in range(200)]
 GOOD = '{"text": "a good film of one man"}\n'
 
 
-def test_what_ordinary_folders_hold_beside_their_rows_is_skipped(tmp_path):
-    """A blank last line, the files that macOS adds, and OpenAI's model solutions."""
-    (tmp_path / "train.jsonl").write_text('{"text": "a\u2028b", "n": 1}\n' + GOOD + " \n")
-    (tmp_path / "._train.jsonl").write_bytes(b"\x00\x05\x16\x07\xff")
+def test_a_blank_last_line_and_other_files_are_skipped(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a\u2028b", "n": "1"}\n' * 2 + " \n")
     (tmp_path / "example_model_solutions.jsonl").write_text('{"question": "a"}\n')
-    rows = {"train": [("a\u2028b",), ("a good film of one man",)]}
-    assert load_columns(str(tmp_path), ["text"]) == load_columns(f"{tmp_path}/train.jsonl", ["text"]) == rows
+    for place in (tmp_path, tmp_path / "train.jsonl"):
+        assert load_columns(str(place), ["text"]) == {"train": ["a\u2028b"] * 2}
+        assert load_columns(str(place), ["n", "text"]) == {"train": [("1", "a\u2028b")] * 2}
 
 
 def test_of_the_hubs_layout_the_subset_is_read(tmp_path):
     for subset in ("main", "socratic"):
         (tmp_path / subset).mkdir()
         (tmp_path / subset / "train.csv").write_text(f"text,n\n{subset},1\n")
-    assert load_columns(str(tmp_path), ["text"], subset="main") == {"train": [("main",)]}
+    assert load_columns(str(tmp_path), ["text"]) == {"train": ["main"]}
 
 
 @pytest.mark.parametrize("given", [{}, {"test": ROWS[150:]}])
@@ -44,10 +43,8 @@ def test_what_is_missing_is_a_tenth_of_train_which_does_not_train_on_it(given, c
 
 def test_held_out_rows_that_are_trained_on_are_counted_in_one_line(capsys):
     splits = {"train": ROWS[:100], "validation": ROWS[:8], "test": [*ROWS[98:118], ROWS[0], ROWS[0]]}
-    for split, says in (("test", "4 of 22 test rows "), ("validation", "8 of 8 validation rows ")):
-        assert divided(settings(eval_split=split), splits)._asdict() == splits      # used whole, as they are
-        line, = capsys.readouterr().out.splitlines()
-        assert line.startswith(says)
+    assert divided(settings(), splits)._asdict() == splits                  # used whole, as they are
+    assert capsys.readouterr().out == "4 of 22 test rows are training rows, too\n"
 
 
 def test_the_test_split_of_the_real_data_is_whole(gsm8k_data, imdb_data):
@@ -60,20 +57,17 @@ def test_the_test_split_of_the_real_data_is_whole(gsm8k_data, imdb_data):
 
 @pytest.mark.parametrize("files, says", [
     ({}, "data': cannot be read"),
-    ({"notes.md": "text"}, "data': cannot be read"),
-    ({"train.jsonl": GOOD * 2 + '{"text": "a'}, "data/train.jsonl:3': is no row of JSON"),
-    ({"train.jsonl": GOOD + '{"review": "a", "n": 1}\n'}, "row 2': .*columns found: review, n"),
+    ({"train.jsonl": GOOD * 2 + '{"text": "a'}, "line 3 column"),
+    ({"train.jsonl": GOOD + '{"review": "a", "n": 1}\n'}, "row 2': needs texts in its text; it is {'review'"),
     ({"train.jsonl": GOOD + '{"text": " "}\n'}, "row 2': "),
     ({"train.csv": "text\n1\n2\n"}, "row 1': "),
-    ({"test.jsonl": GOOD * 20}, "splits found: test"),
-    ({"train.jsonl": GOOD * 7, "validation.jsonl": "", "test.jsonl": GOOD * 8}, "only 7 rows for its 8 "),
-    ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 5}, "eval_queries is 8: .*only 5 rows"),
-    ({"train.jsonl": GOOD * 99}, "eval_queries is 8: .*only 0 rows")])
+    ({"test.jsonl": GOOD * 20}, "no split named train, only test"),
+    ({"train.jsonl": GOOD * 99, "test.jsonl": GOOD * 20}, "batch_size is 8: .* only 0 rows"),
+    ({"train.jsonl": GOOD * 9, "test.jsonl": GOOD * 5}, "eval_queries is 8: .* only 5 rows")])
 def test_a_slip_is_one_line_before_any_model_is_loaded(files, says, small_flags, tmp_path, capsys):
     for name, content in files.items():
         (tmp_path / "data").mkdir(exist_ok=True)
         (tmp_path / "data" / name).write_text(content)
     flags = ["--dataset", tmp_path / "data", "--run_dir", tmp_path / "run", "--model", "nobody/nothing"]
     line = error_line(train_imdb.main, [*small_flags, *flags], capsys)
-    assert re.search(says, line), line
-    assert not (tmp_path / "run").exists()                 # and may be tried again
+    assert re.search(says, line) and not (tmp_path / "run").exists(), line

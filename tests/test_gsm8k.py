@@ -1,11 +1,13 @@
-"""The GSM8K task: prompts, the room that a context leaves, rewards, and slips in its data."""
+"""The GSM8K task: prompts, the room that a context leaves, rewards, and the answers in its data."""
+import json
+
 import pytest
 import torch
-from toys import error_line
 
-import train_gsm8k
 from cory.config import Gsm8kConfig
+from cory.errors import UserError
 from cory.loading import load_language_model
+from cory.ppo.sampling import encode_prompts
 from cory.tasks.gsm8k import EXAMPLE, Gsm8k
 
 
@@ -32,27 +34,24 @@ def test_prompts_are_the_papers(gsm8k):
     assert bare.pioneer_prompts(["How many?"]) == ["Question: How many? Answer:"]
 
 
-def test_a_chat_template_belongs_to_the_encoder_and_its_tokens_take_of_the_room(gsm8k, base, monkeypatch):
-    """A context of 1024 bytes holds the longest prompt, the pioneer's response and one of 12 bytes."""
-    plain, question = gsm8k(), "Ann has 10 train eggs and gets 10 more. How many?"
-    prompt, = plain.observer_prompts([question], [""])
-    assert plain.room == 1024 - len(prompt) - 12
-    monkeypatch.setattr(base, "chat_template", True)
-    monkeypatch.setattr(base.tokenizer, "chat_template", "[{{ messages[0].content }}]")
-    task = gsm8k(chat_template=True)
-    assert task.observer_prompts([question], [""]) == [prompt] and task.room == plain.room - len("[]")
-
-
-def test_a_response_that_grew_as_text_is_cut_for_the_observer(gsm8k):
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_context_holds_the_longest_prompt_and_two_responses_however_long(chat, gsm8k, base, monkeypatch):
     """Sampled bytes that are no UTF-8 become signs of three bytes each. What leaves room is not cut."""
-    task, grown = gsm8k(), "\ufffd" * 12
-    assert task.cut(grown) == grown
-    task.room = 12
-    assert 8 <= len(task.cut(grown).encode()) <= 12 and task.cut("x" * 12) == "x" * 12
+    monkeypatch.setattr(base, "chat_template", chat)
+    monkeypatch.setattr(base.tokenizer, "chat_template", "[{{ messages[0].content }}]")
+    question = "Ann has 10 train eggs and gets 10 more. How many?"
+    prompt, = gsm8k().observer_prompts([question], [""])
+    most = (1024 - len(prompt) - 2 * chat - 8) // 2
+    task = gsm8k(max_response_length=most)
+    prompts = task.observer_prompts([question], [task.cut("\ufffd" * most)])
+    assert encode_prompts(base, prompts, most).ids_BP.shape[1] > 1010 - most
+    assert task.cut("x" * most) == "x" * most
+    with pytest.raises(UserError, match=f"max_response_length is {most + 1}: .*context of 1024"):
+        gsm8k(max_response_length=most + 1)
 
 
 def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest(gsm8k):
-    task, strict, own = (gsm8k(checker=name) for name in ("last_number", "strict", "builtins:str"))
+    task, strict, text = (gsm8k(checker=name) for name in ("last_number", "strict", "builtins:str"))
     queries = task.batch(1).queries[:5]
     gold = [task.gold[query] for query in queries]
     responses = [f" so {gold[0]}.", f"#### {gold[1]}", f" {gold[2]} + 1 = {gold[2] + 1}", " none", ""]
@@ -60,20 +59,12 @@ def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest(gsm8k):
     assert task.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.4}
     assert strict.reward(queries, responses).tolist() == [0, 1, 0, 0, 0]
     assert strict.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.8}
-    # a checker of one's own may return its number as text
-    assert own.reward(queries[:2], [f"{gold[0]}.0", f"x {gold[1]}"]).tolist() == [1, 0]
+    assert text.reward(queries[:2], [f"{gold[0]}.0", f"x {gold[1]}"]).tolist() == [1, 0]
 
 
-ROW = '{"question": "a?", "answer": "#### 1"}\n'
-
-
-@pytest.mark.parametrize("content, flags, says", [
-    (ROW + '{"question": "b?", "answer": "2"}\n', "", "(train), row 2': its answer does not end in"),
-    (ROW + '{"question": "a?", "answer": "#### 2"}\n', "", "(train), row 2': its question has the answer 1"),
-    ("", "--checker regex", "checker is 'regex': unknown"),
-    ("", "--max_response_length 600", "max_response_length is 600: "),
-    ("", "--chat_template true", "has no chat template")])
-def test_a_slip_is_one_line(content, flags, says, problem_flags, tmp_path, capsys):
-    (tmp_path / "train.jsonl").write_text(content)
-    flags = ["--run_dir", tmp_path / "run"] + (["--dataset", tmp_path] if content else flags.split())
-    assert says in error_line(train_gsm8k.main, problem_flags + flags, capsys)
+@pytest.mark.parametrize("question, answer", [("b?", "2"), ("a?", "#### 2")])
+def test_a_question_has_one_answer_and_that_is_a_number(question, answer, tmp_path):
+    rows = [{"question": "a?", "answer": "#### 1"}, {"question": question, "answer": answer}]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError, match=f"dataset is .*: needs one answer to '{question[0]}"):
+        Gsm8k.load_data(Gsm8kConfig(dataset=str(tmp_path)))

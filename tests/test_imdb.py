@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from toys import BigramLM, settings
+from toys import BigramLM, read, settings
 from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
 
 from cory.errors import UserError
@@ -18,8 +18,6 @@ from cory.tasks.data import Data
 from cory.tasks.imdb import Imdb, SentimentReward
 
 CPU, END = torch.device("cpu"), "<|endoftext|>"
-
-
 BYTES = byte_tokenizer().backend_tokenizer
 # Of Llama-2's kind: decoding drops the space that a text begins with.
 LLAMA = Tokenizer(models.Unigram([(x, -1.0) for x in ("▁a", "▁story", "▁of", "▁wonder", "ful", END)], 5))
@@ -34,11 +32,12 @@ BERT.pre_tokenizer, BERT.decoder = pre_tokenizers.Whitespace(), decoders.WordPie
 def imdb(train, test, raw=BYTES, reward_model=len, **changes) -> tuple[Imdb, LanguageModel]:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END)
     model = LanguageModel(BigramLM(torch.eye(len(tokenizer))), tokenizer)
-    return Imdb(settings(**changes), Data(train, [], test), model, reward_model), model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cory.tasks.imdb.SentimentReward", lambda *_: reward_model)
+        return Imdb(settings(**changes), Data(train, [], test), model), model
 
 
 def test_held_out_queries_are_as_long_as_those_of_training():
-    """They are the openings of other reviews: a short one recurs in training, and stays."""
     train, test = ([f"the film was {verdict} {i}" for i in range(600)] for verdict in ("good", "bad"))
     task, _ = imdb(train, test, batch_size=600, mini_batch_size=600, eval_queries=600)
     for queries in (task.held_out_queries, task.batch(1).queries):
@@ -63,38 +62,27 @@ def test_query_and_response_are_joined_as_the_model_wrote_them(raw, opening):
     assert task.observer_prompts([query], [response]) == [expected]
 
 
-def test_the_reward_is_the_raw_positive_logit_whatever_stands_beside(small):
-    classifier = SentimentReward(str(small / "classifier"), CPU)
+def test_the_reward_is_the_raw_positive_logit_whatever_stands_beside(small, tmp_path):
+    """A decoder must find where a text ends, whatever its config calls padding."""
+    torch.manual_seed(0)
+    GPT2ForSequenceClassification(GPT2Config(
+        vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3, pad_token_id=5,
+        id2label={0: "neg", 1: "pos"})).save_pretrained(tmp_path)
+    byte_tokenizer(pad_token=END).save_pretrained(tmp_path)             # 256
     texts = ["the film was good", "one bad old dog of a story"]
-    ids = [classifier.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
-    logits = [classifier.model(row).logits[0, 1].item() for row in ids]
-    assert classifier(texts) == pytest.approx(logits, abs=1e-5) and abs(logits[0] - logits[1]) > 1e-3
+    for folder in (small / "classifier", tmp_path):
+        classifier = SentimentReward(str(folder), CPU)
+        ids = [classifier.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+        logits = [classifier.model(row).logits[0, 1].item() for row in ids]
+        assert classifier(texts) == pytest.approx(logits, abs=1e-5) and abs(logits[0] - logits[1]) > 1e-3
 
 
 @pytest.mark.parametrize("file, changes, says", [
-    ("tokenizer*", {}, "has no tokenizer"),
-    ("tokenizer_config.json", {"pad_token": None}, "padding token"),
-    ("tokenizer_config.json", {"model_max_length": 22}, "takes 22 tokens, .* can have 23"),
+    ("tokenizer_config.json", {"model_max_length": 22}, "takes 22 tokens; .* can have 23"),
     ("config.json", {"id2label": {0: "bad", 1: "good"}}, "must begin with 'pos'"),
     ("config.json", {"id2label": {0: "POS", 1: "positive"}}, "must begin with 'pos'")])
 def test_a_classifier_that_cannot_be_used_is_refused(file, changes, says, small, tmp_path):
     shutil.copytree(small / "classifier", tmp_path, dirs_exist_ok=True)
-    for path in tmp_path.glob(file):
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes)) if changes else path.unlink()
+    (tmp_path / file).write_text(json.dumps(read(tmp_path / file) | changes))
     with pytest.raises(UserError, match=f"reward_model is .*{says}"):
         SentimentReward(str(tmp_path), CPU, max_tokens=23)
-
-
-def test_a_classifier_that_reads_its_padding_is_refused(tmp_path):
-    """A decoder scores a text's last token: it must know where the padding begins."""
-    torch.manual_seed(0)
-    classifier = GPT2ForSequenceClassification(GPT2Config(
-        vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3, pad_token_id=5,
-        id2label={0: "neg", 1: "pos"}))
-    byte_tokenizer(pad_token=END).save_pretrained(tmp_path)             # 256
-    classifier.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="beside a longer one"):
-        SentimentReward(str(tmp_path), CPU)
-    classifier.config.pad_token_id = 256
-    classifier.save_pretrained(tmp_path)
-    SentimentReward(str(tmp_path), CPU)

@@ -1,5 +1,4 @@
 """Language models that can be used, as they are then, and one line about each of the others."""
-import importlib.util
 import json
 import os
 import shutil
@@ -10,15 +9,14 @@ import pytest
 import torch
 from conftest import byte_tokenizer, save_gpt2
 from tokenizers.processors import TemplateProcessing
-from toys import agent_of, bigram, close, settings
+from toys import agent_of, close, settings
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from transformers.utils import logging
 
 from cory import loading
 from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.errors import UserError
 from cory.flags import parse
-from cory.loading import load_language_model, require_usable_tokenizer
+from cory.loading import load_language_model
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts, sample
 from cory.run.checkpoint import save_final
@@ -113,8 +111,7 @@ def config(**values):
 
 BROKEN = {
     "nothing": (shutil.rmtree, ""), "an adapter": (lambda at: change(at, "adapter_config.json"), "merge"),
-    "no head": (config(tie_word_embeddings=False), "lack 1 tensors .*lm_head"),
-    "fewer layers": (config(n_layer=1), r"leaves out .*\(transformer.h.1"),
+    "no head": (config(tie_word_embeddings=False), "lack lm_head"),
     "a NaN": (config(layer_norm_epsilon=float("nan")), "differ by nan"),
     "its own code": (config(model_type="mine", auto_map={"AutoConfig": "mine.C"}), "custom code"),
     "a cut": (lambda at: os.truncate(at / "model.safetensors", 20_000), "incomplete|metadata"),
@@ -122,36 +119,29 @@ BROKEN = {
     "no tokenizer": (lambda at: [file.unlink() for file in at.glob("tokenizer*")], "tokenizer"),
     "no template for chats": (config(), "no chat template"),
     "no EOS": (lambda at: byte_tokenizer(pad_token=END).save_pretrained(at), "no EOS token"),
-    "no row for EOS": (lambda at: save_gpt2(at, vocab_size=256, eos_token_id=0), "out of range"),
-    "strange ends": (lambda at: change(at, "generation_config.json", eos_token_id="x"), "")}
+    "no row for EOS": (lambda at: save_gpt2(at, vocab_size=256, eos_token_id=0), "out of range")}
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_folder_is_one_line(case, tmp_path):
     break_it, says = BROKEN[case]
     break_it(save_gpt2(tmp_path / "lm"))
-    verbosity = logging.get_verbosity()
     with pytest.raises(UserError, match=f"model is '{tmp_path}/lm': cannot be used .*{says}") as error:
         load(tmp_path / "lm", chat_template="chats" in case)
-    assert "\n" not in str(error.value) and logging.get_verbosity() == verbosity
+    assert "\n" not in str(error.value)
 
 
 # --- tokenizers ---
-CLOSED = [(END, 256), ("[CLS]", 257), ("[SEP]", 258)]
-
-
-@pytest.mark.parametrize("single, taken", [
-    ("$A", True), (f"{END} $A", True), ("[CLS] $A", True),
-    ("[CLS] $A [SEP]", False), (f"$A {END}", False), ("$A [SEP]", False)])
-def test_a_prompt_must_end_where_its_text_ends(single, taken):
-    tokenizer = byte_tokenizer(eos_token=END, additional_special_tokens=["[CLS]", "[SEP]"])
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=CLOSED)
-    model = LanguageModel(bigram().lm, tokenizer)
-    if taken:
-        require_usable_tokenizer(model)
+@pytest.mark.parametrize("single", [f"{END} $A", f"$A {END}", "$A [SEP]"])
+def test_a_prompt_must_end_where_its_text_ends(single, tmp_path):
+    tokenizer, special = byte_tokenizer(eos_token=END, sep_token="[SEP]"), [(END, 256), ("[SEP]", 257)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    save_gpt2(tmp_path, tokenizer, vocab_size=258)
+    if single.endswith("$A"):
+        assert load(tmp_path).encode(["a"]) == [[256, 64]]
     else:
-        with pytest.raises(ValueError, match="behind each text"):
-            require_usable_tokenizer(model)
+        with pytest.raises(UserError, match="puts a token behind each prompt"):
+            load(tmp_path)
 
 
 def test_a_tokenizer_may_have_a_token_more_than_the_model_has_embeddings(tmp_path):
@@ -185,14 +175,11 @@ def test_a_final_model_generates_what_was_evaluated(file, habit, tmp_path):
 
 
 # --- how it is loaded ---
-@pytest.mark.parametrize("device, device_map", [
-    (torch.device("cuda", 1), {"": torch.device("cuda", 1)}), (CPU, None)])
-def test_weights_go_straight_to_the_device_of_this_process(device, device_map, small, monkeypatch):
-    load_pretrained = Mock(side_effect=ValueError)
-    monkeypatch.setattr(loading, "load_pretrained", load_pretrained)
+def test_weights_go_straight_to_the_gpu_of_this_process(monkeypatch):
+    monkeypatch.setattr(loading, "load_pretrained", asked := Mock(side_effect=ValueError))
     with pytest.raises(UserError):
-        load_language_model(str(small / "lm"), settings(), device)
-    assert load_pretrained.call_args.kwargs["device_map"] == device_map
+        load_language_model("m", settings(), gpu := torch.device("cuda", 1))
+    assert asked.call_args.kwargs["device_map"] == {"": gpu}
 
 
 @pytest.mark.parametrize("name, place, revision", [
@@ -203,14 +190,7 @@ def test_a_name_of_the_hub_may_have_a_revision(name, place, revision, tmp_path, 
     monkeypatch.setattr(loading.AutoConfig, "from_pretrained", asked := Mock(side_effect=ValueError))
     with pytest.raises(UserError, match=f"model is '{name}'"):
         load_language_model(name, settings(), CPU)
-    asked = asked.call_args.kwargs
-    assert (asked["pretrained_model_name_or_path"], asked["revision"]) == (place, revision)
-
-
-def test_four_bits_need_bitsandbytes(small, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="load_in_4bit is True: needs `pip install"):
-        load(small / "lm", load_in_4bit=True, lora_rank=2)
+    asked.assert_called_once_with(place, revision=revision, trust_remote_code=False)
 
 
 def test_an_unknown_context_is_said_in_the_first_lines_of_a_run(small_flags, tmp_path, capsys):

@@ -5,7 +5,7 @@ import sys
 from matplotlib.figure import Figure
 from toys import settings
 
-from cory.run.log import RunLog
+from cory.run.log import RunLog, bar_text
 from cory.system.files import read_jsonl
 
 
@@ -24,6 +24,8 @@ def test_a_resumed_log_goes_on_in_its_files_and_in_wandb_whose_printed_command_r
     for i in range(4):
         first.iteration(i, values, [{"iteration": i, "query": "q"}], {"first": "llm1"})
     assert first.bar.desc.startswith("Chain") and first.bar.postfix == "reward 1.00 / -, KL 2.50 / 3.00"
+    gaps = {"llm1/sampling_gap": 0.01, "llm2/sampling_gap": 0.31}
+    assert "KL - / -, SAMPLING GAP 0.31: responses" in bar_text(gaps, ["llm1", "llm2"])
     first.plot(3, folder / "curves.png")
     first.close()
     rows = read_jsonl(folder / "metrics.jsonl")

@@ -205,7 +205,7 @@ class Stranger(Ppo):
     def train(self, run):
         own = Agent("llm2", run.bases["base"], run.cfg, 1)
         iteration, a = next(run.iterations()), collect_rollout(own, ["a film"], 4)
-        run.finish_iteration(iteration, ["a film"], [Turn("pioneer", own, a, a.kl_B, {})], run.roles)
+        run.finish_iteration(iteration, ["a film"], [Turn("pioneer", own, a, a.kl_B, {})], [own])
 
 
 class Texts(Ppo):
@@ -215,7 +215,7 @@ class Texts(Ppo):
 
 @pytest.mark.parametrize("name, says", [
     ("Silent", "stopped after iteration 0; call run.finish_iteration"),
-    ("Stranger", "run.roles holds the agents"), ("Texts", "is not one number")])
+    ("Stranger", "must be all agents of the run"), ("Texts", "is not one number")])
 def test_a_method_whose_results_would_be_wrong_is_refused(name, says, flags, tmp_path, capsys):
     words = [*flags, "--method", f"test_methods:{name}", "--iterations", "1", "--run_dir", tmp_path / "r"]
     assert says in error_line(train_imdb.main, words, capsys)

@@ -2,10 +2,12 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from toys import error_line, read
 
+from cory.assets.best_of_n import embedded_best_of_n
 from cory.config import ASSETS
 from cory.run import plots, report
 from cory.run.tables import results_table
@@ -15,20 +17,17 @@ def held_out(reward: float) -> dict:
     return {"task_reward": reward, "kl": 10 * reward, "accuracy": 0.5, "greedy_accuracy": 0.75}
 
 
-def write_run(folder: Path, reward=1.0, **changes) -> Path:
-    """A run of 12 iterations: agent j ends at held-out reward `reward` + j / 10, its base has j / 100; roles
-    are exchanged after iteration 6, the pioneer's KL is 1 throughout, the observer's 2.
+def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
+    """A run of 12 iterations. LLM1 ends at held-out reward `reward`, and its base has `base`; LLM2 ends 0.1
+    higher, and its base has 0.01.
     """
     config = {"agents": {"llm1": "base", "llm2": "base_llm2"}, "task": "imdb", "method": "cory", "seed": 0,
-              "preset": "tiny", "gamma": 1.0, "learning_rate": 0.1, "agent_settings": {}} | changes
-    bases = {"base": held_out(0), "base_llm2": held_out(0.01)}
+              "preset": "tiny", "gamma": 1.0, "learning_rate": 0.1} | changes
+    bases = {"base": held_out(base), "base_llm2": held_out(0.01)}
     final = {"llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
     rows = [{"iteration": 0, "eval/team/copies": 0.1}]
-    for i in range(1, 13):
-        first, second = ("llm1", "llm2") if i <= 6 else ("llm2", "llm1")
-        kl = {"pioneer": 1, first: 1, "observer": 2, second: 2}
-        rows.append({"iteration": i, "roles": {"pioneer": first, "observer": second}, "spread": 0.1 * i,
-                     "seconds": 1.0} | {f"{name}/kl": x for name, x in kl.items()})
+    rows += [{"iteration": i, "roles": {"pioneer": "llm1"}, "pioneer/kl": 1, "llm1/kl": 1, "llm2/kl": 2,
+              "spread": 0.1 * i, "seconds": 1.0, "broken": float("nan")} for i in range(1, 13)]
     for row, parts in ((rows[0], bases), (rows[-1], final)):
         row |= {f"eval/{who}/{key}": x for who, part in parts.items() for key, x in part.items()}
     folder.mkdir()
@@ -44,45 +43,38 @@ def columns_of(table: str) -> dict[str, list[str]]:
     return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
 
 
-def points_of(figure, title: str, group: str) -> list[list]:
-    """The dots of a group in a panel."""
+def lines_of(figure, title: str, label: str) -> list[list]:
+    """The points of each line of that label in a panel."""
     (ax,) = [ax for ax in figure.axes if ax.get_title() == title]
-    return [xy for line in ax.lines if line.get_label() == group for xy in line.get_xydata().tolist()]
+    return [line.get_xydata().tolist() for line in ax.lines if line.get_label() == label]
 
 
-def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_or_role_and_the_team(tmp_path):
-    run = write_run(tmp_path / "run")
-    figure, of_roles = (plots.draw_runs([run], tmp_path / "p.png", roles=roles) for roles in (False, True))
+def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_and_the_team(tmp_path):
+    figure = plots.draw_runs([write_run(tmp_path / "run")], tmp_path / "p.png")
     assert [ax.get_title() for ax in figure.axes] == [
         "task reward", "KL per response (nats)", "accuracy", "copies", "spread", "held-out reward against KL"]
-    labels, role_labels = ({text.get_text() for text in f.legends[0].get_texts()} for f in (figure, of_roles))
-    assert labels == {"base", "base_llm2", "CORY LLM1", "CORY LLM2", "CORY TEAM", "hollow: greedy responses"}
-    assert role_labels == {"base", "base_llm2", "CORY PIONEER", "CORY OBSERVER", "CORY TEAM"}
-    assert points_of(figure, "task reward", "CORY LLM2") == [[0, 0.01], [12, 1.1]]
-    assert points_of(figure, "held-out reward against KL", "CORY LLM2") == [[0.1, 0.01], [11, 1.1]]
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {
+        "base", "CORY LLM1", "CORY LLM2", "CORY TEAM", "hollow: greedy responses"}
+    assert lines_of(figure, "task reward", "CORY LLM2") == [[[0, 0.01], [12, 1.1]]]
+    assert [base[0][1] for base in lines_of(figure, "task reward", "base")] == [0, 0.01]
+    assert lines_of(figure, "accuracy", "hollow: greedy responses") == [[[0, 0.75], [12, 0.75]]] * 2
+    assert lines_of(figure, "held-out reward against KL", "CORY LLM2") == [[[0.1, 0.01], [11, 1.1]]]
+    _, mean_of_batches = lines_of(figure, "KL per response (nats)", "CORY LLM2")
+    assert mean_of_batches == [[i, 2] for i in range(1, 13)]
     # what the method measures is the team's, and not the first agent's
-    assert points_of(figure, "copies", "CORY TEAM") == [[0, 0.1], [12, 0.3]]
-    assert points_of(figure, "copies", "CORY LLM1") == []
+    assert lines_of(figure, "copies", "CORY TEAM") == [[[0, 0.1], [12, 0.3]]]
+    assert lines_of(figure, "copies", "CORY LLM1") == []
 
 
-def test_curves_of_agents_and_of_roles(tmp_path):
-    run = write_run(tmp_path / "run")
-    agents, roles = plots.read_curves(run), plots.read_curves(run, roles=True)
-    assert agents["llm1"]["kl"] == dict.fromkeys(range(1, 7), 1) | dict.fromkeys(range(7, 13), 2)
-    assert agents["team"]["spread"].keys() == {*range(1, 13)} and "spread" not in agents["llm1"]
-    assert {*roles["pioneer"]["kl"].values()} == {1} and {*roles["observer"]["kl"].values()} == {2}
-    rows = [{"iteration": i, "x": x} for i, x in enumerate([float("nan"), 2, "a"])]
-    assert plots.curves_of(rows, "")["x"] == {1: 2}
-
-
-def test_a_band_is_the_mean_and_one_sample_std_by_hand():
+def test_bands_and_running_means_by_hand():
     """Seeds 1 and 3 at iteration 5: mean 2, std sqrt(2). Iteration 6, which one lacks, is left out."""
     ax = Figure().subplots()
-    plots.band(ax, [{5: 1.0, 6: 9.0}, {5: 3.0}], color="red")
+    plots.band(ax, pd.DataFrame({"iteration": [5, 6, 5], "value": [1.0, 9.0, 3.0]}), 2, color="red")
     assert ax.lines[0].get_xydata().tolist() == [[5.0, 2.0]]
     extent = ax.collections[0].get_paths()[0].get_extents()
     assert extent.intervaly.tolist() == pytest.approx([2 - 2**0.5, 2 + 2**0.5])
-    assert plots.smooth({1: 0.0, 2: 3.0, 3: 6.0, 5: 0.0}) == {1: 1.5, 2: 3.0, 3: 3.0, 5: 3.0}
+    assert plots.smooth(pd.Series([0.0, 3.0, 6.0, 0.0])).tolist() == [1.5, 3.0, 3.0, 3.0]
+    assert plots.smooth(pd.Series(range(40)))[[0, 20]].tolist() == [1.0, 20.0]
 
 
 @pytest.mark.parametrize("task", ["imdb", "gsm8k"])
@@ -90,9 +82,9 @@ def test_an_embedded_bases_best_of_n_belongs_to_what_it_was_measured_for(task):
     known = read(ASSETS / task / "best_of_n.json")
     config = {name: x.replace(task, f"{ASSETS}/{task}") for name, x in known["settings"].items()}
     config["task"] = task
-    assert plots.embedded_best_of_n(config).keys() == {"4", "16", "32"}
+    assert embedded_best_of_n(config).keys() == {"4", "16", "32"}
     for change in ({"eval_split": "validation"}, {"model": "gpt2"}, {"task": "my:Task"}):
-        assert not plots.embedded_best_of_n(config | change)
+        assert not embedded_best_of_n(config | change)
 
 
 def test_the_held_out_table_has_every_agent_and_metric_and_the_team_below():
@@ -106,15 +98,22 @@ def test_the_held_out_table_has_every_agent_and_metric_and_the_team_below():
 
 @pytest.mark.plots
 def test_values_of_a_setting_are_grouped_and_never_averaged(tmp_path, capsys):
-    """Two rates, two seeds each: llm1's held-out reward ends at 1 and 2, 3 and 4; the std is 1 / sqrt(2)."""
-    runs = [write_run(tmp_path / str(end), learning_rate=rate, seed=seed, reward=end)
+    """Two rates, two seeds each: llm1's held-out reward ends at 1 and 2, 3 and 4; the std is 1 / sqrt(2). One
+    base has another reward with each rate; the other stands once.
+    """
+    runs = [write_run(tmp_path / str(end), learning_rate=rate, seed=seed, reward=end, base=1e4 * rate)
             for rate, seed, end in ((1e-5, 0, 1.0), (1e-5, 1, 2.0), (1e-4, 0, 3.0), (1e-4, 1, 4.0))]
     assert "in learning_rate; make a group" in error_line(report.main, runs, capsys)
-    report.main([*map(str, runs), "--out", str(tmp_path / "c.pdf"), "--by", "learning_rate"])
+    out = tmp_path / "new" / "c.pdf"
+    report.main([*map(str, runs), "--out", str(out), "--by", "learning_rate"])
     rewards = {name: cells[0] for name, cells in columns_of(capsys.readouterr().out).items()}
-    assert rewards["CORY LLM1, learning_rate 1e-05"] == "1.50 ± 0.71" and rewards["base"] == "0.00"
-    assert rewards["CORY LLM1, learning_rate 0.0001"] == "3.50 ± 0.71" and len(rewards) == 9
-    assert (tmp_path / "c.pdf").read_bytes()[:4] == b"%PDF"
+    assert rewards["CORY LLM1, learning_rate 1e-05"] == "1.50 ± 0.71" and rewards["base_llm2"] == "0.01"
+    assert rewards["CORY LLM1, learning_rate 0.0001"] == "3.50 ± 0.71" and len(rewards) == 10
+    assert rewards["base, learning_rate 1e-05"] == "0.10" and rewards["base, learning_rate 0.0001"] == "1.00"
+    assert out.read_bytes()[:4] == b"%PDF"
+    figure = plots.draw_runs(runs, tmp_path / "c.png", ["learning_rate"])
+    (mean,) = lines_of(figure, "task reward", "CORY LLM1, learning_rate 0.0001 (n = 2)")
+    assert mean == [[0, 1], [12, 3.5]]
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys):
@@ -122,8 +121,7 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys):
     other = write_run(tmp_path / "c", gamma=0.9)
     for words, says in (([first, again], "has the seed of"), ([first, first], "has the seed of"),
                         ([first, other], "in gamma;"), ([first, "--by", "gama"], "did you mean gamma?"),
-                        ([tmp_path], "holds no run"), ([first, "--out", "p"], "must end in .png"),
-                        ([first, "--out", "no/a.png"], "its folder")):
+                        ([tmp_path], "holds no run")):
         assert says in error_line(report.main, words, capsys)
     report.main([str(first), str(write_run(tmp_path / "p", method="my:Chain"))])       # a group of its own
     assert "CORY LLM1" in (shown := capsys.readouterr().out) and "CHAIN LLM1" in shown

@@ -135,24 +135,27 @@ def test_a_killed_run_resumes_to_the_same_bits(name, flags, tmp_path, monkeypatc
         assert after == pytest.approx(0, abs=1e-5) and later != 0
 
 
-def test_a_run_is_lengthened_or_ended_where_it_is(flags, tmp_path, capsys):
-    """Ended at iteration 2, after which roles are exchanged, it is as a run of two iterations."""
+def test_a_finished_run_is_lengthened_or_finished_again(flags, tmp_path, capsys):
     two, three = tmp_path / "two", tmp_path / "three"
     flags = [*flags, "--eval_every", "0", "--run_dir"]
     train_imdb.main([*flags, str(two), "--iterations", "2"])
     train_imdb.main([*flags, str(three), "--iterations", "3"])
-    checkpoints_of(three)[0].unlink()
-    resume(three, "--iterations", "2")
-    assert read(three / "eval.json") == read(two / "eval.json")
+    before = read(two / "eval.json")
+    (two / "eval.json").unlink()
+    resume(two)
+    assert read(two / "eval.json") == before
     resume(two, "--iterations", "3")
     assert [row["iteration"] for row in rows(two)] == [0, 1, 2, 3]
+    assert read(two / "eval.json") == read(three / "eval.json")
     assert "iterations is 1: the run has done 3" in refused(capsys, two, "--iterations", "1")
+    checkpoints_of(three)[0].unlink()                       # at iteration 2 nothing was held out
+    assert "iterations is 2: the run has done 2; ask for more" in refused(capsys, three, "--iterations", "2")
 
 
 def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, flags, capsys):
     whole = rows(copy)
     line = error_line(train_imdb.main, [*flags, "--run_dir", copy], capsys)
-    assert "holds another run; continue it with --resume" in line
+    assert "is not empty; continue a run with --resume" in line
     shutil.rmtree(copy / "checkpoints")
     assert "the run is finished" in refused(capsys, copy)
     shutil.rmtree(copy / "final")

@@ -6,8 +6,8 @@ import torch
 from toys import PROMPTS, agent_of, bigram, close, generator, moved, tiny_gpt2
 
 from cory.ppo import batches, formulas, rollout
-from cory.ppo.rollout import Rollout, collect_rollout, join, score_responses, take
-from cory.ppo.sampling import Prompts, Sample, encode_prompts
+from cory.ppo.rollout import Rollout, collect_rollout, join, respond, score, take
+from cory.ppo.sampling import Prompts, Sample
 from cory.ppo.update import ppo_update
 
 
@@ -19,14 +19,14 @@ def same_rows(a: Rollout, b: Rollout, tolerance=0.0) -> None:
 
 # --- what models make of responses ---
 @pytest.mark.parametrize("penalty", ["full", "k1"])
-def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty):
+def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty, monkeypatch):
     """Responses "ca." to "ab" and "f" to "d" follow b, c, a and d. The critic says 0.5 after a, b and c."""
-    agent = agent_of(bigram(seed=1), kl_penalty=penalty, mini_batch_size=1)
+    agent = agent_of(bigram(seed=1))
     agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=generator(2))
     agent.policy.value_head.weight.data[0, :3] = 0.5
     response, mask = torch.tensor([[2, 0, 6], [5, 6, 6]]), torch.tensor([[1.0, 1, 1], [1, 0, 0]])
-    scored = score_responses(agent, encode_prompts(agent.policy, ["ab", "d"], 3),
-                             Sample(response, mask, torch.zeros(2, 3)))
+    monkeypatch.setattr(rollout, "sample", lambda *_: Sample(response, mask, torch.zeros(2, 3)))
+    scored = respond(agent.policy, agent.base, ["ab", "d"], 3, None, penalty, max_rows=1)
     off = 0.5 * mask * torch.tensor([1.0, -1.0, 1.0])       # apart, though not in the mean
     assert replace(scored, sampling_logp_BT=scored.logp_BT + off).sampling_gap == pytest.approx(0.5)
     logp_UV, ref_UV = (model.lm.head.weight.T.log_softmax(-1) for model in (agent.policy, agent.base))
@@ -48,10 +48,10 @@ def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divi
     whole = collect_rollout(agent, PROMPTS, 12)
     assert len(set(whole.length_B.tolist())) > 3 and whole.kl_B.min() > 1e-3
     assert whole.sampling_gap < 1e-5
-    prompts = Prompts(whole.prompt_BP, whole.prompt_mask_BP)
-    unmoved = score_responses(agent_of(agent.base), prompts, Sample(whole.response_BT, whole.mask_BT, None))
-    close(unmoved.logp_BT, whole.ref_logp_BT, 1e-5)
-    assert unmoved.kl_BT.abs().max() < 1e-6
+    prompts, sampled = (whole.prompt_BP, whole.prompt_mask_BP), Sample(whole.response_BT, whole.mask_BT, None)
+    unmoved = score(agent_of(agent.base).policy, agent.base, Prompts(*prompts), sampled, "full", 8)
+    close(unmoved["logp_BT"], whole.ref_logp_BT, 1e-5)
+    assert unmoved["kl_BT"].abs().max() < 1e-6
     monkeypatch.setitem(batches.MAX_TOKENS_PER_PASS, "cpu", 20)
     monkeypatch.setattr(rollout, "tokens_per_head", lambda model: 5)
     agent.draws = 0                                         # the same random numbers again

@@ -6,7 +6,7 @@ from tokenizers.processors import TemplateProcessing
 from toys import LETTERS, agent_of, bigram, close, generator, tiny_gpt2
 from transformers import GenerationConfig
 
-from cory.errors import Diverged, UserError
+from cory.errors import UserError
 from cory.ppo import sampling
 from cory.ppo.cache import GrowingLayer
 from cory.ppo.formulas import token_logprobs
@@ -146,7 +146,7 @@ def test_greedy_takes_the_likeliest_token_and_no_random_number():
 def test_a_nan_is_said_before_any_response_is_used(greedy, value):
     logits = torch.zeros(7, 7)
     logits[0, 3] = value
-    with pytest.raises(Diverged, match="log-probability is nan"):
+    with pytest.raises(UserError, match="log-probability is nan"):
         sampled(bigram(logits), ["b", "a"], 3, greedy)
 
 

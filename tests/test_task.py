@@ -7,18 +7,20 @@ import pytest
 import torch
 from toys import bigram, settings
 
-from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.errors import UserError
-from cory.flags import parse
-from cory.run.run import Run
 from cory.tasks.data import Data
 from cory.tasks.task import Task
 
 WORDS = ["abcdef"[i % 6] * (1 + i // 6) for i in range(36)]         # a b c d e f aa bb ... ffffff
 
 
+class Letters(Task):
+    def observer_prompts(self, queries, responses):
+        return queries
+
+
 def letters(**changes) -> Task:
-    return Task(settings(**changes), Data(WORDS[:24], [], WORDS[24:]), bigram())
+    return Letters(settings(**changes), Data(WORDS[:24], [], WORDS[24:]), bigram())
 
 
 def test_an_epoch_visits_every_row_once_before_the_next_begins():
@@ -58,10 +60,8 @@ def test_held_out_queries_are_of_the_evaluated_split_and_the_same_for_all_seeds(
 @pytest.mark.parametrize("values, says", [
     ([torch.tensor(0.5), np.float32(-2)], ""), (np.array([0.5, -2.0]), ""),
     (torch.tensor([0.5, -2.0], dtype=torch.bfloat16, requires_grad=True), ""),
-    ([1.0], r"shape \(1,\).*for 2 responses"), (torch.ones(2, 1), r"shape \(2, 1\).*for 2 responses"),
-    (torch.tensor(1.0), r"shape \(\).*for 2"), ([1.0, float("nan")], r"reward is nan: sample 1 \('cd'\)"),
-    ([1e300, 0.0], "reward is inf: sample 0"), (["1.5", 0.0], "is no list of numbers"),
-    ([10**400, 0.0], "is no list of numbers"), (None, "is no list of numbers")])
+    ([1.0], r"of shape \(1,\).*for 2 responses"), (torch.ones(2, 1), r"of shape \(2, 1\)"),
+    ([1.0, float("nan")], "reward is nan: of 'cd' must be"), ([1e300, 0.0], "reward is inf: of 'ab'")])
 def test_rewards_are_one_finite_number_a_response_or_refused(values, says):
     task = letters()
     task.reward_of = lambda queries, responses: values
@@ -71,16 +71,3 @@ def test_rewards_are_one_finite_number_a_response_or_refused(values, says):
     else:
         reward = task.reward(["a", "c"], ["b", "d"])
         assert reward.tolist() == [0.5, -2] and reward.dtype == torch.float32 and not reward.requires_grad
-
-
-def test_a_nan_reward_in_a_run_changes_no_parameter(small_flags, tmp_path):
-    with Run(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--run_dir", str(tmp_path / "r")])) as run:
-        before = [[p.clone() for p in agent.policy.parameters()] for agent in run.agents]
-        calls, score = [], run.task.reward_model
-        # the fifth: base, the team before training (2), pioneer, observer
-        run.task.reward_model = lambda texts: calls.append(0) or score(texts[:-1]) + [
-            float("nan") if len(calls) == 5 else 0.0]
-        with pytest.raises(UserError, match=f"reward is nan: sample {run.cfg.batch_size - 1}"):
-            run.method.train(run)
-        for parameters, agent in zip(before, run.agents):
-            assert all(map(torch.equal, parameters, agent.policy.parameters()))

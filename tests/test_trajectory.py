@@ -23,7 +23,7 @@ RUNS = {
     "--lora_rank 0 --learning_rate 1e-5 --num_ppo_epochs 4 --critic_learning_rate 0 --lr_schedule constant",
     "gsm8k-cory": "--max_response_length 24 --lam 0.95",
     "gsm8k-cory-rloo": "--max_response_length 24 --advantage rloo --responses_per_query 4 --kl_in loss "
-    "--ent_coef 0.01 --share_weights true --lr_schedule cosine --lora_rank 0 --learning_rate 1e-4"}
+    "--share_weights true --lr_schedule cosine --lora_rank 0 --learning_rate 1e-4"}
 
 
 def rows_of(name: str, folder: Path) -> list[dict]:

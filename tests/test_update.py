@@ -9,7 +9,7 @@ import pytest
 import torch
 from toys import PROMPTS, agent_of, bigram, generator, moved, same_tensors, settings, tiny_gpt2
 
-from cory.errors import Diverged, UserError
+from cory.errors import UserError
 from cory.ppo import batches, formulas, update
 from cory.ppo.agent import Agent
 from cory.ppo.batches import by_length
@@ -64,7 +64,7 @@ def plain_update(agent, rollout, score_B, of_sequence) -> tuple[dict, dict]:
                 parts = {"policy_loss": -torch.where(A > 0, better, worse), "entropy": entropy,
                          "approx_kl": ratio - 1 - log_ratio, "clip_fraction": torch.where(
                              A > 0, ratio > 1 + cfg.cliprange, ratio < 1 - cfg.cliprange)}
-                loss = loss + (parts["policy_loss"] - cfg.ent_coef * entropy).sum() / tokens
+                loss = loss + (parts["policy_loss"] - 0.1 * of_sequence * entropy).sum() / tokens
                 if cfg.kl_in == "loss":
                     parts["kl_loss"] = k3
                     loss = loss + eta * k3.sum() / tokens
@@ -88,14 +88,16 @@ def plain_update(agent, rollout, score_B, of_sequence) -> tuple[dict, dict]:
 
 
 def gspo(agent, rows, hidden_BTH):
-    """`losses` with GSPO's ratio (Zheng et al., arXiv:2507.18071, eq. 7): the response's geometric mean."""
+    """`losses` with GSPO's ratio (Zheng et al., arXiv:2507.18071, eq. 7), the response's geometric mean, and
+    an entropy bonus.
+    """
     real, logp_BT, entropy_BT = rows.mask_BT.bool(), rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)
     logp_BT[real], entropy_BT[real] = agent.policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
     log_ratio_B1 = (logp_BT - rows.logp_BT).sum(1, keepdim=True) / rows.length_B[:, None]
     log_ratio_BT = log_ratio_B1.expand_as(logp_BT)
-    loss_BT = formulas.policy_loss(log_ratio_BT, 0.0, rows.advantage_BT, agent.cfg.cliprange)
+    policy_loss_BT = formulas.policy_loss(log_ratio_BT, 0.0, rows.advantage_BT, agent.cfg.cliprange)
     metrics = {"entropy": entropy_BT, "approx_kl": formulas.kl_k3(0.0, log_ratio_BT)}
-    return loss_BT, metrics | {"policy_loss": loss_BT}
+    return policy_loss_BT - 0.1 * entropy_BT, metrics | {"policy_loss": policy_loss_BT}
 
 
 @pytest.fixture
@@ -110,7 +112,7 @@ def float64(monkeypatch):
 CASES = {
     "whole": dict(), "accumulated": dict(mini_batch_size=2, gradient_accumulation_steps=4),
     "clipped": dict(mini_batch_size=1, gradient_accumulation_steps=4, max_grad_norm=0.05),
-    "kl_in_loss": dict(mini_batch_size=4, kl_in="loss", ent_coef=0.1, gamma=0.9, cliprange_value=0.05),
+    "kl_in_loss": dict(mini_batch_size=4, kl_in="loss", gamma=0.9, cliprange_value=0.05),
     "no_critic": dict(mini_batch_size=2, advantage="reinforce", kl_penalty="k1"),
     "lora": dict(mini_batch_size=2, gradient_accumulation_steps=2, lora_rank=2),
     "checkpointed": dict(lora_rank=2, gradient_checkpointing=True),
@@ -177,7 +179,7 @@ def test_the_first_ratio_is_1(dtype):
 def test_a_gradient_that_is_not_finite_stops_before_any_parameter_changes(value):
     agent, rollout = ragged()
     before = copy.deepcopy(agent.policy.trainable_parameters())
-    with pytest.raises(Diverged, match="llm1 has diverged; the gradient was not applied"):
+    with pytest.raises(UserError, match="llm1 has diverged; the gradient was not applied"):
         ppo_update(agent, rollout, torch.tensor([value] + [0.0] * 7))
     assert same_tensors(before, agent.policy.trainable_parameters())
 

@@ -38,9 +38,8 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
 
 
 def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
-    """Rewards to go, without critic or baseline (Williams 1992): `A_t = sum_{s >= t} gamma^(s - t) r_s`.
-
-    Whitening over the batch (`--whiten_advantages auto`) then gives it the mean over all tokens as baseline.
+    """Rewards to go, without a critic (Williams 1992): `A_t = sum_{s >= t} gamma^(s - t) r_s`. Whitening then
+    gives it the mean over all tokens as baseline.
     """
     # GAE with V = 0 and lam = 1
     return gae(reward_BT, torch.zeros_like(reward_BT), mask_BT, gamma, lam=1.0)
@@ -53,8 +52,7 @@ def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
 
     k is `group_size`, 2 or more. R_i is the score of response i and, with `--kl_in reward`, its KL penalty.
 
-    All tokens of a response get the same advantage. DIFFERS from that paper: PPO's clipped ratio of each
-    token, over `num_ppo_epochs`, instead of one plain step.
+    DIFFERS from that paper: PPO's clipped ratio of each token, over `num_ppo_epochs`, not one plain step.
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
     others_Gk = (return_Gk.sum(1, keepdim=True) - return_Gk) / (group_size - 1)
@@ -66,9 +64,8 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
 
         A_i = (R_i - mean_group R) / (std_group R + 1e-6)        R as in `rloo`
 
-    with the population's standard deviation; equal returns give exactly 0. All tokens of a response get the
-    same advantage. DIFFERS from that paper: the loss is a mean over all tokens of an optimizer step, not
-    first within each response (Dr. GRPO, Liu et al., arXiv:2503.20783, on why).
+    with the population's standard deviation; equal returns give exactly 0. DIFFERS from that paper: the loss
+    is a mean over all tokens of an optimizer step, not first within each response (arXiv:2503.20783).
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
     # less the largest: equal returns are then exactly 0, which their rounded mean can miss

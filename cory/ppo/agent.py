@@ -16,12 +16,11 @@ from cory.system.sharding import by_placement, shard
 class Agent:
     """One LLM of the team (`llm1`, `llm2`, ...), whichever role it plays.
 
-    policy: what it samples from and trains, with its value head; it starts as a copy of its base, or with
-    LoRA as an adapter on it. reference: what its KL is measured against, the base unless `move_reference` is
-    called. kl_coef: eta. draws: how many random generators it has been given.
+    policy: what it samples from and trains, with its value head; a copy of its base, or an adapter on it.
+    reference: what its KL is measured against, the base unless `move_reference` is called. kl_coef: eta.
+    draws: how many random generators it has had.
 
-    An agent takes no other attributes. A checkpoint keeps `tensors`, Adam's state and `numbers`; what else a
-    method must remember belongs in `run.state`.
+    It takes no other attributes, for a checkpoint would lose them: what a method remembers is `run.state`.
     """
 
     __slots__ = ("name", "cfg", "index", "base", "policy", "own_reference", "optimizer", "kl_coef",
@@ -37,7 +36,7 @@ class Agent:
             adapter = add_adapter(base.lm, name, cfg, adapter_seed)
         self.policy = PolicyWithValue(base, adapter, "value_BT" in asked, cfg.gradient_checkpointing)
         if cfg.shard and not cfg.lora_rank:         # with LoRA the base is divided, and adapters stay whole
-            shard(self.policy.lm, cfg)
+            shard(self.policy, cfg)
         self.reset()
 
     def reset(self) -> None:

@@ -12,15 +12,13 @@ MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
 
 
 def longest(mask: Tensor) -> int:
-    """Most real tokens of any row: `[:longest]` cuts rows that are padded on the right, `[-longest:]` those
-    padded on the left.
-    """
+    """Most real tokens of any row."""
     return int(mask.sum(1).max())
 
 
 def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, max_rows: int) -> list[Tensor]:
-    """Indices of the rows in groups for one forward pass each, in order of length, so that little is padding.
-    Each row is in one group, of at most `max_rows` rows and `MAX_TOKENS_PER_PASS` tokens, or alone in it.
+    """Indices of the rows in groups for one pass each, in order of length, so that little is padding: at most
+    `max_rows` rows and `MAX_TOKENS_PER_PASS` tokens, or one row.
     """
     max_tokens = MAX_TOKENS_PER_PASS[mask_BT.device.type]
     length_B2 = torch.stack([prompt_mask_BP.sum(1), mask_BT.sum(1).long()], 1)

@@ -5,17 +5,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 def empty_cache() -> Cache:
     """The cache of one call of the sampling loop. Layers with a sliding window keep all keys, too: the
-    model's mask then hides those outside the window.
+    model's mask hides those outside it.
     """
     return Cache(layer_class_to_replicate=GrowingLayer)
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values (R, heads, L, D), in buffers with room to grow: transformers' own layer
-    copies all of them for every new token.
-
-    transformers calls `update`, and reads the length off `self.keys`. The sampling loop calls `keep`. Keys
-    and values are views of `buffers`.
+    """One layer's keys and values (R, heads, L, D), views of buffers with room to grow: transformers' own
+    layer copies all of them for every new token.
     """
 
     def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

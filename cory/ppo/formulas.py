@@ -14,7 +14,7 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
     """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding and for constants.
 
     Over the whole rollout, so that the size of mini-batches does not change it. In float64, and less the
-    largest value, so that neither large nor nearly constant values lose their digits.
+    largest value first: the mean of equal numbers can miss them.
     """
     real = mask_BT.bool()
     x_N = x_BT[real].double()
@@ -25,9 +25,7 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def explained_variance(value_N: Tensor, return_N: Tensor) -> float:
-    """`1 - Var(return - V) / Var(return)`: 1 is perfect, below 0 worse than a constant.
-
-    0 where the returns are constant. Population variances, in float64.
+    """`1 - Var(return - V) / Var(return)`: 1 is perfect, below 0 worse than a constant. 0 for equal returns.
     """
     error_N = return_N.double() - value_N.double()
     return_variance = return_N.double().var(correction=0).item()
@@ -46,14 +44,12 @@ def entropy(p_NV: Tensor, logp_NV: Tensor) -> Tensor:
 
 
 def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
-    """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` per state: paper, eq. 2. (N,); below 0 by
-    rounding alone.
+    """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` per state, exact: paper, eq. 2. (N,).
 
-    Exact, so without sampling noise. Charged as a *reward* it is the same whichever token was drawn: the
-    policy feels it only through the states that earlier tokens lead to. `kl_k1` differs there.
+    Charged as a *reward* it is the same whichever token was drawn: the policy feels it only through the
+    states that earlier tokens lead to. `kl_k1` differs there.
     """
-    # softmax(log p) = p, and on a CPU faster than exp
-    p_NV = logp_NV.softmax(-1)
+    p_NV = logp_NV.softmax(-1)              # of log p is p, and on a CPU faster than exp
     # 0 log 0 = 0, also where both are -inf
     log_ratio_NV = torch.where(p_NV > 0, logp_NV - ref_logp_NV, 0.0)
     return torch.linalg.vecdot(p_NV, log_ratio_NV)
@@ -69,11 +65,10 @@ def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
 
 
 def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
-    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,); below 0 by rounding alone.
+    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), not negative.
 
-    Where a is drawn from pi its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`) its gradient at a
-    sampled token is `(1 - r) grad log pi(a)`, in the mean that of KL(pi0 || pi), which agrees with that of
-    KL(pi || pi0) to first order around pi = pi0.
+    Where a is drawn from pi its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`) its gradient is in
+    the mean that of KL(pi0 || pi), which agrees with that of KL(pi || pi0) to first order around pi = pi0.
     """
     log_r = ref_logp_N - logp_N
     return log_r.exp() - 1 - log_r

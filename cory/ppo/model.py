@@ -12,15 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
 from cory.ppo import formulas
-from cory.ppo.lora import activate, adapter_parameters, linear_layers
+from cory.ppo.lora import activate, adapter_parameters
 
 
 class LanguageModel(nn.Module):
-    """Any Hugging Face causal LM with its tokenizer.
+    """Any Hugging Face causal LM with its tokenizer. Logits are made only where a response token is
+    predicted.
 
-    Body and head are called separately, so that logits are made only where a response token is predicted.
     Dropout is off: sampling, the rollout and the update see the same pi. DIFFERS: the released code samples
     and trains with dropout after its first update.
     """
@@ -29,7 +30,7 @@ class LanguageModel(nn.Module):
                  adapter: str | None = None):
         super().__init__()
         self.lm, self.tokenizer, self.dtype = lm.eval(), tokenizer, dtype
-        self.chat_template, self.adapter = chat_template, adapter
+        self.chat_template, self.adapter, self.value_head = chat_template, adapter, None
 
     @property
     def device(self) -> torch.device:
@@ -44,6 +45,12 @@ class LanguageModel(nn.Module):
         return context_length(self.lm.config)
 
     @property
+    def layers(self) -> nn.ModuleList:
+        """The transformer's layers: the list that holds most of the parameters."""
+        lists = [module for module in self.lm.base_model.modules() if isinstance(module, nn.ModuleList)]
+        return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+
+    @property
     def end_ids(self) -> list[int]:
         """Tokens that end a response: EOS, and the others of generation_config, as chat models have them."""
         more = getattr(getattr(self.lm, "generation_config", None), "eos_token_id", None)
@@ -55,8 +62,7 @@ class LanguageModel(nn.Module):
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
 
     def encode(self, prompts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt: with the tokenizer's BOS if any, or as a user's message in its template.
-        """
+        """Token ids of each prompt: with the tokenizer's BOS if any, or as a message in its chat template."""
         if not self.chat_template:
             return self.tokenizer(prompts)["input_ids"]
         return [self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], return_dict=False,
@@ -65,8 +71,8 @@ class LanguageModel(nn.Module):
     def response_hidden(self, prompt_BP: Tensor, prompt_mask_BP: Tensor, response_BT: Tensor) -> Tensor:
         """The (B, T, H) last hidden states from which each response token is predicted.
 
-        Position ids count real tokens from 0, so that a row does not depend on its padding. Padding on the
-        right is not masked: no real token sees it. The last response token is never an input.
+        Position ids count real tokens from 0, so that a row does not depend on its padding. No real token
+        sees the padding on the right.
         """
         response_in = response_BT[:, :-1]
         mask = torch.cat([prompt_mask_BP, torch.ones_like(response_in)], dim=1)
@@ -102,31 +108,29 @@ class LanguageModel(nn.Module):
         """Keeps a frozen model's matrices in bfloat16 if that multiplies them: autocast rounds them to the
         same numbers, anew at each call.
         """
-        if self.dtype == "bfloat16":
-            for layer in linear_layers(self.lm).values():
+        head = self.lm.get_output_embeddings()
+        for layer in self.lm.modules() if self.dtype == "bfloat16" else ():
+            if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head:
                 layer.weight.data = layer.weight.data.bfloat16()
 
 
 class PolicyWithValue(LanguageModel):
-    """The policy and, where the advantage needs one, its critic: a value head on the last hidden state.
-
-    The policy is a copy of the base, or with `adapter` the base itself with its adapter of that name. The
-    value head (paper, sec. 3) is linear, in float32, and trains the transformer too. It starts at 0 (the
-    paper does not say).
+    """The policy, a copy of the base or an adapter on it, and where the advantage needs one its critic: a
+    linear value head on the last hidden state (paper, sec. 3), in float32, which trains the transformer too.
+    It starts at 0 (the paper does not say).
     """
 
     def __init__(self, base: LanguageModel, adapter: str | None = None, critic: bool = True,
                  gradient_checkpointing: bool = False):
         lm = base.lm if adapter else copy.deepcopy(base.lm)
         super().__init__(lm, base.tokenizer, base.dtype, base.chat_template, adapter)
-        self.value_head = None
         if critic:
             width = self.lm.get_output_embeddings().in_features
             self.value_head = nn.utils.skip_init(nn.Linear, width, 1, device=base.device, dtype=torch.float32)
             nn.init.zeros_(self.value_head.weight)
             nn.init.zeros_(self.value_head.bias)
         if gradient_checkpointing:
-            recompute_layers(self.lm)
+            self.recompute_layers()
         for parameter in self.trainable_parameters().values():
             parameter.requires_grad_(True)
 
@@ -137,19 +141,18 @@ class PolicyWithValue(LanguageModel):
         trained = {f"lm.{name}": p for name, p in lm.items()}
         return trained | {f"value_head.{name}": p for name, p in head.items()}
 
+    def recompute_layers(self) -> None:
+        """Makes the backward pass compute each layer's activations again, so that they are not kept.
+        transformers does so in training mode alone, in which some layers have dropout.
+        """
+        for layer in self.layers:
+            if not isinstance(layer.forward, partial):      # with LoRA, agents share their layers
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
+                                        preserve_rng_state=False)
+
     def values(self, hidden: Tensor) -> Tensor:
         """V(s) in units of reward for each hidden state (..., H) -> (...)."""
         return self.value_head(hidden.float()).squeeze(-1)
-
-
-def recompute_layers(lm: nn.Module) -> None:
-    """Makes the backward pass compute each layer's activations again, so that they are not kept. transformers
-    does so in training mode alone, in which some layers have dropout.
-    """
-    lists = [module for module in lm.base_model.modules() if isinstance(module, nn.ModuleList)]
-    for layer in max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters())):
-        if not isinstance(layer.forward, partial):          # with LoRA, agents share their layers
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def positions(mask: Tensor) -> Tensor:
@@ -158,11 +161,8 @@ def positions(mask: Tensor) -> Tensor:
 
 
 def context_length(config) -> int | None:
-    """Tokens that a model takes, or over which it stays the same function; None where its config does not
-    say.
-
-    Some position embeddings ("longrope", "dynamic") change for all tokens once a text exceeds the length that
-    the model was first trained with.
+    """Tokens that a model takes; None where its config does not say. "longrope" and "dynamic" position
+    embeddings change for all tokens once a text exceeds the length of the first training, which is the limit.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")

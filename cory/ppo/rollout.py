@@ -29,10 +29,10 @@ class Rollout:
     response_BT: Tensor         # sampled token ids
     mask_BT: Tensor             # 1 = real response token
     sampling_logp_BT: Tensor    # log-probability with which a_t was drawn, nats
-    logp_BT: Tensor             # log pi_old(a_t | s_t), nats
-    ref_logp_BT: Tensor         # log pi0(a_t | s_t), nats
-    kl_BT: Tensor               # nats: KL(pi_old || pi0) at s_t (full), or log pi_old - log pi0 of a_t (k1)
-    value_BT: Tensor | None             # V_old(s_t), units of reward; None without a critic
+    logp_BT: Tensor | None = None       # log pi_old(a_t | s_t), nats; None where nothing is scored
+    ref_logp_BT: Tensor | None = None   # log pi0(a_t | s_t), nats
+    kl_BT: Tensor | None = None         # nats: KL(pi_old || pi0) at s_t (full), or log pi_old / pi0 (k1)
+    value_BT: Tensor | None = None      # V_old(s_t), units of reward; None without a critic
     advantage_BT: Tensor | None = None  # of the update, whitened if the settings say so
     return_BT: Tensor | None = None     # what the critic learns: advantage before whitening + V_old
 
@@ -78,28 +78,24 @@ def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
     return replace(rollouts[0], text=text, **{name: joined(name) for name in rollouts[0].tensors()})
 
 
-@torch.no_grad()
 def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
     """`a ~ pi_agent(. | prompt)` for each prompt, scored by policy, reference and critic.
 
     Each of several processes samples and scores its rows; all have the whole rollout.
     """
-    policy, B = agent.policy, len(prompts)
+    policy, reference, cfg, B = agent.policy, agent.reference, agent.cfg, len(prompts)
     if B % processes().size:
         raise UserError("prompts", B, f"cannot be divided among {processes().size} processes; make their "
                         "number a multiple")
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
 
-    def respond(mine: slice) -> list[Rollout]:
-        encoded = encode_prompts(policy, prompts[mine], max_new_tokens)
-        with timed("sampling", policy.device):
-            sampled = sample(policy, encoded, max_new_tokens, uniform_TB[:, mine].to(policy.device))
-        with timed("scoring", policy.device):
-            rollout = score_responses(agent, encoded, sampled)
+    def respond_to(mine: slice) -> list[Rollout]:
+        rollout = respond(policy, reference, prompts[mine], max_new_tokens, uniform_TB[:, mine],
+                          cfg.kl_penalty, cfg.mini_batch_size)
         return [rollout if processes().size == 1 else moved(rollout, "cpu")]
 
-    with unsharded(policy, agent.reference):
-        rollouts = processes().gather_parts(B, respond)
+    with unsharded(policy, reference):
+        rollouts = processes().gather_parts(B, respond_to)
     if len(rollouts) == 1:
         return rollouts[0]
     return moved(join(rollouts, policy.tokenizer.eos_token_id), policy.device)
@@ -109,32 +105,47 @@ def moved(rollout: Rollout, device: torch.device | str) -> Rollout:
     return replace(rollout, **{name: x.to(device) for name, x in rollout.tensors().items()})
 
 
-def score_responses(agent: Agent, prompts: Prompts, sampled: Sample) -> Rollout:
-    """What policy, reference and critic make of each response.
-
-    The policy runs a second time, although sampling knew its log-probabilities: passes over whole rows round
-    as those of the update do, so that the first ratio is nearly 1 in bfloat16, too.
+@torch.no_grad()
+def respond(policy: LanguageModel, reference: LanguageModel | None, prompts: list[str], max_new_tokens: int,
+            uniform_TB: Tensor | None, kl_penalty: str, max_rows: int) -> Rollout:
+    """A response to each prompt, sampled by uniform_TB or greedy, and scored `max_rows` at a time at most;
+    without a reference it is not scored.
     """
-    policy, reference, cfg, mask_BT = agent.policy, agent.reference, agent.cfg, sampled.mask_BT
-    logp_BT, ref_logp_BT, kl_BT = (torch.zeros_like(mask_BT) for _ in range(3))
-    value_BT = None if policy.value_head is None else torch.zeros_like(mask_BT)
-    for rows in by_length(prompts.mask_BP, mask_BT, cfg.mini_batch_size):
+    encoded = encode_prompts(policy, prompts, max_new_tokens)
+    with timed("sampling", policy.device):
+        sampled = sample(policy, encoded, max_new_tokens, uniform_TB)
+    scores = {}
+    if reference is not None:
+        with timed("scoring", policy.device):
+            scores = score(policy, reference, encoded, sampled, kl_penalty, max_rows)
+    return Rollout(text=decode(policy, encoded, sampled), prompt_BP=encoded.ids_BP,
+                   prompt_mask_BP=encoded.mask_BP, response_BT=sampled.response_BT, mask_BT=sampled.mask_BT,
+                   sampling_logp_BT=sampled.logp_BT, **scores)
+
+
+def score(policy: LanguageModel, reference: LanguageModel, prompts: Prompts, sampled: Sample,
+          kl_penalty: str, max_rows: int) -> dict[str, Tensor]:
+    """logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT of the responses.
+
+    The policy's log-probabilities are computed again, by passes over whole rows, which round as those of the
+    update do: the first ratio is then nearly 1 in bfloat16, too.
+    """
+    mask_BT = sampled.mask_BT
+    names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (policy.value_head is not None)
+    scores = {name: torch.zeros_like(mask_BT) for name in names}
+    for rows in by_length(prompts.mask_BP, mask_BT, max_rows):
         P, T = longest(prompts.mask_BP[rows]), longest(mask_BT[rows])
         prompt, prompt_mask = prompts.ids_BP[rows, -P:], prompts.mask_BP[rows, -P:]
         response, real = sampled.response_BT[rows, :T], mask_BT[rows, :T].nonzero(as_tuple=True)
-        hidden_NH = policy.response_hidden(prompt, prompt_mask, response)[real]
-        ref_hidden_NH = reference.response_hidden(prompt, prompt_mask, response)[real]
-        logp_N, ref_logp_N, kl_N = logprobs_and_kl(policy, reference, hidden_NH, ref_hidden_NH,
-                                                   response[real], cfg.kl_penalty)
-        columns = [(logp_BT, logp_N), (ref_logp_BT, ref_logp_N), (kl_BT, kl_N)]
-        if value_BT is not None:
-            columns.append((value_BT, policy.values(hidden_NH)))
-        for x_BT, x_N in columns:
-            x_BT[rows[real[0]], real[1]] = x_N
-    return Rollout(text=decode(policy, prompts, sampled), prompt_BP=prompts.ids_BP,
-                   prompt_mask_BP=prompts.mask_BP, response_BT=sampled.response_BT, mask_BT=mask_BT,
-                   sampling_logp_BT=sampled.logp_BT, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT,
-                   value_BT=value_BT)
+        hidden_NH = ref_hidden_NH = policy.response_hidden(prompt, prompt_mask, response)[real]
+        if reference is not policy:
+            ref_hidden_NH = reference.response_hidden(prompt, prompt_mask, response)[real]
+        columns = [*logprobs_and_kl(policy, reference, hidden_NH, ref_hidden_NH, response[real], kl_penalty)]
+        if "value_BT" in names:
+            columns.append(policy.values(hidden_NH))
+        for name, x_N in zip(names, columns, strict=True):
+            scores[name][rows[real[0]], real[1]] = x_N
+    return scores
 
 
 @torch.no_grad()

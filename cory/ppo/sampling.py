@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cory.errors import Diverged, UserError
+from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.batches import longest
 from cory.ppo.cache import empty_cache
@@ -26,10 +26,8 @@ class Sample(NamedTuple):
 
 
 def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> Prompts:
-    """Tokenizes and pads on the left. An EOS written inside a prompt stays.
-
-    Raises `UserError` for a prompt that is empty, that leaves the response no room in the model's context, or
-    that has a token without an embedding.
+    """Tokenizes and pads on the left. Raises `UserError` for a prompt that is empty, that leaves the response
+    no room in the model's context, or that has a token without an embedding.
     """
     rows, context = model.encode(prompts), model.context_length or 10**9
     embeddings = model.lm.get_input_embeddings().weight.shape[0]
@@ -53,8 +51,7 @@ def real_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
 
 def decode(model: LanguageModel, prompts: Prompts, sample: Sample) -> list[str]:
     """What the model wrote after each prompt, without special tokens: all that rewards and the other agent
-    see. Prompt and response are decoded together and cut behind the prompt: some tokenizers drop the space
-    that a text begins with.
+    see. Decoded together with the prompt, since some tokenizers drop the space that a text begins with.
     """
     def texts(rows: list[list[int]]) -> list[str]:
         return model.tokenizer.batch_decode(rows, skip_special_tokens=True,
@@ -69,9 +66,9 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row by inversion, the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`, and its
     log-probability.
 
-    Never one of probability 0. In float64: uniform numbers of 24 bits would never draw most tokens of p below
-    6e-8, and there are many. To draw from another distribution, put its log-probabilities in place of logp_BV
-    at the start: `sampling_gap` then shows how far it is from the policy.
+    Never one of probability 0; in float64, for the many tokens of p below 6e-8. To draw from another
+    distribution, put its log-probabilities in place of logp_BV at the start: `sampling_gap` then shows how
+    far it is from the policy.
     """
     cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p
     total_B1 = cumulative_BV[:, -1:]
@@ -87,7 +84,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_TB: Tensor | None) -> Sample:
     """Samples `a ~ pi(. | prompt)` until one of `end_ids` or `max_new_tokens`, by a number in [0, 1) for each
-    token; greedily without these. Raises `Diverged` where log-probabilities are NaN.
+    token; greedily without these. Raises `UserError` where log-probabilities are NaN.
 
     DIFFERS: the released code samples with a repetition penalty and trains without.
 
@@ -96,6 +93,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
     """
     B, device = len(prompts.ids_BP), model.device
     eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
+    uniform_TB = None if uniform_TB is None else uniform_TB.to(device)
     response_BT = torch.full((B, max_new_tokens), eos, device=device)
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
     # the rows that are computed, and whether each of them still runs
@@ -131,7 +129,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
                 row_R, running_R, mask_RL = row_R[keep], running_R[keep], mask_RL[keep, first_column:]
                 ids_RL, position_ids_RL = ids_RL[keep], position_ids_RL[keep]
     if logp_BT.isnan().any():                               # one NaN or +inf logit makes all of its row NaN
-        raise Diverged("log-probability", float("nan"), "the model has diverged; go on from the last "
+        raise UserError("log-probability", float("nan"), "the model has diverged; go on from the last "
                        "checkpoint or start anew, with a lower --learning_rate or with --max_grad_norm 1")
     T = longest(mask_BT)
     return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])

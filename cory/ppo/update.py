@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cory.errors import Diverged, UserError
+from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.advantages import estimator
 from cory.ppo.agent import Agent
@@ -27,8 +27,8 @@ from cory.system.sharding import as_many_as_others, gradient_norm, is_sharded
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
     """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
 
-    Returns metrics. Those of `losses` are means over the tokens of all passes, each computed before its step.
-    Raises `Diverged` before a gradient that is not finite reaches a parameter.
+    Returns metrics; those of `losses` are means over the tokens of all passes, each before its step. Raises
+    `UserError` before a gradient that is not finite reaches a parameter.
     """
     cfg, rng = agent.cfg, agent.generator()
     rollout = with_advantages(rollout, score_B, agent)
@@ -78,8 +78,7 @@ def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
 
 
 def optimizer_steps(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> Iterator[list[Rollout]]:
-    """Yields this process's mini-batches for each optimizer step of one shuffled pass. A mini-batch is one
-    backward pass: how a step's rows are divided into them changes results by rounding alone.
+    """Yields this process's mini-batches, a backward pass each, for each optimizer step of one shuffled pass.
     """
     cfg = agent.cfg
     order = torch.from_numpy(rng.permutation(len(rollout.mask_BT))).to(rollout.mask_BT.device)
@@ -93,11 +92,11 @@ def optimizer_steps(rollout: Rollout, agent: Agent, rng: np.random.Generator) ->
 def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The objective of a few whole responses: the loss of each token, (B, T), and metrics, each (B, T).
 
-        loss = policy_loss + kl_coef k3 [--kl_in loss] - ent_coef entropy + vf_coef value_loss [with a critic]
+        loss = policy_loss + kl_coef k3 [--kl_in loss] + vf_coef value_loss [with a critic]
 
     hidden_BTH: the policy's last hidden states, from which each response token is predicted. The loss is
-    averaged over the tokens of an optimizer step, in all processes; a metric over all tokens of the update,
-    and one more here is one more curve. What stands on padding is left out.
+    averaged over the real tokens of an optimizer step, a metric over those of the update; one more here is
+    one more curve.
     """
     policy, cfg, real = agent.policy, agent.cfg, rows.mask_BT.nonzero(as_tuple=True)
     logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)
@@ -113,8 +112,6 @@ def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dic
         kl_loss_BT = formulas.kl_k3(logp_BT, rows.ref_logp_BT)
         loss_BT = loss_BT + agent.kl_coef * kl_loss_BT
         metrics["kl_loss"] = kl_loss_BT
-    if cfg.ent_coef > 0:
-        loss_BT = loss_BT - cfg.ent_coef * entropy_BT
     if policy.value_head is not None:
         value_BT = policy.values(hidden_BTH)
         value_loss_BT = formulas.value_loss(value_BT, rows.value_BT, rows.return_BT, cfg.cliprange_value)
@@ -126,8 +123,8 @@ def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dic
 def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: dict[str, Tensor]) -> None:
     """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch, and its metrics to their sums.
 
-    LM head and losses run forward and backward for a few rows at a time, down to the gradient of their hidden
-    states; the transformer's backward pass follows once. So memory for logits does not grow with the rows.
+    LM head and losses run forward and backward for a few rows at a time, so that few logits exist at once;
+    the transformer's backward pass follows once.
     """
     policy = agent.policy
     hidden_BTH = policy.response_hidden(mini_batch.prompt_BP, mini_batch.prompt_mask_BP,
@@ -150,9 +147,7 @@ def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: d
 
 
 def optimizer_step(agent: Agent) -> float:
-    """Sums gradients over processes, clips if asked to, steps, clears. Returns the norm before clipping, of
-    policy and critic together.
-    """
+    """Sums gradients over processes, clips, steps, clears. Returns the norm before clipping."""
     parameters = [*agent.policy.trainable_parameters().values()]
     processes().sum_gradients(parameters)
     parameters = [p for p in parameters if p.grad is not None]
@@ -160,7 +155,7 @@ def optimizer_step(agent: Agent) -> float:
         raise UserError("loss", agent.name, "has no gradient for any parameter of this agent")
     norm = gradient_norm(parameters)
     if not math.isfinite(norm):
-        raise Diverged("grad_norm", norm, f"{agent.name} has diverged; the gradient was not "
+        raise UserError("grad_norm", norm, f"{agent.name} has diverged; the gradient was not "
                        "applied. Mend a score, advantage or loss of your own, or start anew with a lower "
                        "--learning_rate or with --max_grad_norm 1")
     if 0 < agent.cfg.max_grad_norm < norm:

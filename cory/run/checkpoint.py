@@ -8,8 +8,8 @@ A checkpoint is one safetensors file, `checkpoints/iteration_000012-CHECKSUM.saf
     state/NAME                      a tensor of `run.state`, what the method remembers
     "state" in the file's header    all else, as JSON
 
-CHECKSUM begins the file's SHA-256. The file is written under another name, flushed and renamed. Nothing is
-ever unpickled.
+CHECKSUM begins the file's SHA-256. The file is written under another name and renamed. Nothing is ever
+unpickled.
 """
 import hashlib
 import json
@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cory.errors import Diverged, UserError
+from cory.errors import UserError
 from cory.ppo.agent import Agent
 from cory.ppo.lora import activate
 from cory.system.distributed import processes
@@ -94,12 +94,12 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def require_finite(agents: list[Agent]) -> None:
-    """Raises `Diverged` for a trained weight that is NaN or infinite."""
+    """Raises `UserError` for a trained weight that is NaN or infinite."""
     for agent in agents:
         for name, parameter in agent.policy.trainable_parameters().items():
             if not full_tensor(parameter.detach().isfinite().all()):
                 hint = "has diverged; these are not saved, older checkpoints stay. Lower --learning_rate"
-                raise Diverged("weights", name, f"not finite: {agent.name} {hint}")
+                raise UserError("weights", name, f"not finite: {agent.name} {hint}")
 
 
 def checksum(path: Path) -> str:

@@ -1,6 +1,5 @@
 """Held-out evaluation: responses to the bare queries of held-out rows, with fixed random numbers."""
 import math
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -8,8 +7,8 @@ import torch
 from cory.config import Config
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
-from cory.ppo.rollout import logprobs_and_kl
-from cory.ppo.sampling import decode, encode_prompts, real_ids, sample
+from cory.ppo.rollout import Rollout, join, moved, respond
+from cory.ppo.sampling import real_ids
 from cory.system.distributed import processes
 from cory.system.sharding import unsharded
 from cory.tasks.task import Task
@@ -17,47 +16,25 @@ from cory.tasks.task import Task
 EVALUATION_SEED = 20_241_006        # the same random numbers for every model, method, seed and iteration
 
 
-class Responses(NamedTuple):
-    """One item for each prompt."""
-    text: list[str]
-    ids: list[list[int]]
-    kl: list[float]         # exact KL(pi || pi0) summed over a response's tokens, nats; 0 without a reference
-    ref_logp: list[float]   # log pi0 summed over a response's tokens, nats; 0 without a reference
-
-
-@torch.no_grad()
 def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed: int | None,
-                     reference: LanguageModel | None = None) -> Responses:
-    """A sampled response of at most `length` tokens to each prompt; greedy without a seed. With the same seed
-    the same random numbers, whatever the model and the number of processes.
+                     reference: LanguageModel | None = None) -> Rollout:
+    """A sampled response of at most `length` tokens to each prompt, greedy without a seed; with the same seed
+    by the same random numbers, whatever the model and the number of processes. Scored if there is a
+    reference, with the exact KL.
     """
     most = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))
     starts = range(0, len(prompts), most)
 
-    def batch(at: int) -> list[tuple]:
-        encoded = encode_prompts(model, prompts[at:at + most], length)
-        uniform_TB = None
+    def responses(at: int) -> Rollout:
+        some, uniform_TB = prompts[at:at + most], None
         if seed is not None:
             rng = np.random.default_rng((EVALUATION_SEED, seed, at))
-            uniform_TB = torch.from_numpy(rng.random((length, len(encoded.ids_BP)))).to(model.device)
-        sampled = sample(model, encoded, length, uniform_TB)
-        kl_BT, ref_logp_BT = torch.zeros_like(sampled.mask_BT), torch.zeros_like(sampled.mask_BT)
-        if reference is not None:
-            real = sampled.mask_BT.bool()
-            hidden_NH = model.response_hidden(*encoded, sampled.response_BT)[real]
-            ref_hidden_NH = hidden_NH               # of the base itself, before training
-            if model is not reference:
-                ref_hidden_NH = reference.response_hidden(*encoded, sampled.response_BT)[real]
-            _, ref_logp_BT[real], kl_BT[real] = logprobs_and_kl(model, reference, hidden_NH, ref_hidden_NH,
-                                                                sampled.response_BT[real], "full")
-        columns = (decode(model, encoded, sampled), real_ids(sampled.response_BT, sampled.mask_BT),
-                   kl_BT.sum(1).tolist(), ref_logp_BT.sum(1).tolist())
-        return list(zip(*columns, strict=True))
+            uniform_TB = torch.from_numpy(rng.random((length, len(some))))
+        return moved(respond(model, reference, some, length, uniform_TB, "full", most), "cpu")
 
     with unsharded(*filter(None, (model, reference))):
-        rows = processes().gather_parts(
-            len(starts), lambda mine: [response for at in starts[mine] for response in batch(at)])
-    return Responses(*map(list, zip(*rows, strict=True)))
+        parts = processes().gather_parts(len(starts), lambda mine: [responses(at) for at in starts[mine]])
+    return join(parts, model.tokenizer.eos_token_id)
 
 
 def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Config) -> dict[str, float]:
@@ -72,13 +49,13 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
     queries, length = task.held_out_queries, cfg.max_response_length
     asked = [query for query in queries for _ in range(cfg.eval_samples)]
     responses = sample_responses(model, task.pioneer_prompts(asked), length, 0, reference)
-    reward = task.reward(asked, responses.text).mean().item()
-    ids, n, tokens = responses.ids, len(asked), sum(map(len, responses.ids))
-    kl = sum(responses.kl) / n
+    ids = real_ids(responses.response_BT, responses.mask_BT)
+    reward, kl = task.reward(asked, responses.text).mean().item(), responses.kl_B.mean().item()
+    tokens = sum(map(len, ids))
     metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
-               "length": tokens / n, "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
+               "length": tokens / len(ids), "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
                "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
-               "base_perplexity": math.exp(-sum(responses.ref_logp) / tokens)}
+               "base_perplexity": math.exp(-responses.ref_logp_BT.sum().item() / tokens)}
     metrics = merged(metrics, task.metrics(asked, responses.text))
     if task.greedy:
         greedy = sample_responses(model, task.pioneer_prompts(queries), length, None).text

@@ -50,12 +50,16 @@ class RunLog:
 
 
 def bar_text(metrics: dict, agents: list[str]) -> str:
-    """`reward 1.55 / 1.61, KL 14.92 / 11.67`: a number for each agent, a dash for one that did not play."""
+    """`reward 1.55 / 1.61, KL 14.92 / 11.67`: a number for each agent, a dash for one that did not play; and
+    a `sampling_gap` that no rounding makes.
+    """
     def numbers(name: str) -> str:
         values = [metrics.get(f"{agent}/{name}") for agent in agents]
         return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
 
-    return f"reward {numbers('task_reward')}, KL {numbers('kl')}"
+    text = f"reward {numbers('task_reward')}, KL {numbers('kl')}"
+    gap = max(metrics.get(f"{agent}/sampling_gap", 0) for agent in agents)
+    return text if gap < 0.05 else f"{text}, SAMPLING GAP {gap:.2f}: responses are not the trained policy's"
 
 
 def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):

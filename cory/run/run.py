@@ -7,8 +7,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from contextlib import ExitStack, suppress
-from itertools import count
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -20,6 +19,7 @@ from cory.errors import UserError
 from cory.flags import config_json
 from cory.loading import load_language_model
 from cory.names import find, short_name
+from cory.ppo.advantages import estimator
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout
@@ -36,9 +36,6 @@ from cory.system.sharding import shard
 from cory.tasks.task import Task
 
 SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
-# Nats per token of `sampling_gap` that rounding does not make. A repetition penalty of 1.1 makes 0.03 to 0.2,
-# dropout of 0.1 makes 1.8; bfloat16's rounding makes 0.02.
-OFF_POLICY = {"float32": 0.01, "tf32": 0.1, "bfloat16": 0.1}
 
 
 class Turn(NamedTuple):
@@ -104,8 +101,7 @@ class Run(ExitStack):
             if not cfg.lora_rank:
                 base.cast_once()                    # after agents have had their copies
             if cfg.shard:
-                shard(base.lm, cfg, whole=trained)
-        self.played, self.warned = self.roles, False
+                shard(base, cfg, whole=trained)
         self.start, wandb_id = self.resume() if cfg.resume else (0, "")
         if processes().is_main:
             write_text(self.run_dir / "config.json", config_json(cfg, names))
@@ -122,11 +118,11 @@ class Run(ExitStack):
             print("no checkpoint has been made yet: the run starts from its beginning", flush=True)
             return 0, ""
         done = state["iteration"]
-        cfg.require("iterations", cfg.iterations >= done, f"the run has done {done}; ask for more")
+        cfg.require("iterations", cfg.iterations > done or state["is_last"] and cfg.iterations == done,
+                    f"the run has done {done}; ask for more")
         require_same_probe(cfg, state["probe"], self.probe)
         agents = {agent.name: agent for agent in self.agents}
-        self.played, self.roles = ([agents[name] for name in state[key]] for key in ("played", "roles"))
-        self.state = state["memory"]
+        self.roles, self.state = [agents[name] for name in state["roles"]], state["memory"]
         return done, state["wandb_id"]
 
     def iterations(self) -> Iterator[int]:
@@ -134,7 +130,7 @@ class Run(ExitStack):
         if self.start == 0:
             metrics = {f"eval/{column}/{name}": value for column, base in self.bases.items()
                        for name, value in evaluate(base, base, self.task, self.cfg).items()}
-            metrics |= self.evaluate_team(self.roles)
+            metrics |= self.evaluate_team()
             if processes().is_main:
                 self.log.iteration(0, metrics, [], {})
         for iteration in range(self.start + 1, self.cfg.iterations + 1):
@@ -153,21 +149,20 @@ class Run(ExitStack):
         iteration; `metrics` are what a method measured beside, by name.
         """
         cfg, last = self.cfg, iteration == self.cfg.iterations
-        self.require_known(turns, roles)
+        if {agent.name for agent in roles} != {agent.name for agent in self.agents}:
+            raise UserError("roles", [agent.name for agent in roles], "must be all agents of the run")
         packed("state", self.state, {})
-        self.warn_if_off_policy(turns)
         row = merged(self.metrics_of(queries, turns), metrics or {}, self.times(turns))
         samples = self.samples(iteration, queries, turns)
         if last or cfg.eval_every and iteration % cfg.eval_every == 0:
-            row = merged(row, self.evaluate_agents(), self.evaluate_team(self.roles))
-        self.played, self.roles = self.roles, roles
+            row = merged(row, self.evaluate_agents(), self.evaluate_team())
+        self.roles = roles
         if processes().is_main:
             self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = processes().gather([int(number) for number in signals.received])
         if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
             about = {"probe": self.probe, "wandb_id": self.log.wandb_id if processes().is_main else "",
-                     "played": [agent.name for agent in self.played],
-                     "roles": [agent.name for agent in self.roles]}
+                     "is_last": last, "roles": [agent.name for agent in roles]}
             save_checkpoint(self.run_dir, iteration, self.agents, self.state, about)
         if received:
             self.stop(iteration, received[0])
@@ -181,25 +176,6 @@ class Run(ExitStack):
             hint = "nothing is saved, as --save_every 0 asks"
         print(f"stopped after iteration {iteration}; {hint}", flush=True)
         raise SystemExit(128 + number)
-
-    def require_known(self, turns: list[Turn], roles: list[Agent]) -> None:
-        """Agents and roles are those that the run evaluates, saves and finds again. Raises `UserError`."""
-        if not turns or any(turn.agent not in self.agents for turn in turns):
-            raise UserError("turns", [turn.role for turn in turns], "must be one for each agent that played; "
-                            "run.roles holds the agents")
-        known, given = (sorted(agent.name for agent in team) for team in (self.roles, roles))
-        if known != given:
-            raise UserError("roles", given, f"must be the run's agents in another order: {known}")
-
-    def warn_if_off_policy(self, turns: list[Turn]) -> None:
-        """Once: responses were drawn from another distribution than the update takes them to be from."""
-        turn = max(turns, key=lambda turn: turn.rollout.sampling_gap)
-        gap, limit = turn.rollout.sampling_gap, 0.1 if self.cfg.load_in_4bit else OFF_POLICY[self.cfg.dtype]
-        if gap > limit and not self.warned and processes().is_main:
-            self.warned = True
-            print(f"\nwarning: sampling_gap is {gap:.2f} nats per token: the {turn.role}'s responses were "
-                  "not sampled from the policy that is trained on them (a filter, a penalty, dropout?)",
-                  file=sys.stderr, flush=True)
 
     def metrics_of(self, queries: list[str], turns: list[Turn]) -> dict[str, float]:
         """Each metric under its role, and under its agent the mean over the roles that it played."""
@@ -223,9 +199,9 @@ class Run(ExitStack):
         return {f"eval/{agent.name}/{name}": value for agent in self.agents for name, value in
                 evaluate(agent.policy, self.bases[self.columns[agent.name]], self.task, agent.cfg).items()}
 
-    def evaluate_team(self, roles: list[Agent]) -> dict[str, float]:
+    def evaluate_team(self) -> dict[str, float]:
         """What the method measures of its agents together, in the roles of the iteration that has ended."""
-        metrics = self.method.evaluate(self, roles)
+        metrics = self.method.evaluate(self, self.roles)
         return merged({f"eval/team/{name}": value for name, value in metrics.items()})
 
     def samples(self, iteration: int, queries: list[str], turns: list[Turn]) -> list[dict]:
@@ -248,42 +224,30 @@ class Run(ExitStack):
         self.cfg.require("method", done >= self.cfg.iterations,
                          f"stopped after iteration {done}; call run.finish_iteration in each")
         save_final(self.run_dir, self.agents)
-        of_bases = {key: value for key, value in rows[0].items() if not key.startswith("eval/team/")}
-        metrics = of_bases | rows[-1]
-        if not any(key.startswith("eval/") for key in rows[-1]):
-            # resumed at its end, which was not an end before
-            metrics |= self.evaluate_agents() | self.evaluate_team(self.played)
-        if processes().is_main:
-            self.log.bar.close()
-            self.write_results(done, metrics)
-            seconds, memory = (row["seconds"] for row in rows[1:]), device.peak_memory(self.device)
-            print(f"{statistics.median(seconds):.2f} s per iteration (median of {done})"
-                  f"{f', peak memory {memory:.2f} GiB' if memory else ''}\nwritten to {self.run_dir}: "
-                  "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
-            self.log.plot(done, self.run_dir / "curves.png")
-
-    def write_results(self, iteration: int, metrics: dict[str, float]) -> None:
-        """eval.json of the held-out `metrics`, the plot, and the table on the terminal."""
-        held_out = {"iteration": iteration, "split": self.cfg.eval_split, "queries": self.cfg.eval_queries,
+        if not processes().is_main:
+            return
+        self.log.bar.close()
+        held_out = {"iteration": done, "split": self.cfg.eval_split, "queries": self.cfg.eval_queries,
                     "samples": self.cfg.eval_samples}
-        for name in [*self.bases, *(agent.name for agent in self.agents), "team"]:
+        of_names = [(rows[0], name) for name in self.bases]
+        of_names += [(rows[-1], name) for name in (*self.columns, "team")]
+        for row, name in of_names:
             prefix = f"eval/{name}/"
-            measured = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
-            held_out |= {name: measured} if measured else {}
+            metrics = {key.removeprefix(prefix): x for key, x in row.items() if key.startswith(prefix)}
+            held_out |= {name: metrics} if metrics else {}
         write_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_runs([self.run_dir], self.run_dir / "curves.png")
-        print(results_table(held_out))
+        self.log.plot(done, self.run_dir / "curves.png")
+        seconds = statistics.median(row["seconds"] for row in rows[1:])
+        print(f"{results_table(held_out)}\n{seconds:.2f} s per iteration (median of {done}), peak memory "
+              f"{device.peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: metrics.jsonl, "
+              "samples.jsonl, eval.json, curves.png, final/", flush=True)
 
 
 def new_folder(cfg: Config) -> str:
     """A new folder under runs/, named by what runs and when."""
     what = f"{short_name(cfg.task)}-{short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}".lower()
-    name = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in count(1):
-        folder = Path(name if number == 1 else f"{name}-{number}")
-        with suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return str(folder)
+    return f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def require_agents(cfg: Config, names: list[str]) -> None:
@@ -292,6 +256,7 @@ def require_agents(cfg: Config, names: list[str]) -> None:
         raise UserError("flag", f"--{name}", f"names no agent of this run; it has {', '.join(names)}"
                         f"{' (--share_weights true)' * cfg.share_weights}")
     for own in map(cfg.of_agent, names):
+        estimator(own)
         own.require("mini_batch_size", own.rows_per_optimizer_step % processes().size == 0,
                     f"{own.rows_per_optimizer_step} rows of an optimizer step cannot be divided among "
                     f"{processes().size} processes; make them a multiple")
@@ -327,8 +292,8 @@ def seed_generators(seed: int, iteration: int) -> None:
 
 @torch.no_grad()
 def probe(task: Task, bases: dict[str, LanguageModel]) -> dict[str, dict]:
-    """What a resumed run is compared by: of each base its end tokens, the tokens of the first prompts, in
-    training and held out, and the log-probability of the likeliest next token for each prompt.
+    """What a resumed run must find as it was: of each base its end tokens, the tokens of the first prompts,
+    in training and held out, and the log-probability of the likeliest next token for each prompt.
     """
     seed_generators(task.cfg.seed, 1)
     queries = task.batch(1).queries[::task.cfg.responses_per_query][:4] + task.held_out_queries[:4]
@@ -343,10 +308,10 @@ def probe(task: Task, bases: dict[str, LanguageModel]) -> dict[str, dict]:
 
 def require_same_probe(cfg: Config, before: dict[str, dict], now: dict[str, dict]) -> None:
     """Raises `UserError` where a base, its end tokens or its prompts are not what they were."""
+    rounding = 1e-3 if cfg.dtype == "float32" else 0.05                         # of another device
     for column, old in before.items():
         for what, value in old.items():
             new = now[column][what]
-            rounding = 1e-3 if cfg.dtype == "float32" else 0.05             # of another device
             same = np.allclose(value, new, atol=rounding) if what == "probabilities" else value == new
             cfg.require("model", same, f"the {what} of {column} are not what this run began with; put model, "
                         "chat template and data back, or start a new run")
@@ -356,7 +321,6 @@ def first_lines(cfg: Config, agents: list[str], device_: torch.device) -> str:
     models = ", ".join(dict.fromkeys(cfg.of_agent(name).model for name in agents))
     line = (f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
             f"model {models}, data {cfg.dataset}.")
-    if cfg.paper_preset and ":" not in cfg.task + cfg.method:
-        line += (f" The paper's setting: python train_{cfg.task}.py --method {cfg.method} --preset "
-                 f"{cfg.paper_preset}")
-    return line.replace(f"{ASSETS}/", "embedded ") + f"\n{device.described(cfg, device_)}"
+    cpu = f"CPU, {torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name(device_) if device_.type == "cuda" else cpu
+    return line.replace(f"{ASSETS}/", "embedded ") + f"\n{where}, {cfg.dtype}"

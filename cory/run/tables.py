@@ -11,33 +11,22 @@ FORMATS = {"task_reward": ".2f", "kl": ".1f", "combined_reward": ".2f", "length"
 
 
 def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, list]:
-    """{label: [what belongs to it, for each seed]} of runs (config.json, {"base", agent, role, "team": ...}).
+    """{label: [what belongs to it, for each seed]} of runs (config.json, {base, agent or "team": ...}).
 
-    A group is one of these names, of one method, and of one value of each setting in `by`. Labels read
-    `PPO LLM1`, or by learning_rate `CORY LLM2, learning_rate 0.001`. Bases come first, once where runs
-    agree.
+    A group is an agent or the team, of one method, and of one value of each setting in `by`, as `CORY LLM2,
+    learning_rate 0.001`. Bases come first, once where runs agree.
     """
-    bases, groups = defaultdict(dict), defaultdict(list)
+    bases, groups = {}, defaultdict(list)
     for config, parts in runs:
         method = short_name(config["method"]).upper()
-        values = "".join(f", {name} {value_of(config, name)}" for name in by if name != "method")
+        values = "".join(f", {name} {config[name]}" for name in by if name != "method")
         for name, part in parts.items():
-            if name.startswith("base"):
-                bases[name].setdefault(values, [part])
+            if name in config["agents"].values():
+                agree = all(other.get(name, part) == part for _, other in runs)
+                bases[name if agree else f"{name}{values}"] = [part]
             else:
                 groups[f"{method} {name.upper()}{values}"].append(part)
-    labels = {}
-    for name, of_values in bases.items():
-        first, *others = of_values.values()
-        agree = all(other == first for other in others)
-        labels |= {name: first} if agree else {f"{name}{values}": part for values, part in of_values.items()}
-    return labels | groups
-
-
-def value_of(config: dict, setting: str) -> str:
-    """A setting's value, and after a stroke each other one that an agent has for itself."""
-    own = [settings[setting] for settings in config["agent_settings"].values() if setting in settings]
-    return "/".join(dict.fromkeys(map(str, [config[setting], *own])))
+    return bases | groups
 
 
 def results_table(held_out: dict) -> str:
@@ -48,21 +37,19 @@ def results_table(held_out: dict) -> str:
 
 
 def groups_table(corner: str, groups: dict[str, list[dict]]) -> str:
-    """Mean and sample std of every metric over each group's members."""
-    cells = [[corner, *groups]]
-    for name in dict.fromkeys(name for members in groups.values() for member in members for name in member):
+    """Mean ± sample std of every metric over each group's members; a dash where one of them has none."""
+    def cell(name: str, values: list) -> str:
+        if None in values:
+            return "–"
         spec = FORMATS.get(name.removeprefix("greedy_"), ".3f")
-        row = [mean_and_std([member.get(name) for member in members], spec) for members in groups.values()]
-        cells.append([name.replace("_", " "), *row])
-    return table(cells if len(groups) <= 6 else list(zip(*cells, strict=True)))     # many groups: one a row
+        std = f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else ""
+        return f"{np.mean(values):{spec}}{std}"
 
-
-def mean_and_std(values: list, spec: str) -> str:
-    """`mean ± sample std` of a value for each seed; of one seed its value; a dash where a seed has none."""
-    if None in values:
-        return "–"
-    std = f" ± {np.std(values, ddof=1):{spec}}" if len(values) > 1 else ""
-    return f"{np.mean(values):{spec}}{std}"
+    names = dict.fromkeys(name for members in groups.values() for member in members for name in member)
+    rows = [[name.replace("_", " "), *(cell(name, [member.get(name) for member in members])
+                                       for members in groups.values())] for name in names]
+    rows.insert(0, [corner, *groups])
+    return table(rows if len(groups) <= 6 else list(zip(*rows, strict=True)))       # many groups: one a row
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

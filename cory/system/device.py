@@ -1,5 +1,6 @@
 """The device of a run, its precision, its memory and its time."""
 import ctypes
+import resource
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -15,26 +16,23 @@ seconds: dict[str, float] = {}          # by phase, since `Run` cleared it: see 
 
 def resolve_auto(cfg: Config) -> tuple[Config, torch.device]:
     """The settings with `auto` replaced by what this machine has, and the device. Raises `UserError`."""
-    available = torch.cuda.is_available()
-    cfg.require("device", available or cfg.device != "cuda",
+    on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
+    cfg.require("device", on_gpu or cfg.device != "cuda",
                 "PyTorch sees no CUDA GPU here; use --device auto or cpu")
-    on_gpu = available and cfg.device != "cpu"
     has_bfloat16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     if cfg.dtype == "auto":
         cfg = replace(cfg, dtype="bfloat16" if has_bfloat16 else "float32")
-    supported = ["float32", "bfloat16"] if not on_gpu else ["float32", "tf32"] + ["bfloat16"] * has_bfloat16
-    cfg.require("dtype", cfg.dtype in supported, "this device does not support this precision; use --dtype "
-                "float32")
+    supported = {"float32": True, "tf32": on_gpu, "bfloat16": has_bfloat16 or not on_gpu}
+    cfg.require("dtype", supported[cfg.dtype], "this device does not support it; use --dtype float32")
     return cfg, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def prepare_device(cfg: Config, device: torch.device) -> None:
-    """Sets PyTorch's precision, attention kernels and memory for this process."""
+    """Sets precision, attention kernels and memory of this process."""
     if device.type == "cuda":
         # under bfloat16 the head, whose logits need float32's range of digits, multiplies in TF32
         torch.backends.cuda.matmul.fp32_precision = "ieee" if cfg.dtype == "float32" else "tf32"
-        # cuDNN's backward pass gives NaN for rows that see no key, as left padding has them (pytorch issue
-        # 196678), and plans anew for each new shape, which sampling meets at every token.
+        # cuDNN's backward pass gives NaN for left padding (pytorch issue 196678), and new shapes are slow
         torch.backends.cuda.enable_cudnn_sdp(False)
     else:
         keep_freed_memory()
@@ -42,28 +40,18 @@ def prepare_device(cfg: Config, device: torch.device) -> None:
 
 def keep_freed_memory() -> None:
     """Makes glibc keep freed blocks: the kernel would zero each page of the next (N, V) tensor anew."""
-    m_trim_threshold, m_mmap_max = -1, -4                           # names of the two settings in malloc.h
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):                     # another libc
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
+        libc.mallopt(-4, 0)                     # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)             # M_TRIM_THRESHOLD
 
 
-def described(cfg: Config, device: torch.device) -> str:
-    """Where and how a run computes, for a person."""
-    cpu = f"CPU, {torch.get_num_threads()} threads"
-    return f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu}, {cfg.dtype}"
-
-
-def peak_memory(device: torch.device) -> float | None:
-    """GiB: of the process, or of PyTorch on a GPU, at most so far. None where the system does not tell."""
+def peak_memory(device: torch.device) -> float:
+    """The most memory so far, in GiB: PyTorch's on a GPU, else the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    with suppress(ImportError):
-        import resource
-        unit = 1 if sys.platform == "darwin" else 2**10
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-    return None
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 @contextmanager

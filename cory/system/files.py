@@ -19,27 +19,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Renames a finished file or folder, once it is on the disk; a folder of that name is removed first."""
-    for written in [temporary, *temporary.rglob("*")]:
-        flush(written)
+    """Renames a finished file or folder; a folder of that name is removed first."""
     if temporary.is_dir() and path.exists():
         shutil.rmtree(path)
     os.replace(temporary, path)
-    flush(path.parent)
-
-
-def flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def append_jsonl(path: Path, rows: list[dict]) -> None:
-    """Adds rows, and waits until they are on the disk: no checkpoint outlives the rows before it."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -51,25 +39,18 @@ def read_jsonl(path: Path) -> list[dict]:
 
 @contextmanager
 def claimed(folder: Path, resume: bool) -> Iterator[None]:
-    """The folder of a new or resumed run, this process's alone until the block ends; the lock dies with it.
-
-    A new run takes a folder that is new or empty; one that is still empty at the end is removed. Raises
-    `UserError`.
+    """The folder of a run is this process's alone until the block ends; it is removed if it is still empty
+    then. Raises `UserError`.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError("run_dir", str(folder), f"cannot be made ({error.strerror}); name another") from error
-    try:
-        lock = FileLock(folder / ".lock").acquire(timeout=0)
-    except Timeout as error:
-        hint = "is in use by another process; wait for it, or stop it"
-        raise UserError("run_dir", str(folder), hint) from error
+        lock = FileLock(folder / ".lock").acquire(timeout=0)            # it dies with the process
+    except Timeout:
+        raise UserError("run_dir", str(folder), "is in use by another process; wait, or stop it") from None
     with lock:
         if not resume and not is_empty(folder):
-            has_run = (folder / "config.json").exists()
-            why = "holds another run; continue it with --resume" if has_run else "is not empty"
-            raise UserError("run_dir", str(folder), f"{why}, or name another --run_dir")
+            raise UserError("run_dir", str(folder), "is not empty; continue a run with --resume, or name "
+                            "another folder")
         try:
             yield
         finally:

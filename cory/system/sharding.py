@@ -1,7 +1,4 @@
-"""FSDP2 (`--shard true`): each process keeps a part of every layer's matrices, and of Adam's moments.
-
-Without it nothing is divided, and nothing here speaks to other processes.
-"""
+"""FSDP2 (`--shard true`): each process keeps a part of every layer's matrices, and of Adam's moments."""
 import math
 from contextlib import contextmanager
 from typing import Collection, Iterator
@@ -12,21 +9,18 @@ from cory.config import Config
 from cory.system.distributed import processes
 
 
-def shard(lm: nn.Module, cfg: Config, whole: Collection[nn.Parameter] = ()) -> None:
+def shard(model, cfg: Config, whole: Collection[nn.Parameter] = ()) -> None:
     """From here on each process holds a part of the matrices of each layer, except of those in `whole`, which
-    an optimizer may hold already. All else stays whole. Raises `UserError`.
+    an optimizer may hold already. All else stays whole.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    base = lm.base_model
-    lists = [module for module in base.modules() if isinstance(module, nn.ModuleList)]
-    cfg.require("shard", lists, "finds no list of transformer layers in this model; leave it out")
-    layers = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+    base, layers = model.lm.base_model, model.layers
     matrices = {p for p in layers.parameters() if p.dim() > 1}.difference(whole)
     policy = MixedPrecisionPolicy(bfloat16 if cfg.dtype == "bfloat16" else None, reduce_dtype=float32,
                                   cast_forward_inputs=False)
-    mesh, rest = init_device_mesh(lm.device.type, (processes().size,)), {*base.parameters()} - matrices
+    mesh, rest = init_device_mesh(model.device.type, (processes().size,)), {*base.parameters()} - matrices
     for module in (*layers, base):
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=rest)
         module.set_gradient_divide_factor(1.0)          # a sum, not a mean
@@ -60,19 +54,16 @@ def unsharded(*models) -> Iterator[None]:
     for group in groups:
         group.set_reshard_after_forward(False, recurse=False)
         group.unshard()
-    try:
-        yield
-    finally:
-        for group in groups:
-            group.reshard()
-            group.set_reshard_after_forward(True, recurse=False)
+    yield
+    for group in groups:
+        group.reshard()
+        group.set_reshard_after_forward(True, recurse=False)
 
 
 def by_placement(parameters: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:
     """The replicated parameters and the sharded ones, which no operation takes together; no empty list."""
-    replicated = [p for p in parameters if not is_sharded(p)]
-    sharded = [p for p in parameters if is_sharded(p)]
-    return [group for group in (replicated, sharded) if group]
+    groups = [[p for p in parameters if is_sharded(p) == sharded] for sharded in (False, True)]
+    return [group for group in groups if group]
 
 
 def gradient_norm(parameters: Collection[nn.Parameter]) -> float:
@@ -82,12 +73,9 @@ def gradient_norm(parameters: Collection[nn.Parameter]) -> float:
 
 
 def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:
-    """The same rows in as many groups as the process with most has: the longest are halved, no row repeats.
-
-    Each pass through a sharded model needs all processes.
-    """
+    """The same rows in as many groups as the process with most has: all must make as many passes."""
     most = max(processes().gather([len(groups)]))
     while len(groups) < most:
-        longest = max(range(len(groups)), key=lambda i: len(groups[i]))
-        groups = [*groups[:longest], *groups[longest].tensor_split(2), *groups[longest + 1:]]
+        *shorter, longest = sorted(groups, key=len)
+        groups = [*shorter, *longest.tensor_split(2)]
     return groups

@@ -1,26 +1,22 @@
 """Ctrl-C, SIGTERM and SIGHUP end a run after its iteration, with a checkpoint."""
 import os
 import signal
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Iterator
 
 from cory.system.distributed import processes
 
-HANGUP = getattr(signal, "SIGHUP", None)        # Windows has none
-SIGNALS = [number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number]
-received: list[signal.Signals] = []             # since `noted` began
-handled = {}                                    # in its block: {signal: what answered it before}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+received: list[int] = []        # since `noted` began
+handled = {}                    # in its block: {signal: its handler before}
 
 
 @contextmanager
 def noted() -> Iterator[None]:
-    """A block in which the first signal is noted in `received`. A second one ends the program at once, except
-    under torchrun, which passes on what has reached its processes already, and except SIGHUP, which terminal
-    and shell may both send. What nohup ignores stays ignored.
-    """
+    """A block in which the first signal is noted in `received`, and a second one ends the program at once."""
     received.clear()
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if signal.getsignal(number) is not signal.SIG_IGN:              # nohup ignores SIGHUP
             handled[number] = signal.signal(number, handle)
     try:
         yield
@@ -30,32 +26,29 @@ def noted() -> Iterator[None]:
 
 
 def handle(number: int, frame) -> None:
-    if number == HANGUP:                        # the terminal is gone: no print may fail
+    if number == signal.SIGHUP:                 # the terminal is gone: no print may fail. Shells repeat it.
         for output in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    if received and number != HANGUP and processes().size == 1:
+    elif received and processes().size == 1:    # torchrun repeats the first one
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
     if not received and processes().is_main:
-        said = f"\n{signal.Signals(number).name}: this iteration is finished and saved first\n"
-        with suppress(OSError):                 # no `print`: the signal may have come within another one
-            os.write(2, said.encode())
-    received.append(signal.Signals(number))
+        os.write(2, b"\nthis iteration is finished first\n")    # `print` may be what has been interrupted
+    received.append(number)
 
 
 def mask(how: int) -> None:
-    """While a run forks, signals wait: Python would forget those that reach the child as it starts."""
+    """While a run forks, signals wait: Python forgets those that reach the child as it starts."""
     if handled:
         signal.pthread_sigmask(how, SIGNALS)
 
 
 def end_by_signals() -> None:
-    """A forked process, such as a reward starts, ends by a signal: no iteration of it will ever end."""
+    """A process that a reward forks ends by a signal at once: it has no iteration to finish."""
     for number in handled:
         signal.signal(number, signal.SIG_DFL)
     mask(signal.SIG_UNBLOCK)
 
 
-if hasattr(os, "register_at_fork"):             # Windows has no fork
-    os.register_at_fork(before=lambda: mask(signal.SIG_BLOCK), after_in_child=end_by_signals,
-                        after_in_parent=lambda: mask(signal.SIG_UNBLOCK))
+os.register_at_fork(before=lambda: mask(signal.SIG_BLOCK), after_in_child=end_by_signals,
+                    after_in_parent=lambda: mask(signal.SIG_UNBLOCK))

@@ -1,8 +1,4 @@
-"""Reading the answer to a GSM8K problem, from the data set's worked solutions and from what a model wrote.
-
-Numbers are `Decimal` and compared as numbers, never as text. A checker returns a response's answer, or None
-where it finds none: that scores 0 and is counted. `--checker` names one.
-"""
+"""The answer to a GSM8K problem, in a worked solution or in a response; None where there is none."""
 import re
 from decimal import Decimal, InvalidOperation
 
@@ -15,26 +11,21 @@ NUMBER = re.compile(r"""
       | (?<![\w.]) \.\d+ )                          # .5
     ( e[+-]?\d{1,6} (?!\w) )?                       # an exponent
     """, re.ASCII | re.IGNORECASE | re.VERBOSE)
-STRICT = re.compile(r"#### (-?[0-9.,]+)")           # the pattern published with the data set
-
-# Full-width forms and the typographic minus.
-PLAIN = str.maketrans("０１２３４５６７８９，．－−", "0123456789,.--")
+PLAIN = str.maketrans("０１２３４５６７８９，．－−", "0123456789,.--")      # full-width forms, another minus
 
 
 def gold_answer(solution: str) -> Decimal | None:
-    """The number after the last `####` of a worked solution; None if no lone number follows one."""
-    _, mark, number = solution.rpartition("####")
-    return decimal(number.strip()) if mark else None
+    """The number in which a worked solution ends, behind `####`."""
+    match = re.search(r"####\s*(-?[0-9.,]+)\s*$", solution)
+    return decimal(match[1]) if match else None
 
 
 def last_number(response: str) -> Decimal | None:
     r"""The paper's rule: the last number of a response, before it asks a "Question:" of its own.
 
-    Currency signs, units, percent signs, full stops and markup are left out: `$1,234.` is 1234, `5%` is 5,
-    `1e3` is 1000. So are all commas between digits, as in lm-eval: `1,23,456` is 123456. LaTeX's `{,}` is a
-    comma, its `\,` a thin space. An ordinary space parts numbers: `3 234` ends in 234. A minus belongs to the
-    number that it touches, unless a word or a number stands right before it: `-7` is -7, `5-7` and `- 7` end
-    in 7. `1/2` is 1 and 2, `12:30` is 12 and 30. `NaN` and `inf` are no numbers.
+    Currency signs, units, markup and commas between digits are left out (the commas as in lm-eval). LaTeX's
+    `{,}` is a comma, its `\,` a thin space. A minus belongs to the number that it touches, unless a word or a
+    number stands right before it: `-7` is -7, `5-7` and `- 7` end in 7. `1/2` ends in 2.
     """
     plain = response.translate(PLAIN).replace("{,}", ",").replace(r"\,", "\u2009")
     first = NUMBER.search(plain)
@@ -47,14 +38,13 @@ def last_number(response: str) -> Decimal | None:
 
 def strict(response: str) -> Decimal | None:
     """OpenAI's rule (arXiv:2110.14168): the number right behind the first `#### `, compared as a number."""
-    match = STRICT.search(response)
+    match = re.search(r"#### (-?[0-9.,]+)", response)           # the pattern published with the data set
     return decimal(match[1]) if match else None
 
 
 def decimal(text: str) -> Decimal | None:
-    """A finite number without its commas, or None."""
+    """The number without its commas, or None."""
     try:
-        value = Decimal(text.replace(",", ""))
+        return Decimal(text.replace(",", ""))
     except InvalidOperation:
         return None
-    return value if value.is_finite() else None

@@ -1,5 +1,4 @@
 """The GSM8K task: solve a word problem. The reward is 1 if the number in the response is right, else 0."""
-import random
 from decimal import Decimal
 from statistics import fmean
 
@@ -7,7 +6,7 @@ from cory.config import CHECKERS, Gsm8kConfig
 from cory.names import find
 from cory.ppo.model import LanguageModel
 from cory.tasks.answers import decimal, gold_answer, last_number, strict
-from cory.tasks.data import Data, DataError, divided, load_columns
+from cory.tasks.data import Data, divided, load_columns
 from cory.tasks.task import Task
 
 # The paper's prompts. The print does not show where their line breaks are: here every gap is one space.
@@ -22,32 +21,21 @@ class Gsm8k(Task):
     greedy = True
 
     def __init__(self, cfg: Gsm8kConfig, data: Data, model: LanguageModel):
-        super().__init__(cfg, data, model)
-        self.gold = dict([*data.train, *data.validation, *data.test])
+        self.gold = dict(sum(data, []))
         self.checker = find("checker", cfg.checker, CHECKERS)
         self.example = EXAMPLE if cfg.one_shot else ""
-        prompts = model.encode(self.observer_prompts([*self.gold], [""] * len(self.gold)))
-        longest, question = max(zip(map(len, prompts), self.gold, strict=True))
-        self.require_context(longest, "shorten the responses, use --one_shot false, or remove questions such "
-                             f"as {question[:40]!r}")
+        super().__init__(cfg, data, model)
 
     @classmethod
     def load_data(cls, cfg: Gsm8kConfig) -> Data:
         """Raises `UserError` where an answer has no number, and where one question has two answers."""
         splits, known = {}, {}
-        for split, rows in load_columns(cfg.dataset, cls.columns, subset="main").items():
+        for split, rows in load_columns(cfg.dataset, cls.columns).items():
             splits[split] = [(question, gold_answer(solution)) for question, solution in rows]
-            for number, (question, gold) in enumerate(splits[split], start=1):
-                place = f"{cfg.dataset} ({split}), row {number}"
-                if gold is None:
-                    raise DataError(place, "its answer does not end in '####' and a number; mend it")
-                if known.setdefault(question, gold) != gold:
-                    raise DataError(place, f"its question has the answer {known[question]} in another row; "
-                                    "remove one")
+        for question, gold in sum(splits.values(), []):
+            cfg.require("dataset", known.setdefault(question, gold) == gold is not None,
+                        f"needs one answer to {question!r}, and '####' and a number at its end")
         return divided(cfg, splits)
-
-    def query(self, row: tuple[str, Decimal], rng: random.Random) -> str:
-        return row[0]
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:
         return [f"{self.example}Question: {query} Answer:" for query in queries]
@@ -57,9 +45,8 @@ class Gsm8k(Task):
                 for query, response in zip(queries, responses, strict=True)]
 
     def answer_in(self, response: str) -> Decimal | None:
-        """What the checker reads. A checker of your own may return its number as text, too."""
-        answer = self.checker(response)
-        return None if answer is None else decimal(str(answer))
+        """What the checker reads. A checker of your own returns a number, its text, or None."""
+        return decimal(str(self.checker(response)))
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
         return [float(self.answer_in(response) == self.gold[query])

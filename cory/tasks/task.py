@@ -1,7 +1,4 @@
-"""What every task shares: the stream of queries, held-out queries, and the check of rewards. Text goes in and
-numbers come out: a task knows nothing of agents or training loops.
-"""
-import math
+"""What every task shares: the stream of queries, held-out queries, and the check of rewards."""
 import random
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
@@ -17,7 +14,6 @@ from cory.tasks.data import Data, divided, load_columns
 
 
 class Batch(NamedTuple):
-    """What one iteration asks of each role."""
     queries: list[str]          # batch_size of them; each stands responses_per_query times in a row
     max_new_tokens: int         # the limit of a response's length
 
@@ -35,23 +31,27 @@ class Task:
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
         self.cfg, self.train = cfg, data.train
         self.tokenizer, self.device = model.tokenizer, model.device
-        self.context, limit = model.context_length or 10**9, cfg.max_response_length
-        self.room = max(limit, self.context // 2 - limit)   # tokens of a response in an observer's prompt
         rng = random.Random("held-out queries")             # the same for every seed
         rows = getattr(data, cfg.eval_split)
         self.held_out_queries = [self.query(row, rng) for row in rng.sample(rows, cfg.eval_queries)]
 
+        longest = sorted(sum(data, []), key=lambda row: len(str(row)))[-1000:]
+        queries = [self.query(row, rng) for row in longest]
+        prompts = model.encode(self.observer_prompts(queries, [""] * len(queries)))
+        need = max(map(len, prompts)) + 8       # a text may gain tokens where it is cut or joined to another
+        context, limit = model.context_length or 10**9, cfg.max_response_length
+        self.room = context - need - limit      # tokens of another's response that a prompt can show
+        cfg.require("max_response_length", self.room >= limit, f"two responses and up to {need} tokens of a "
+                    f"prompt exceed the context of {context}; shorten them")
+
     @classmethod
     def load_data(cls, cfg: Config) -> Data:
         """Reads `columns` before any model is loaded. Rows of one column are strings, of several tuples."""
-        splits = load_columns(cfg.dataset, cls.columns)
-        if len(cls.columns) == 1:
-            splits = {split: [text for (text,) in rows] for split, rows in splits.items()}
-        return divided(cfg, splits)
+        return divided(cfg, load_columns(cfg.dataset, cls.columns))
 
     def query(self, row, rng: random.Random) -> str:
-        """The query s0 that a row gives. Whatever is random in it must be drawn from `rng`."""
-        return row
+        """The query s0 that a row gives: its first column. Whatever is random must be drawn from `rng`."""
+        return row if isinstance(row, str) else row[0]
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:
         """What the pioneer reads: the bare queries."""
@@ -62,9 +62,7 @@ class Task:
         raise NotImplementedError
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float] | Tensor:
-        """The task reward of each response, which depends on its own query and response alone: processes
-        share out a batch. `reward` checks it.
-        """
+        """The task reward of each response, which depends on its own query and response alone."""
         raise NotImplementedError
 
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
@@ -75,9 +73,8 @@ class Task:
         """Queries of an iteration (1, 2, ...) and its length limit, uniform in the configured range.
 
         With k = `responses_per_query`, each of the next batch_size / k rows gives one query, which stands k
-        times in a row. Each pass over the data is a fresh shuffle. All is a function of seed and iteration:
-        every method sees the same stream, and a resumed run finds its place. DIFFERS: the released code
-        reseeds at every exchange, so that its lengths repeat.
+        times in a row. Each pass over the data is a fresh shuffle. All is a function of seed and iteration.
+        DIFFERS: the released code reseeds at every exchange, so that its lengths repeat.
         """
         cfg, n, k = self.cfg, len(self.train), self.cfg.responses_per_query
         distinct = cfg.batch_size // k
@@ -89,47 +86,26 @@ class Task:
         return Batch([query for query in queries for _ in range(k)], limit)
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
-        """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError` for
-        what is not one finite number a response.
-        """
-        def checked(rows: slice) -> list[float]:
-            asked, responded = queries[rows], responses[rows]
-            rewards = self.reward_of(asked, responded)
-            try:
-                reward_B = torch.as_tensor(rewards, dtype=torch.float32)
-            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-                raise UserError("reward", str(rewards)[:60], f"is no list of numbers ({error})") from error
-            if reward_B.shape != (len(responded),):
-                raise UserError("reward", f"of shape {tuple(reward_B.shape)}",
-                                f"for {len(responded)} responses; return one number for each")
-            for i, value in enumerate(reward_B.tolist()):
-                if not math.isfinite(value):
-                    text = (asked[i] + responded[i])[:80]
-                    raise UserError("reward", value, f"sample {i} ({text!r}) needs a finite number")
-            return reward_B.tolist()
+        """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError`."""
+        def rewards(rows: slice) -> list[float]:
+            values = self.reward_of(queries[rows], responses[rows])
+            return torch.as_tensor(values, dtype=torch.float32).tolist()
 
-        values = processes().gather_parts(len(responses), checked)
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
-
-    def require_context(self, prompt_tokens: int, hint: str) -> None:
-        """Refuses responses too long for the context: an observer's prompt has up to so many tokens beside
-        the pioneer's response, and is followed by its own.
-        """
-        limit = self.cfg.max_response_length
-        self.room = self.context - prompt_tokens - limit
-        self.cfg.require("max_response_length", self.room >= limit,
-                         f"an observer's prompt has up to {prompt_tokens} tokens, two responses come on top, "
-                         f"the context has {self.context}; {hint}")
+        reward_B = torch.tensor(processes().gather_parts(len(responses), rewards), device=self.device)
+        if reward_B.shape != (len(responses),):
+            raise UserError("reward", f"of shape {tuple(reward_B.shape)}",
+                            f"for {len(responses)} responses; return one number for each")
+        for i in (~reward_B.isfinite()).nonzero().flatten().tolist():
+            text = queries[i] + responses[i]
+            raise UserError("reward", reward_B[i].item(), f"of {text[:80]!r} must be a finite number")
+        return reward_B
 
     def cut(self, response: str) -> str:
-        """A response for another agent's prompt, without what would leave its own response no room. It can
-        have more tokens than were sampled: bytes that are no text become signs of several tokens each, and
-        another model's tokenizer reads smaller pieces.
-        """
+        """A response as a prompt has room for it: its text may have more tokens than were sampled."""
         ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
         if len(ids) <= self.room:
             return response
-        return self.tokenizer.decode(ids[:max(0, self.room - 2)], clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(ids[:self.room], clean_up_tokenization_spaces=False)
 
 
 @lru_cache(maxsize=4)
