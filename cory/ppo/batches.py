@@ -36,15 +36,3 @@ def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, max_rows: int) -> list[Te
 def tokens_per_head(model: LanguageModel) -> int:
     """How many tokens' logits are made together: a multiple of 64, which matrix products like."""
     return max(64, MAX_LOGITS_PER_PASS[model.device.type] // model.vocab_size // 64 * 64)
-
-
-def rows_per_head(model: LanguageModel, mask_BT: Tensor) -> list[int]:
-    """Sizes of consecutive groups of rows, each with at most `tokens_per_head` tokens, or one row."""
-    max_tokens, sizes, tokens = tokens_per_head(model), [0], 0
-    for length in mask_BT.sum(1).tolist():
-        if sizes[-1] and tokens + length > max_tokens:
-            sizes.append(0)
-            tokens = 0
-        sizes[-1] += 1
-        tokens += length
-    return sizes

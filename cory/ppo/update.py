@@ -16,7 +16,7 @@ from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.advantages import estimator
 from cory.ppo.agent import Agent
-from cory.ppo.batches import by_length, rows_per_head
+from cory.ppo.batches import by_length, tokens_per_head
 from cory.ppo.lora import activate
 from cory.ppo.rollout import Rollout, take
 from cory.system.device import timed
@@ -130,12 +130,10 @@ def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: d
     hidden_BTH = policy.response_hidden(mini_batch.prompt_BP, mini_batch.prompt_mask_BP,
                                         mini_batch.response_BT)
     leaf_BTH = hidden_BTH.detach().requires_grad_()
-    sizes, start = rows_per_head(policy, mini_batch.mask_BT), 0
-    for size in sizes:
-        index = torch.arange(start, start + size, device=policy.device)
-        rows = take(mini_batch, index) if len(sizes) > 1 else mini_batch
-        loss_BT, metrics = losses(agent, rows, leaf_BTH[start:start + size, :rows.mask_BT.shape[1]])
-        start += size
+    B, T = mini_batch.mask_BT.shape
+    for index in torch.arange(B, device=policy.device).split(max(1, tokens_per_head(policy) // T)):
+        rows = take(mini_batch, index)
+        loss_BT, metrics = losses(agent, rows, leaf_BTH[index, :rows.mask_BT.shape[1]])
         real = rows.mask_BT.nonzero(as_tuple=True)      # its length is asked of the GPU once
         for name, x_BT in {"loss": loss_BT, **metrics}.items():
             require_shape(name, x_BT, rows.mask_BT.shape, "one value per token; take no mean or sum")
