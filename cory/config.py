@@ -113,11 +113,6 @@ class Config:
     def rows_per_optimizer_step(self) -> int:
         return self.mini_batch_size * self.gradient_accumulation_steps
 
-    @property
-    def whitens(self) -> bool:
-        """Whether advantages get mean 0 and variance 1 over the batch: not those that compare a group."""
-        return self.advantage not in ("rloo", "grpo")
-
     def of_agent(self, name: str) -> "Config":
         """The settings of one agent: the run's, with its own in their place. Raises `UserError`."""
         return replace(self, agent_settings={}, **self.agent_settings.get(name, {}))

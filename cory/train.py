@@ -36,24 +36,25 @@ class Ppo:
             run.finish_iteration(iteration, queries, [Turn("pioneer", agent, a, r, update)], roles=[agent])
 
     def score(self, agent: Agent, rollout: Rollout, reward_B: Tensor, partner_B: Tensor | None) -> Tensor:
-        """What an agent's responses are trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`.
-
-        partner_B is None, and not 0, for an agent to which its partner adds nothing.
+        """The scalar that each response is trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`;
+        partner_B is None, not zeros, if the partner contributes nothing.
         """
         return reward_B if partner_B is None else reward_B + agent.cfg.partner_reward * partner_B
 
     def evaluate(self, run: Run, roles: list[Agent]) -> dict[str, float]:
-        """What is measured of the agents as a team at each held-out evaluation, by name: `eval/team/NAME`."""
+        """Team metrics of each held-out evaluation, logged as `eval/team/NAME`."""
         return {}
 
 
 class Cory(Ppo):
-    """Algorithm 1 of the paper: pioneer and observer, who sees its response; one reward; roles exchanged."""
+    """Algorithm 1 of the paper: the observer sees the pioneer's response, both are trained on the sum of
+    their rewards, and they exchange roles.
+    """
     agents = ("llm1", "llm2")
 
     def train(self, run: Run) -> None:
         """The training loop. With `--share_weights true` both roles are one agent, and the observer's rollout
-        is older than the pioneer's update: its first ratio is not 1.
+        was sampled before the pioneer's update, so its ratios do not start at 1.
         """
         cfg, task = run.cfg, run.task
         pioneer, observer = run.roles
@@ -84,8 +85,7 @@ class Cory(Ppo):
                 sample: Callable) -> tuple:
         """Knowledge transfer: the pioneer responds to the query, the observer to the query and that response.
 
-        `sample(agent, prompts)` returns an agent's responses, whose texts are its `text`: in training a
-        `Rollout`, which is not scored in held-out evaluation.
+        `sample(agent, prompts)` returns a `Rollout`, in held-out evaluation without log-probabilities.
         """
         task, bare = run.task, run.task.pioneer_prompts(queries)
         a1 = sample(pioneer, bare)
@@ -103,7 +103,7 @@ class Cory(Ppo):
 
         r(s0, a1) does not depend on the observer's action: it adds variance to its gradient, and no signal.
         V is the observer's critic at the end of its prompt: the mean of r(s0, a2) without the noise of one
-        sample, but biased, since with `--kl_in reward` it holds the observer's KL penalty, too.
+        sample, but biased, since with `--kl_in reward` it also includes the observer's KL penalty.
         """
         if cfg.partner_term == "sampled":
             return r2, r1
@@ -112,7 +112,7 @@ class Cory(Ppo):
         return a2.value_BT[:, 0].to(r2), None           # column 0: the state at the end of the prompt
 
     def evaluate(self, run: Run, roles: list[Agent]) -> dict[str, float]:
-        """What the observer makes of the pioneer's responses to the held-out queries.
+        """How the observer uses the pioneer's responses to the held-out queries.
 
         observer_copies: share of its responses that are the pioneer's. observer_after_better,
         observer_after_worse: its mean reward where the pioneer's was above the pioneer's mean, and where it
@@ -123,7 +123,7 @@ class Cory(Ppo):
         queries, calls = run.task.held_out_queries, []
 
         def sample(agent: Agent, prompts: list[str]):
-            calls.append(agent)         # another seed for each: two like agents would agree by chance
+            calls.append(agent)         # with equal seeds, identical agents would respond identically
             return sample_responses(agent.policy, prompts, run.cfg.max_response_length, seed=len(calls))
 
         a1, a2 = self.respond(run, queries, pioneer, observer, sample)

@@ -21,8 +21,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cory.run import plots
-
 for number in (signal.SIGINT, signal.SIGHUP):  # a script or nohup ignores them, and a run keeps to that
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -61,34 +59,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """A file goes to one worker: the runs that its tests share are made once."""
-    from xdist.scheduler import LoadFileScheduling
-
-    config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
-
-
-PLOTS = {"cory.run.run.draw_runs": plots.draw_runs, "cory.run.report.draw_runs": plots.draw_runs}
-
-
 @pytest.fixture(scope="session", autouse=True)
-def few_plots():
-    """A plot takes as long as three iterations of a small model: runs and commands draw it in tests marked
-    `plots` alone.
-    """
+def no_plots():
+    """A plot takes as long as three iterations of a small model: runs do not draw it."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in PLOTS:
-            patch.setattr(name, lambda *args: None)
+        patch.setattr("cory.run.run.draw_runs", lambda *_: None)
         yield
-
-
-@pytest.fixture(autouse=True)
-def plots_where_marked(request, monkeypatch):
-    if "plots" in request.keywords:
-        for name, draw in PLOTS.items():
-            monkeypatch.setattr(name, draw)
 
 
 def save_small(folder: Path) -> Path:

@@ -5,16 +5,20 @@ from pathlib import Path
 import pytest
 from toys import read
 
+from cory.run import plots, run
+
 
 @pytest.mark.parametrize("task, method, iterations, learning_rate, gain", [
     ("imdb", "cory", 3, "5e-3", 0.08), ("gsm8k", "ppo", 2, "1e-3", 0.06)])
-def test_both_tasks_learn(task, method, iterations, learning_rate, gain, tmp_path):
+def test_both_tasks_learn(task, method, iterations, learning_rate, gain, tmp_path, monkeypatch):
     """A short version of each job, with larger steps: all agents' held-out rewards rise above the base's. At
     this seed they do so by three times `gain` and more.
     """
     flags = (f"--seed 1 --method {method} --iterations {iterations} --learning_rate {learning_rate} "
              "--eval_every 0 --eval_queries 64 --eval_samples 1 --batch_size 64 --wandb disabled --run_dir")
+    monkeypatch.setattr(run, "draw_runs", plots.draw_runs)
     importlib.import_module(f"train_{task}").main([*flags.split(), str(tmp_path / "run")])
+    assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     held_out = read(tmp_path / "run" / "eval.json")
     for agent in ("llm1", "llm2")[:1 if method == "ppo" else 2]:
         assert held_out[agent]["task_reward"] > held_out["base"]["task_reward"] + gain, held_out

@@ -96,7 +96,6 @@ def test_the_held_out_table_has_every_agent_and_metric_and_the_team_below():
     assert team == {"held-out": ["team"], "copies": ["0.250"]}
 
 
-@pytest.mark.plots
 def test_values_of_a_setting_are_grouped_and_never_averaged(tmp_path, capsys):
     """Two rates, two seeds each: llm1's held-out reward ends at 1 and 2, 3 and 4; the std is 1 / sqrt(2). One
     base has another reward with each rate; the other stands once.

@@ -23,8 +23,7 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
 
-    V and A are 0 after the last real token, also of a response cut by the length limit: it is scored as it
-    stands, so the episode is over.
+    V and A are 0 after the last real token, including that of a truncated response, which counts as terminal.
     """
     B, T = reward_BT.shape
     advantage_BT = torch.zeros_like(reward_BT)
@@ -50,7 +49,7 @@ def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
 
         R_i = sum_t r_t        A_i = R_i - 1/(k-1) sum_{j != i} R_j
 
-    k is `group_size`, 2 or more. R_i is the score of response i and, with `--kl_in reward`, its KL penalty.
+    k is `group_size`, 2 or more. R_i is the score of response i minus, with `--kl_in reward`, its KL penalty.
 
     DIFFERS from that paper: PPO's clipped ratio of each token, over `num_ppo_epochs`, not one plain step.
     """
@@ -68,7 +67,7 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
     is a mean over all tokens of an optimizer step, not first within each response (arXiv:2503.20783).
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
-    # less the largest: equal returns are then exactly 0, which their rounded mean can miss
+    # subtract the maximum first, so that equal returns give exactly 0
     return_Gk = return_Gk - return_Gk.amax(1, keepdim=True)
     centred_Gk = return_Gk - return_Gk.mean(1, keepdim=True)
     std_G1 = return_Gk.std(1, correction=0, keepdim=True)

@@ -18,9 +18,9 @@ class Agent:
 
     policy: what it samples from and trains, with its value head; a copy of its base, or an adapter on it.
     reference: what its KL is measured against, the base unless `move_reference` is called. kl_coef: eta.
-    draws: how many random generators it has had.
+    draws: the random generators created so far.
 
-    It takes no other attributes, for a checkpoint would lose them: what a method remembers is `run.state`.
+    No other attributes: checkpoints would lose them; use `run.state`.
     """
 
     __slots__ = ("name", "cfg", "index", "base", "policy", "own_reference", "optimizer", "kl_coef",
@@ -69,7 +69,7 @@ class Agent:
                 old.copy_(new)
 
     def generator(self) -> np.random.Generator:
-        """A new random generator, which no other agent, run or call has: one for each rollout and update."""
+        """A new random generator for each rollout and update, by the seed, the agent and their number."""
         self.draws += 1
         return np.random.default_rng((self.cfg.seed, self.index, self.draws))
 
@@ -78,11 +78,11 @@ class Agent:
         cfg = self.cfg
         factor = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)((iteration - 1) / cfg.iterations)
         for group in self.optimizer.param_groups:
-            critic = group["is_critic"] and cfg.critic_learning_rate
-            group["lr"] = (critic or cfg.learning_rate) * factor
+            rate = group["is_critic"] and cfg.critic_learning_rate or cfg.learning_rate
+            group["lr"] = rate * factor
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps beside Adam's state: trained weights, and a reference of its own."""
+        """What a checkpoint keeps beside Adam's state: trained weights, and its own reference, if any."""
         reference = weights(self.own_reference) if self.own_reference else []
         return self.policy.trainable_parameters() | {f"reference.{i}": x for i, x in enumerate(reference)}
 
@@ -91,6 +91,6 @@ class Agent:
 
 
 def weights(model: LanguageModel) -> list[Tensor]:
-    """Of a model's own: those of its adapter, or all."""
+    """The adapter's weights, or all weights if there is no adapter."""
     return list((adapter_parameters(model.lm, model.adapter) if model.adapter else
                  dict(model.lm.named_parameters())).values())

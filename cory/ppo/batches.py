@@ -1,13 +1,12 @@
-"""Divides rows into forward passes, and tokens into calls of the LM head. Results change by rounding alone.
-"""
+"""How rows are divided into forward passes and calls of the LM head: it affects results only by rounding."""
 import torch
 from torch import Tensor
 
 from cory.ppo.model import LanguageModel
 
 # Tokens of a pass through the transformer, padding included: on a CPU the fastest measured on 2 cores.
-# Logits that its head makes at once, of which an update keeps up to five tensors: 32 and 512 MiB each.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
+# Logits made at once, of which an update keeps up to five tensors: 32 and 512 MiB each.
 MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
 
 
@@ -33,6 +32,6 @@ def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, max_rows: int) -> list[Te
     return [*groups, order[start:]]
 
 
-def tokens_per_head(model: LanguageModel) -> int:
-    """How many tokens' logits are made together: a multiple of 64, which matrix products like."""
+def lm_head_tokens(model: LanguageModel) -> int:
+    """How many tokens' logits are made together: a multiple of 64, for efficient matrix products."""
     return max(64, MAX_LOGITS_PER_PASS[model.device.type] // model.vocab_size // 64 * 64)

@@ -13,8 +13,8 @@ from torch import Tensor
 def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
     """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding and for constants.
 
-    Over the whole rollout, so that the size of mini-batches does not change it. In float64, and less the
-    largest value first: the mean of equal numbers can miss them.
+    Over the whole rollout, so that the size of mini-batches does not change it. In float64, less the maximum
+    first: equal values then give exactly 0.
     """
     real = mask_BT.bool()
     x_N = x_BT[real].double()
@@ -49,7 +49,7 @@ def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
     Charged as a *reward* it is the same whichever token was drawn: the policy feels it only through the
     states that earlier tokens lead to. `kl_k1` differs there.
     """
-    p_NV = logp_NV.softmax(-1)              # of log p is p, and on a CPU faster than exp
+    p_NV = logp_NV.softmax(-1)              # softmax(log p) = p; on a CPU faster than exp
     # 0 log 0 = 0, also where both are -inf
     log_ratio_NV = torch.where(p_NV > 0, logp_NV - ref_logp_NV, 0.0)
     return torch.linalg.vecdot(p_NV, log_ratio_NV)

@@ -15,10 +15,10 @@ from cory.config import Config
 
 
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
-    """Puts a new adapter on the model's linear layers, in place, in float32; `seed` draws its A. Returns its
-    name.
+    """Puts a new adapter on the model's linear layers, in place, in float32; A is drawn by `seed`. Returns
+    its name.
     """
-    # here: the import takes 2 s and 100 MiB, which most runs need not spend
+    # here: the import takes 2 s and 100 MiB
     from peft import LoraConfig
 
     settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
@@ -57,7 +57,7 @@ def use(lm: nn.Module, name: str | None) -> None:
     else:
         lm.enable_adapters()
         lm.set_adapter(name)
-    # peft freezes the adapters that are not in use; a backward pass may follow while another one is
+    # peft freezes inactive adapters, but a pending backward pass may still need them
     for adapter in lm.peft_config:
         for parameter in adapter_parameters(lm, adapter).values():
             parameter.requires_grad_(True)

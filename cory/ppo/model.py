@@ -100,13 +100,12 @@ class LanguageModel(nn.Module):
         return torch.log_softmax(logits_NV, -1, out=logits_NV)      # in place: no second (N, V)
 
     def logp_and_entropy(self, hidden_NH: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log pi(token), entropy of pi), each (N,) in nats, to be trained through."""
+        """(log pi(token), entropy of pi), each (N,) in nats, differentiable."""
         logp_NV = self.logits(hidden_NH).log_softmax(-1)
         return formulas.token_logprobs(logp_NV, token_N), formulas.entropy(logp_NV.exp(), logp_NV)
 
     def cast_once(self) -> None:
-        """Keeps a frozen model's matrices in bfloat16 if that multiplies them: autocast rounds them to the
-        same numbers, anew at each call.
+        """Casts a frozen model's matrices to bfloat16 if that multiplies them: autocast would at each call.
         """
         head = self.lm.get_output_embeddings()
         for layer in self.lm.modules() if self.dtype == "bfloat16" else ():
@@ -142,8 +141,7 @@ class PolicyWithValue(LanguageModel):
         return trained | {f"value_head.{name}": p for name, p in head.items()}
 
     def recompute_layers(self) -> None:
-        """Makes the backward pass compute each layer's activations again, so that they are not kept.
-        transformers does so in training mode alone, in which some layers have dropout.
+        """Gradient checkpointing of each layer. transformers' own needs training mode, which enables dropout.
         """
         for layer in self.layers:
             if not isinstance(layer.forward, partial):      # with LoRA, agents share their layers
@@ -161,8 +159,8 @@ def positions(mask: Tensor) -> Tensor:
 
 
 def context_length(config) -> int | None:
-    """Tokens that a model takes; None where its config does not say. "longrope" and "dynamic" position
-    embeddings change for all tokens once a text exceeds the length of the first training, which is the limit.
+    """Maximum number of tokens; None where the config does not say. "longrope" and "dynamic" RoPE rescale all
+    positions beyond the original context, which is then the limit.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
-from cory.ppo.batches import by_length, longest, tokens_per_head
+from cory.ppo.batches import by_length, lm_head_tokens, longest
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import Prompts, Sample, decode, encode_prompts, sample
 from cory.system.device import timed
@@ -48,8 +48,8 @@ class Rollout:
 
     @property
     def sampling_gap(self) -> float:
-        """Mean |log-probability as drawn - log pi_old| of a token, nats: above rounding, the policy that is
-        trained is not the one sampled from.
+        """Mean |log-probability as drawn - log pi_old| of a token, nats: more than rounding error means that
+        the trained policy is not the one sampled from.
         """
         return ((self.sampling_logp_BT - self.logp_BT).abs().sum() / self.mask_BT.sum()).item()
 
@@ -79,9 +79,8 @@ def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
 
 
 def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
-    """`a ~ pi_agent(. | prompt)` for each prompt, scored by policy, reference and critic.
-
-    Each of several processes samples and scores its rows; all have the whole rollout.
+    """`a ~ pi_agent(. | prompt)` for each prompt, with what policy, reference and critic make of it. Each
+    process generates its rows; all then receive the whole rollout.
     """
     policy, reference, cfg, B = agent.policy, agent.reference, agent.cfg, len(prompts)
     if B % processes().size:
@@ -89,13 +88,13 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
                         "number a multiple")
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
 
-    def respond_to(mine: slice) -> list[Rollout]:
-        rollout = respond(policy, reference, prompts[mine], max_new_tokens, uniform_TB[:, mine],
-                          cfg.kl_penalty, cfg.mini_batch_size)
+    def generate_mine(mine: slice) -> list[Rollout]:
+        rollout = generate(policy, reference, prompts[mine], max_new_tokens, uniform_TB[:, mine],
+                           cfg.kl_penalty, cfg.mini_batch_size)
         return [rollout if processes().size == 1 else moved(rollout, "cpu")]
 
     with unsharded(policy, reference):
-        rollouts = processes().gather_parts(B, respond_to)
+        rollouts = processes().gather_parts(B, generate_mine)
     if len(rollouts) == 1:
         return rollouts[0]
     return moved(join(rollouts, policy.tokenizer.eos_token_id), policy.device)
@@ -106,33 +105,33 @@ def moved(rollout: Rollout, device: torch.device | str) -> Rollout:
 
 
 @torch.no_grad()
-def respond(policy: LanguageModel, reference: LanguageModel | None, prompts: list[str], max_new_tokens: int,
-            uniform_TB: Tensor | None, kl_penalty: str, max_rows: int) -> Rollout:
-    """A response to each prompt, sampled by uniform_TB or greedy, and scored `max_rows` at a time at most;
-    without a reference it is not scored.
+def generate(policy: LanguageModel, reference: LanguageModel | None, prompts: list[str], max_new_tokens: int,
+             uniform_TB: Tensor | None, kl_penalty: str, max_rows: int) -> Rollout:
+    """A response to each prompt, sampled by uniform_TB, or greedy without it. With a reference also what
+    `logprobs_and_values` returns, for at most `max_rows` at a time.
     """
     encoded = encode_prompts(policy, prompts, max_new_tokens)
     with timed("sampling", policy.device):
         sampled = sample(policy, encoded, max_new_tokens, uniform_TB)
-    scores = {}
+    computed = {}
     if reference is not None:
         with timed("scoring", policy.device):
-            scores = score(policy, reference, encoded, sampled, kl_penalty, max_rows)
+            computed = logprobs_and_values(policy, reference, encoded, sampled, kl_penalty, max_rows)
     return Rollout(text=decode(policy, encoded, sampled), prompt_BP=encoded.ids_BP,
                    prompt_mask_BP=encoded.mask_BP, response_BT=sampled.response_BT, mask_BT=sampled.mask_BT,
-                   sampling_logp_BT=sampled.logp_BT, **scores)
+                   sampling_logp_BT=sampled.logp_BT, **computed)
 
 
-def score(policy: LanguageModel, reference: LanguageModel, prompts: Prompts, sampled: Sample,
-          kl_penalty: str, max_rows: int) -> dict[str, Tensor]:
+def logprobs_and_values(policy: LanguageModel, reference: LanguageModel, prompts: Prompts, sampled: Sample,
+                        kl_penalty: str, max_rows: int) -> dict[str, Tensor]:
     """logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT of the responses.
 
-    The policy's log-probabilities are computed again, by passes over whole rows, which round as those of the
-    update do: the first ratio is then nearly 1 in bfloat16, too.
+    The policy's log-probabilities are computed anew, in passes over whole rows, whose rounding matches that
+    of the update: initial ratios are nearly 1 even in bfloat16.
     """
     mask_BT = sampled.mask_BT
     names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (policy.value_head is not None)
-    scores = {name: torch.zeros_like(mask_BT) for name in names}
+    computed = {name: torch.zeros_like(mask_BT) for name in names}
     for rows in by_length(prompts.mask_BP, mask_BT, max_rows):
         P, T = longest(prompts.mask_BP[rows]), longest(mask_BT[rows])
         prompt, prompt_mask = prompts.ids_BP[rows, -P:], prompts.mask_BP[rows, -P:]
@@ -144,8 +143,8 @@ def score(policy: LanguageModel, reference: LanguageModel, prompts: Prompts, sam
         if "value_BT" in names:
             columns.append(policy.values(hidden_NH))
         for name, x_N in zip(names, columns, strict=True):
-            scores[name][rows[real[0]], real[1]] = x_N
-    return scores
+            computed[name][rows[real[0]], real[1]] = x_N
+    return computed
 
 
 @torch.no_grad()
@@ -153,7 +152,7 @@ def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: 
                     ref_hidden_NH: Tensor, token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from the models' hidden states."""
     # a few tokens at a time: nothing of size (B, T, V) is made
-    size, parts = tokens_per_head(policy), []
+    size, parts = lm_head_tokens(policy), []
     columns = (x.split(size) for x in (hidden_NH, ref_hidden_NH, token_N))
     for hidden, ref_hidden, token in zip(*columns, strict=True):
         logp_NV, ref_logp_NV = policy.logprobs(hidden), reference.logprobs(ref_hidden)

@@ -10,7 +10,7 @@ from cory.ppo.batches import longest
 from cory.ppo.cache import empty_cache
 from cory.ppo.model import LanguageModel, positions
 
-# After so many tokens the loop asks which rows have ended: only there it waits for the GPU.
+# The loop checks for finished rows every this many tokens: the only wait for the GPU.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
 
 
@@ -21,7 +21,7 @@ class Prompts(NamedTuple):
 
 class Sample(NamedTuple):
     response_BT: Tensor         # sampled ids; EOS on padding
-    mask_BT: Tensor             # float, 1 = real response token: up to the first of `end_ids`, it included
+    mask_BT: Tensor             # float, 1 = real response token, up to the first of `end_ids`, inclusive
     logp_BT: Tensor             # log-probability of each token as it was drawn, nats; 0 on padding
 
 
@@ -66,9 +66,9 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row by inversion, the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`, and its
     log-probability.
 
-    Never one of probability 0; in float64, for the many tokens of p below 6e-8. To draw from another
-    distribution, put its log-probabilities in place of logp_BV at the start: `sampling_gap` then shows how
-    far it is from the policy.
+    A row's token depends on its own number alone, whichever rows are computed beside it. Never one of
+    probability 0; in float64, as float32 would miss the many tokens of p below 6e-8. To draw from another
+    distribution, put its log-probabilities in place of logp_BV: `sampling_gap` shows the difference.
     """
     cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p
     total_B1 = cumulative_BV[:, -1:]
@@ -83,8 +83,8 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_TB: Tensor | None) -> Sample:
-    """Samples `a ~ pi(. | prompt)` until one of `end_ids` or `max_new_tokens`, by a number in [0, 1) for each
-    token; greedily without these. Raises `UserError` where log-probabilities are NaN.
+    """Samples `a ~ pi(. | prompt)` until one of `end_ids` or `max_new_tokens`, using one uniform number per
+    token; greedily without them. Raises `UserError` where log-probabilities are NaN.
 
     DIFFERS: the released code samples with a repetition penalty and trains without.
 

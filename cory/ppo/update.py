@@ -16,7 +16,7 @@ from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.advantages import estimator
 from cory.ppo.agent import Agent
-from cory.ppo.batches import by_length, tokens_per_head
+from cory.ppo.batches import by_length, lm_head_tokens
 from cory.ppo.lora import activate
 from cory.ppo.rollout import Rollout, take
 from cory.system.device import timed
@@ -27,8 +27,8 @@ from cory.system.sharding import as_many_as_others, gradient_norm, is_sharded
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
     """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
 
-    Returns metrics; those of `losses` are means over the tokens of all passes, each before its step. Raises
-    `UserError` before a gradient that is not finite reaches a parameter.
+    Returns metrics; those of `losses` are means over the tokens of all epochs, measured before each optimizer
+    step. Raises `UserError` before a gradient that is not finite reaches a parameter.
     """
     cfg, rng = agent.cfg, agent.generator()
     rollout = with_advantages(rollout, score_B, agent)
@@ -58,7 +58,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
 
 
 def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
-    """Scores (B,) and the KL penalty become token rewards, and these advantages and the critic's targets."""
+    """Turns scores (B,) and the KL into token rewards, then into advantages and value targets."""
     cfg, mask_BT, value_BT = agent.cfg, rollout.mask_BT, rollout.value_BT
     require_shape("score", score_B, mask_BT.shape[:1], "a number for each response")
     kl_coef = agent.kl_coef if cfg.kl_in == "reward" else 0.0
@@ -72,7 +72,7 @@ def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
     advantage_BT = advantage_BT.to(mask_BT)             # an estimator may return integers
 
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
-    if cfg.whitens:
+    if "group_size" not in asked:                       # comparing a group has normalised it already
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     return replace(rollout, advantage_BT=advantage_BT, return_BT=return_BT)
 
@@ -95,11 +95,11 @@ def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dic
         loss = policy_loss + kl_coef k3 [--kl_in loss] + vf_coef value_loss [with a critic]
 
     hidden_BTH: the policy's last hidden states, from which each response token is predicted. The loss is
-    averaged over the real tokens of an optimizer step, a metric over those of the update; one more here is
-    one more curve.
+    averaged over the real tokens of an optimizer step, a metric over those of the update; add a key here to
+    log and plot another one.
     """
     policy, cfg, real = agent.policy, agent.cfg, rows.mask_BT.nonzero(as_tuple=True)
-    logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)
+    logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)      # ratio 1 on padding
     logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
 
     policy_loss_BT = formulas.policy_loss(logp_BT, rows.logp_BT, rows.advantage_BT, cfg.cliprange)
@@ -131,7 +131,7 @@ def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: d
                                         mini_batch.response_BT)
     leaf_BTH = hidden_BTH.detach().requires_grad_()
     B, T = mini_batch.mask_BT.shape
-    for index in torch.arange(B, device=policy.device).split(max(1, tokens_per_head(policy) // T)):
+    for index in torch.arange(B, device=policy.device).split(max(1, lm_head_tokens(policy) // T)):
         rows = take(mini_batch, index)
         loss_BT, metrics = losses(agent, rows, leaf_BTH[index, :rows.mask_BT.shape[1]])
         real = rows.mask_BT.nonzero(as_tuple=True)      # its length is asked of the GPU once
@@ -154,7 +154,7 @@ def optimizer_step(agent: Agent) -> float:
     norm = gradient_norm(parameters)
     if not math.isfinite(norm):
         raise UserError("grad_norm", norm, f"{agent.name} has diverged; the gradient was not "
-                       "applied. Mend a score, advantage or loss of your own, or start anew with a lower "
+                       "applied. Fix a score, advantage or loss of your own, or restart with a lower "
                        "--learning_rate or with --max_grad_norm 1")
     if 0 < agent.cfg.max_grad_norm < norm:
         for p in parameters:

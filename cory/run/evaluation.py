@@ -7,7 +7,7 @@ import torch
 from cory.config import Config
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
-from cory.ppo.rollout import Rollout, join, moved, respond
+from cory.ppo.rollout import Rollout, generate, join, moved
 from cory.ppo.sampling import real_ids
 from cory.system.distributed import processes
 from cory.system.sharding import unsharded
@@ -30,7 +30,7 @@ def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed
         if seed is not None:
             rng = np.random.default_rng((EVALUATION_SEED, seed, at))
             uniform_TB = torch.from_numpy(rng.random((length, len(some))))
-        return moved(respond(model, reference, some, length, uniform_TB, "full", most), "cpu")
+        return moved(generate(model, reference, some, length, uniform_TB, "full", most), "cpu")
 
     with unsharded(*filter(None, (model, reference))):
         parts = processes().gather_parts(len(starts), lambda mine: [responses(at) for at in starts[mine]])
