@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args, get_type_hints
 
 from cory.errors import UserError
 from cory.names import unknown
@@ -132,8 +132,11 @@ class Config:
             raise UserError(name, getattr(self, name), hint)
 
     def __post_init__(self):
+        hints = get_type_hints(type(self))
         for f in fields(self):
-            if type(getattr(self, f.name)) in (int, float):
+            value, words = getattr(self, f.name), get_args(hints[f.name])       # of a Literal
+            self.require(f.name, not words or value in words, f"choose from {', '.join(words)}")
+            if type(value) in (int, float):
                 self.require_range(f.name, f.metadata.get("min", -inf), f.metadata.get("max", inf))
         for name, known in NAMED.items():
             value = getattr(self, name, ":")
@@ -171,6 +174,8 @@ class Config:
                 f"must not exceed max_response_length = {self.max_response_length}")
         require("advantage", self.advantage != "grpo" or self.kl_in == "loss" or self.init_kl_coef == 0,
                 "would also divide the KL penalty by its group's standard deviation; add --kl_in loss")
+        require("gamma", self.gamma == 1 or self.advantage not in ("rloo", "grpo"),
+                f"is not used by {self.advantage}; leave it at 1")
         require("shard", not (self.shard and self.load_in_4bit),
                 "4 bits cannot be divided among processes; add --load_in_4bit false")
         require("load_in_4bit", self.lora_rank > 0 or not self.load_in_4bit,
@@ -193,7 +198,6 @@ class Config:
              ["role_exchange_every"]),
             (own_method or self.partner_reward != 0, "a --partner_reward that is not 0", ["partner_term"]),
             (self.kl_target > 0, "--kl_target above 0", ["kl_horizon"]),
-            (self.advantage not in ("rloo", "grpo"), "an advantage that discounts", ["gamma"]),
             (has_critic, "a critic, as of --advantage gae",
              ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
             (self.vf_coef > 0, "--vf_coef above 0", ["cliprange_value", "critic_learning_rate"])]

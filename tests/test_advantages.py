@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toys import agent_of, bigram, close, generator, settings
+from toys import agent_of, bigram, close, generator
 
 from cory.errors import UserError
 from cory.ppo import formulas
@@ -47,15 +47,6 @@ def test_grpo_by_hand():
     # equal returns: nothing to learn, also where their float mean misses them by an ulp
     for value, k in ((7.0, 4), (1.3, 8), (-0.1, 8)):
         assert grpo(torch.full((k, 1), value), torch.ones(k, 1), k).abs().max() == 0
-
-
-def test_grpo_with_the_kl_among_its_returns_is_refused():
-    """Of equal scores it would make advantages out of tiny differences in KL."""
-    four = dict(advantage="grpo", responses_per_query=4)
-    with pytest.raises(UserError, match="advantage is 'grpo': .*--kl_in loss"):
-        settings(**four)
-    settings(**four, kl_in="loss")
-    settings(**four, init_kl_coef=0.0)
 
 
 # --- the bandit ---

@@ -8,6 +8,7 @@ from toys import error_line
 
 import train_imdb
 from cory.config import ASSETS, GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
+from cory.errors import UserError
 from cory.flags import parse
 
 # Tables of the paper; PPO and CORY alike.
@@ -59,7 +60,7 @@ BAD = [                                 # one of each kind
     ("--role_exchange_every 0 --reset_on_exchange", "only with --role_exchange_every above 0"),
     ("--share_weights --role_exchange_every 3", "only with --share_weights false"),
     ("--partner_reward 0 --partner_term critic", "only with a --partner_reward that is not 0"),
-    ("--advantage rloo --responses_per_query 4 --gamma 0.9", "only with an advantage that discounts"),
+    ("--advantage rloo --responses_per_query 4 --gamma 0.9", "is not used by rloo"),
     ("--vf_coef 0 --cliprange_value 1", "only with --vf_coef above 0"),
     ("--kl_horizon 99", "--kl_target above 0"), ("--advantage reinforce --lam 0.5", "only with a critic")]
 
@@ -74,6 +75,11 @@ def test_bad_settings_are_one_line(argv, says, capsys):
     "--method mine:Method --share_weights true --role_exchange_every 2 --advantage mine:own --lam 0.5"])
 def test_flags_that_something_may_read_are_taken(argv):
     imdb(argv.split())
+
+
+def test_a_misspelt_word_in_a_preset_is_refused():
+    with pytest.raises(UserError, match="kl_in is 'Loss': choose from reward, loss"):
+        parse(ImdbConfig, {"mine": {"kl_in": "Loss"}}, [])
 
 
 @pytest.mark.parametrize("more", ["--advantage own_advantage:plain", "--llm2 advantage=reinforce"])

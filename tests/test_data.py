@@ -57,8 +57,8 @@ def test_the_test_split_of_the_real_data_is_whole(gsm8k_data, imdb_data):
 
 @pytest.mark.parametrize("files, says", [
     ({}, "data': cannot be read"),
-    ({"train.jsonl": GOOD * 2 + '{"text": "a'}, "line 3 column"),
-    ({"train.jsonl": GOOD + '{"review": "a", "n": 1}\n'}, "row 2': needs texts in its text; it is {'review'"),
+    ({"train.jsonl": GOOD * 2 + '{"text": "a'}, "train.jsonl, line 3: "),
+    ({"train.jsonl": GOOD + '{"review": "a", "n": 1}\n'}, "row 2': needs .*columns found: review, n; it"),
     ({"train.jsonl": GOOD + '{"text": " "}\n'}, "row 2': "),
     ({"train.csv": "text\n1\n2\n"}, "row 1': "),
     ({"test.jsonl": GOOD * 20}, "no split named train, only test"),

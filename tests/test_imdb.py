@@ -63,14 +63,19 @@ def test_query_and_response_are_joined_as_the_model_wrote_them(raw, opening):
 
 
 def test_the_reward_is_the_raw_positive_logit_whatever_stands_beside(small, tmp_path):
-    """A decoder must find where a text ends, whatever its config calls padding."""
+    """A decoder must find where a text ends, whatever its config calls padding, and positions count from the
+    left.
+    """
     torch.manual_seed(0)
     GPT2ForSequenceClassification(GPT2Config(
         vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3, pad_token_id=5,
         id2label={0: "neg", 1: "pos"})).save_pretrained(tmp_path)
     byte_tokenizer(pad_token=END).save_pretrained(tmp_path)             # 256
+    left = shutil.copytree(small / "classifier", tmp_path / "left")
+    file = left / "tokenizer_config.json"
+    file.write_text(json.dumps(read(file) | {"padding_side": "left"}))
     texts = ["the film was good", "one bad old dog of a story"]
-    for folder in (small / "classifier", tmp_path):
+    for folder in (small / "classifier", tmp_path, left):
         classifier = SentimentReward(str(folder), CPU)
         ids = [classifier.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
         logits = [classifier.model(row).logits[0, 1].item() for row in ids]

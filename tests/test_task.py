@@ -60,7 +60,8 @@ def test_held_out_queries_are_of_the_evaluated_split_and_the_same_for_all_seeds(
 @pytest.mark.parametrize("values, says", [
     ([torch.tensor(0.5), np.float32(-2)], ""), (np.array([0.5, -2.0]), ""),
     (torch.tensor([0.5, -2.0], dtype=torch.bfloat16, requires_grad=True), ""),
-    ([1.0], r"of shape \(1,\).*for 2 responses"), (torch.ones(2, 1), r"of shape \(2, 1\)"),
+    (torch.tensor([[0.5], [-2.0]]), ""), ([1.0], "one number for each of its 2 responses"),
+    (0.5, "one number for each"), ([None, 1.0], "one number for each"), (["1", "2"], "one number for each"),
     ([1.0, float("nan")], "reward is nan: of 'cd' must be"), ([1e300, 0.0], "reward is inf: of 'ab'")])
 def test_rewards_are_one_finite_number_a_response_or_refused(values, says):
     task = letters()

@@ -95,7 +95,7 @@ def gspo(agent, rows, hidden_BTH):
     logp_BT[real], entropy_BT[real] = agent.policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
     log_ratio_B1 = (logp_BT - rows.logp_BT).sum(1, keepdim=True) / rows.length_B[:, None]
     log_ratio_BT = log_ratio_B1.expand_as(logp_BT)
-    policy_loss_BT = formulas.policy_loss(log_ratio_BT, 0.0, rows.advantage_BT, agent.cfg.cliprange)
+    policy_loss_BT = formulas.policy_loss(log_ratio_BT, rows.advantage_BT, agent.cfg.cliprange)
     metrics = {"entropy": entropy_BT, "approx_kl": formulas.kl_k3(0.0, log_ratio_BT)}
     return policy_loss_BT - 0.1 * entropy_BT, metrics | {"policy_loss": policy_loss_BT}
 

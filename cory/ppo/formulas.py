@@ -86,12 +86,12 @@ def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: floa
 
 
 # --- losses ---
-def policy_loss(logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, cliprange: float) -> Tensor:
+def policy_loss(log_ratio_N: Tensor, advantage_N: Tensor, cliprange: float) -> Tensor:
     """Clipped surrogate (Schulman et al. 2017, eq. 7; the paper's eq. 11), one loss per token.
 
         ratio = pi(a) / pi_old(a)        loss = -min(ratio A, clip(ratio, 1 - eps, 1 + eps) A)
     """
-    ratio_N = (logp_N - old_logp_N).exp()
+    ratio_N = log_ratio_N.exp()
     return -torch.min(ratio_N * advantage_N, ratio_N.clamp(1 - cliprange, 1 + cliprange) * advantage_N)
 
 

@@ -25,7 +25,8 @@ from cory.system.sharding import as_many_as_others, gradient_norm, is_sharded
 
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
-    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller.
+    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller,
+    for which all rows count.
 
     Returns metrics; those of `losses` are means over the tokens of all epochs, measured before each optimizer
     step. Raises `UserError` before a gradient that is not finite reaches a parameter.
@@ -102,11 +103,10 @@ def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dic
     logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)      # ratio 1 on padding
     logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
 
-    policy_loss_BT = formulas.policy_loss(logp_BT, rows.logp_BT, rows.advantage_BT, cfg.cliprange)
-    loss_BT = policy_loss_BT
-    unclipped_BT = -(logp_BT - rows.logp_BT).exp() * rows.advantage_BT
+    log_ratio_BT = logp_BT - rows.logp_BT
+    policy_loss_BT = loss_BT = formulas.policy_loss(log_ratio_BT, rows.advantage_BT, cfg.cliprange)
     metrics = {"policy_loss": policy_loss_BT, "entropy": entropy_BT,
-               "clip_fraction": policy_loss_BT != unclipped_BT,
+               "clip_fraction": policy_loss_BT != -log_ratio_BT.exp() * rows.advantage_BT,
                "approx_kl": formulas.kl_k3(rows.logp_BT, logp_BT)}         # of KL(pi_old || pi)
     if cfg.kl_in == "loss":
         kl_loss_BT = formulas.kl_k3(logp_BT, rows.ref_logp_BT)

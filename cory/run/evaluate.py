@@ -88,6 +88,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--queries", type=int, default=0, help="held-out queries at most; 0: as in the run")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_args(argv)
+    if args.samples < 1:
+        raise UserError("samples", args.samples, "must be 1 or more")
     with launched(vars(args)):
         for run_dir in args.run_dirs:
             evaluate_run(run_dir, args.samples, args.queries, args.device)

@@ -77,7 +77,8 @@ def draw_metric(ax, name: str, curves: pd.DataFrame, styles: dict[str, dict]) ->
     """The base, held-out values, and training batches smoothed; of one seed each batch too, thin and pale."""
     ax.set(title=TITLES.get(name, name.replace("_", " ")), xlabel="iteration")
     ax.xaxis.get_major_locator().set_params(integer=True)
-    for value in curves[(curves.kind == "eval") & (curves.iteration == 0)].value.unique():
+    start = curves[(curves.kind == "eval") & (curves.iteration == 0) & (curves.who != "team")]
+    for value in start.value.unique():
         ax.axhline(value, color="gray", linestyle=":", linewidth=1.2, label="base")
     for (group, n, kind), rows in curves.groupby(["group", "n", "kind"], sort=False):
         if kind == "training":

@@ -61,8 +61,9 @@ class Run(ExitStack):
     through `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
 
     What a method must remember from one iteration to the next it keeps in `state`, a dictionary of JSON
-    values and tensors that are the same in all processes: a resumed run finds it as it was. `with Run(cfg) as
-    run:` holds the run's folder and its log until the block ends.
+    values and tensors that are the same in all processes: a resumed run finds it as it was. It is the
+    method's `self.state`, too. `with Run(cfg) as run:` holds the run's folder and its log until the block
+    ends.
     """
 
     def __init__(self, cfg: Config):
@@ -103,6 +104,7 @@ class Run(ExitStack):
             if cfg.shard:
                 shard(base, cfg, whole=trained)
         self.start, wandb_id = self.resume() if cfg.resume else (0, "")
+        self.method.state = self.state
         if processes().is_main:
             write_text(self.run_dir / "config.json", config_json(cfg, names))
             self.log = RunLog(cfg, names, self.run_dir, self.start, wandb_id)
@@ -143,7 +145,7 @@ class Run(ExitStack):
 
     def finish_iteration(self, iteration: int, queries: list[str], turns: list[Turn], roles: list[Agent],
                          metrics: dict[str, float] | None = None) -> None:
-        """Logs, evaluates and saves what is due.
+        """Logs, evaluates and saves what is due: whatever the iteration changes must have changed by then.
 
         `turns` were played on `queries`; `roles` are the agents in the order of their roles in the next
         iteration; `metrics` are what a method measured beside, by name.

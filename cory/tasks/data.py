@@ -32,17 +32,24 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
         raise UserError("dataset", dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
     if "train" not in splits:
         raise UserError("dataset", dataset, f"has no split named train, only {', '.join(splits)}")
+    splits = {split: rows for split, rows in splits.items() if split in Data._fields}
     for split, rows in splits.items():
         for number, row in enumerate(rows, start=1):
             if not all(isinstance(row.get(name), str) and row[name].strip() for name in columns):
                 raise UserError("dataset", f"{dataset} ({split}), row {number}",
-                                f"needs texts in its {' and '.join(columns)}; it is {str(row)[:200]}")
+                                f"needs texts in its {' and '.join(columns)}; columns found: "
+                                f"{', '.join(row)}; it is {str(row)[:100]}")
     return {split: [*map(itemgetter(*columns), rows)] for split, rows in splits.items()}
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    lines = path.read_text(encoding="utf-8").rstrip().split("\n")
-    return json.loads("[" + ",\n".join(lines) + "]")            # as one text, so that an error names the line
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"{path.name}, line {number}: {error}") from error
+    return rows
 
 
 def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
@@ -51,7 +58,7 @@ def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
     main = Path(dataset) / "main"                               # the Hub's layout: a folder for each subset
     place = str(main if main.is_dir() else dataset)
     splits = load_dataset(place, "main" if "main" in get_dataset_config_names(place) else None)
-    return {split: rows.to_list() for split, rows in splits.items() if split in Data._fields}
+    return {split: rows.to_list() for split, rows in splits.items()}
 
 
 def divided(cfg: Config, splits: dict[str, list]) -> Data:

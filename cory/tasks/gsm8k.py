@@ -3,6 +3,7 @@ from decimal import Decimal
 from statistics import fmean
 
 from cory.config import CHECKERS, Gsm8kConfig
+from cory.errors import UserError
 from cory.names import find
 from cory.ppo.model import LanguageModel
 from cory.tasks.answers import decimal, gold_answer, last_number, strict
@@ -32,9 +33,12 @@ class Gsm8k(Task):
         splits, known = {}, {}
         for split, rows in load_columns(cfg.dataset, cls.columns).items():
             splits[split] = [(question, gold_answer(solution)) for question, solution in rows]
-        for question, gold in sum(splits.values(), []):
-            cfg.require("dataset", known.setdefault(question, gold) == gold is not None,
-                        f"needs one answer to {question!r}, and '####' and a number at its end")
+            for number, (question, gold) in enumerate(splits[split], start=1):
+                place = f"{cfg.dataset} ({split}), row {number}"
+                if gold is None:
+                    raise UserError("dataset", place, "its answer does not end in '####' and a number")
+                if known.setdefault(question, gold) != gold:
+                    raise UserError("dataset", place, f"its question has the answer {known[question]}, too")
         return divided(cfg, splits)
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ class SentimentReward:
             limit = self.tokenizer.model_max_length - self.tokenizer.num_special_tokens_to_add()
             if limit < max_tokens:
                 raise ValueError(f"takes {limit} tokens; a query with its response can have {max_tokens}")
+        self.tokenizer.padding_side = "right"                       # a text's positions are then its own
         model.config.pad_token_id = self.tokenizer.pad_token_id     # by which a decoder finds a text's end
         self.model, self.positive = model.to(device), positive[0]
 

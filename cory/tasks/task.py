@@ -88,13 +88,14 @@ class Task:
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError`."""
         def rewards(rows: slice) -> list[float]:
-            values = self.reward_of(queries[rows], responses[rows])
-            return torch.as_tensor(values, dtype=torch.float32).tolist()
+            values, n = self.reward_of(queries[rows], responses[rows]), len(responses[rows])
+            try:
+                return torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
+            except (TypeError, ValueError, RuntimeError) as error:
+                hint = f"({error}): a task returns one number for each of its {n} responses"
+                raise UserError("reward", str(values)[:60], hint) from error
 
         reward_B = torch.tensor(processes().gather_parts(len(responses), rewards), device=self.device)
-        if reward_B.shape != (len(responses),):
-            raise UserError("reward", f"of shape {tuple(reward_B.shape)}",
-                            f"for {len(responses)} responses; return one number for each")
         for i in (~reward_B.isfinite()).nonzero().flatten().tolist():
             text = queries[i] + responses[i]
             raise UserError("reward", reward_B[i].item(), f"of {text[:80]!r} must be a finite number")
