@@ -1,4 +1,4 @@
-"""`python -m cory report` and `python -m cory evaluate`, of finished runs; --help of each says more."""
+"""`python -m cory report` and `python -m cory evaluate`, for finished runs; see the --help of each."""
 import sys
 from importlib import import_module
 

@@ -13,7 +13,7 @@ from cory.names import unknown
 
 ASSETS = Path(__file__).parent / "assets"
 
-# Short names of what a setting may name; code of one's own goes by `module:Name`.
+# Short names that settings accept; code of your own is named as `module:Name`.
 TASKS = {"imdb": "cory.tasks.imdb:Imdb", "gsm8k": "cory.tasks.gsm8k:Gsm8k"}
 METHODS = {"ppo": "cory.train:Ppo", "cory": "cory.train:Cory"}
 ADVANTAGES = {name: f"cory.ppo.advantages:{name}" for name in ("gae", "rloo", "grpo", "reinforce")}
@@ -22,7 +22,7 @@ LR_SCHEDULES = {name: f"cory.ppo.formulas:{name}" for name in ("constant", "line
 NAMED = {"task": TASKS, "method": METHODS, "advantage": ADVANTAGES, "checker": CHECKERS,
          "lr_schedule": LR_SCHEDULES}
 
-ABOVE_0 = 1e-30         # the minimum of what must be above 0
+ABOVE_0 = 1e-30         # the minimum of settings that must be above 0
 
 
 def setting(default, help: str, min: float = -inf, max: float = inf, per_agent: bool = False):
@@ -30,7 +30,7 @@ def setting(default, help: str, min: float = -inf, max: float = inf, per_agent: 
     return field(default=default, metadata={"help": help, "min": min, "max": max, "per_agent": per_agent})
 
 
-# A setting that each agent may have for itself: `--llm2 learning_rate=3e-5`.
+# A setting that each agent may override: `--llm2 learning_rate=3e-5`.
 own = partial(setting, per_agent=True)
 
 
@@ -43,23 +43,23 @@ class Config:
     preset: str = setting("tiny", "named settings; every other flag given overrides them (ours)")
     model: str = own("gpt2-large", "causal LM: folder or Hub name, perhaps NAME@REVISION (paper)")
     dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper)")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto takes CUDA when there is one (ours)")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA if there is one (ours)")
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
-        "auto", "of matrix products; auto: bfloat16 on a GPU that has it, else float32 (ours)")
-    seed: int = setting(0, "of queries, lengths, sampling, mini-batches and adapters (ours)", min=0)
-    iterations: int = setting(100, "rollouts, each with its update (paper: 100)", min=1)
+        "auto", "of matrix products; auto: bfloat16 on a GPU that supports it, else float32 (ours)")
+    seed: int = setting(0, "for queries, lengths, sampling, mini-batches and adapters (ours)", min=0)
+    iterations: int = setting(100, "rollouts, each followed by an update (paper: 100)", min=1)
     # memory
-    lora_rank: int = own(0, "of the agents' adapters on a frozen base; 0: full copies (paper: open)", min=0)
-    load_in_4bit: bool = setting(False, "a frozen base in 4 bits, by bitsandbytes (paper: Llama-2)")
+    lora_rank: int = own(0, "of agents' adapters on a frozen base; 0: full copies (paper: unstated)", min=0)
+    load_in_4bit: bool = setting(False, "a frozen base in 4 bits, with bitsandbytes (paper: Llama-2)")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass (ours)")
-    shard: bool = setting(False, "divide layers and Adam's moments among torchrun's processes: FSDP2 (ours)")
+    shard: bool = setting(False, "shard layers and Adam's moments across torchrun's processes: FSDP2 (ours)")
     # the agents
     role_exchange_every: int = setting(5, "T_REx, iterations between exchanges; 0: never (paper: 5)", min=0)
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
     partner_reward: float = setting(1.0, "weight on the partner's task reward (paper: 1); may be negative")
     partner_term: Literal["sampled", "sampled_to_pioneer", "critic"] = setting(
         "sampled", "the partner's reward, for both (paper), for the pioneer alone, or as the critic sees it")
-    share_weights: bool = setting(False, "one model plays both roles (paper: named as a way to save memory)")
+    share_weights: bool = setting(False, "one model plays both roles (paper: mentioned, to save memory)")
     reset_on_exchange: bool = setting(
         False, "each exchange resets Adam's moments and KL coefficients, as in the released code (paper: no)")
     agent_settings: dict = field(default_factory=dict, metadata={"help": "{agent: {setting: value}}"})
@@ -73,16 +73,16 @@ class Config:
     # the update
     advantage: str = own("gae", "gae (paper), rloo, grpo, reinforce, or yours as module:function")
     learning_rate: float = own(1.41e-5, "Adam's step size (paper: 1.41e-5, GSM8K 1e-5)", min=ABOVE_0)
-    critic_learning_rate: float = own(0.0, "of the value head; 0: learning_rate (paper)", min=0)
+    critic_learning_rate: float = own(0.0, "for the value head; 0: same as learning_rate (paper)", min=0)
     lr_schedule: str = own("constant", "constant (paper), linear, cosine, or yours as module:function")
-    mini_batch_size: int = own(256, "maximum rows of a backward pass (paper: 256, GSM8K 2)", min=1)
-    gradient_accumulation_steps: int = own(1, "backward passes of a step of Adam (paper: 1, GSM8K 16)", min=1)
+    mini_batch_size: int = own(256, "maximum rows per backward pass (paper: 256, GSM8K 2)", min=1)
+    gradient_accumulation_steps: int = own(1, "backward passes per Adam step (paper: 1, GSM8K 16)", min=1)
     num_ppo_epochs: int = own(4, "passes over each rollout (paper: 4)", min=1)
-    init_kl_coef: float = own(0.3, "eta, first KL coefficient, per nat (paper: 0.3, GSM8K 0.01)", min=0)
+    init_kl_coef: float = own(0.3, "eta, initial KL coefficient, per nat (paper: 0.3, GSM8K 0.01)", min=0)
     kl_penalty: Literal["full", "k1"] = own(
         "full", "the KL. full: exact, at each state (paper, eq. 2); k1: the sampled token's log-ratio")
     kl_in: Literal["reward", "loss"] = own(
-        "reward", "reward: kl_penalty is charged on tokens (paper, eq. 2); loss: k3 with its gradient (GRPO)")
+        "reward", "reward: subtract kl_penalty from rewards (paper, eq. 2); loss: add k3 to the loss (GRPO)")
     kl_target: float = own(6.0, "nats per response that eta adapts towards; 0: constant eta (TRL: 6)", min=0)
     kl_horizon: float = own(10_000.0, "responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
     gamma: float = own(1.0, "discount per token (paper: 1)", min=0, max=1)
@@ -114,12 +114,12 @@ class Config:
         return self.mini_batch_size * self.gradient_accumulation_steps
 
     def of_agent(self, name: str) -> "Config":
-        """The settings of one agent: the run's, with its own in their place. Raises `UserError`."""
+        """The settings of one agent: the run's, overridden by its own. Raises `UserError`."""
         return replace(self, agent_settings={}, **self.agent_settings.get(name, {}))
 
     def base_columns(self, agents: list[str]) -> dict[str, str]:
-        """{agent: what its base is called in logs}: `base` is the first agent's, `base_llm2` another one that
-        llm2 is the first to have.
+        """{agent: what its base is called in logs}: `base` is the first agent's, `base_llm2` a different one
+        that llm2 is the first to use.
         """
         models = {name: self.of_agent(name).model for name in agents}
         columns = {}
@@ -155,12 +155,12 @@ class Config:
 
     def require_range(self, name: str, min: float, max: float) -> None:
         value = getattr(self, name)
-        self.require(name, abs(value) < 2**31, "must be a finite number, below 2^31 in size")
+        self.require(name, abs(value) < 2**31, "must be a finite number, below 2^31 in magnitude")
         self.require(name, value >= min, f"must be {'above 0' if min == ABOVE_0 else f'{min} or more'}")
         self.require(name, value <= max, f"must be {max} or less")
 
     def require_consistent(self) -> None:
-        """Refuses numbers that exceed one another or do not divide, and settings that contradict each other.
+        """Rejects numbers that exceed one another or do not divide evenly, and contradictory settings.
         """
         require, rows = self.require, self.rows_per_optimizer_step
         require("batch_size", self.batch_size % rows == 0,
@@ -182,9 +182,9 @@ class Config:
                 "trains nothing by itself: 4-bit weights are frozen; add --lora_rank 16")
 
     def unread(self) -> dict[str, str]:
-        """{setting: the condition under which it has an effect} of those that have none beside the others.
+        """{setting: the condition under which it has an effect}, for settings that otherwise have none.
 
-        Such flags are refused. A method or an advantage of one's own may read all of them.
+        Such flags are rejected. A method or an advantage of your own may read all of them.
         """
         own_method = self.method not in METHODS
         has_critic = self.advantage == "gae" or self.advantage not in ADVANTAGES
@@ -198,14 +198,14 @@ class Config:
              ["role_exchange_every"]),
             (own_method or self.partner_reward != 0, "a --partner_reward that is not 0", ["partner_term"]),
             (self.kl_target > 0, "--kl_target above 0", ["kl_horizon"]),
-            (has_critic, "a critic, as of --advantage gae",
+            (has_critic, "a critic, as with --advantage gae",
              ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
             (self.vf_coef > 0, "--vf_coef above 0", ["cliprange_value", "critic_learning_rate"])]
         return {name: what for holds, what, names in conditions if not holds for name in names}
 
 
 def with_default(name: str, default):
-    """The same setting with another default."""
+    """The same setting with a different default."""
     return field(default=default, metadata=Config.__dataclass_fields__[name].metadata)
 
 
@@ -214,8 +214,8 @@ class ImdbConfig(Config):
     GROUPS: ClassVar[dict[str, str]] = Config.GROUPS | {"reward_model": "IMDB"}
 
     reward_model: str = setting("lvwerra/distilbert-imdb", "sentiment classifier: folder or Hub name (paper)")
-    min_query_length: int = setting(2, "tokens; fewest of a review kept as query (paper: 2)", min=1)
-    max_query_length: int = setting(8, "tokens; most of a review kept as query (paper: 8)", min=1)
+    min_query_length: int = setting(2, "fewest tokens of a review used as a query (paper: 2)", min=1)
+    max_query_length: int = setting(8, "most tokens of a review used as a query (paper: 8)", min=1)
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Errors that a person can mend: one line that names the field, its value and the way out."""
+"""Errors that a user can fix: one line that names the field, its value and the remedy."""
 import functools
 import sys
 

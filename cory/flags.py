@@ -10,14 +10,14 @@ from cory.config import Config
 from cory.errors import UserError
 from cory.names import find, guess
 
-# What may differ in a continuation, for none of it changes what an iteration computes.
-# Models and data may have moved; whether they are the same, `Run.resume` asks.
+# What may differ in a resumed run, since none of it changes what an iteration computes.
+# Models and data may have moved; `Run.resume` checks that they are the same.
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project",
                   "model", "dataset"}
 
 
 class OneLineParser(ArgumentParser):
-    """argparse whose complaints are one line."""
+    """argparse with one-line errors."""
 
     def error(self, message):
         raise UserError("command line", " ".join(sys.argv[1:]), f"{message} (--help lists every flag)")
@@ -36,7 +36,7 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
 
 
 def parser_of(config_class: type[Config], defaults: dict) -> OneLineParser:
-    """A flag for each setting of a dataclass, `--name VALUE`; of a bool `--name` alone means true."""
+    """A flag for each setting of a dataclass, `--name VALUE`; for a bool `--name` alone means true."""
     parser = group = OneLineParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter,
                                    epilog="An agent's own settings: --llm2 model=DIR learning_rate=3e-5.")
     hints = get_type_hints(config_class)
@@ -92,7 +92,7 @@ def agent_settings(parser: OneLineParser, defaults: dict, words: list[str]) -> d
 
 
 def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Config:
-    """The settings of a run, with what the command line may change of them. Raises `UserError`."""
+    """The settings of a run, with the changes that the command line may make. Raises `UserError`."""
     if not run_dir:
         raise UserError("run_dir", run_dir, "names no run to resume; give the folder of one")
     saved = load_config(Path(run_dir))
@@ -100,18 +100,18 @@ def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Conf
         raise UserError("run_dir", run_dir, f"holds a run of {saved.task}; use its own script")
     old, config = asdict(saved), with_flags(config_class, asdict(saved), argv)
     agents = [saved, *map(saved.of_agent, saved.agent_settings)]
-    falls = any(agent.lr_schedule != "constant" for agent in agents)        # over the iterations there are
+    falls = any(agent.lr_schedule != "constant" for agent in agents)        # over the configured iterations
     free = FREE_ON_RESUME - {"iterations"} if falls else FREE_ON_RESUME
     changed = "; ".join(f"{name} was {old[name]!r}, now {new!r}" for name, new in asdict(config).items()
                         if name not in free and new != old[name])
     if changed:
-        raise UserError("resume", run_dir, f"has other settings: {changed}; leave these out, or start anew")
+        raise UserError("resume", run_dir, f"has other settings: {changed}; leave these out, or start afresh")
     return config
 
 
 # --- config.json ---
 def class_name(config_class: type[Config]) -> str:
-    """`module:Name`; of a script that runs, the module is the script's own name."""
+    """`module:Name`; for the script being run, the module is the script's own name."""
     module = config_class.__module__
     return f"{Path(sys.argv[0]).stem if module == '__main__' else module}:{config_class.__name__}"
 
@@ -131,7 +131,7 @@ def read_config(run_dir: Path) -> dict:
 
 
 def load_config(run_dir: Path) -> Config:
-    """The settings a run was started with. Those added to the code since then have their defaults."""
+    """The settings a run was started with. Those added to the code since then get their defaults."""
     saved = read_config(run_dir)
     config_class = find("config_class", saved.pop("config_class"), {})
     del saved["agents"]

@@ -13,7 +13,7 @@ from cory.errors import UserError
 from cory.ppo.cache import empty_cache
 from cory.ppo.model import LanguageModel, positions
 
-TEXT = "a good film"            # what models are tried with
+TEXT = "a good film"            # what models are tested on
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 transformers_logging.set_verbosity_error()
@@ -23,13 +23,13 @@ transformers_logging.disable_progress_bar()
 def load_language_model(name: str, cfg: Config, device: torch.device) -> LanguageModel:
     """A frozen base in `cfg.dtype`. Raises `UserError`.
 
-    Its weights are stored in 4 bits if asked for, in bfloat16 where LoRA trains beside them in bfloat16, else
-    in float32; its head always in float32, a copy where it was tied to the embedding.
+    Its weights are stored in 4 bits if asked for, in bfloat16 where LoRA trains on top of them in bfloat16,
+    else in float32; its head always in float32, a copy where it was tied to the embedding.
     """
     low = cfg.load_in_4bit or cfg.lora_rank > 0 and cfg.dtype == "bfloat16"
     with model_errors("model", name):
         if os.path.exists(f"{name}/adapter_config.json"):
-            raise ValueError("it is a LoRA adapter; merge it into its base by peft's merge_and_unload")
+            raise ValueError("it is a LoRA adapter; merge it into its base with peft's merge_and_unload")
         lm, tokenizer = load_pretrained(
             AutoModelForCausalLM, name, dtype=torch.bfloat16 if low else torch.float32,
             quantization_config=NF4 if cfg.load_in_4bit else None,
@@ -41,7 +41,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
             raise ValueError("its tokenizer has no chat template; use --chat_template false, or a chat model")
         if tokenizer(TEXT)["input_ids"][-1] in tokenizer.all_special_ids:
             raise ValueError("its tokenizer puts a token behind each prompt, as add_eos_token does")
-        # What the model's authors sample with is not the policy. `final/` then also generates as evaluated.
+        # The authors' sampling settings are not the policy's. Without them `final/` generates as evaluated.
         bos, eos, ends = tokenizer.bos_token_id, tokenizer.eos_token_id, model.end_ids
         lm.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=eos)
         for layer in lm.modules():      # bitsandbytes packs weights on some processors: no gradient then
@@ -64,7 +64,7 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
         config.activation_function = "gelu_pytorch_tanh"        # the same, in one operation instead of eight
     tokenizer = AutoTokenizer.from_pretrained(place, **where)
     if TEXT not in tokenizer.decode(tokenizer(TEXT)["input_ids"]).lower():      # a missing one is made up
-        raise ValueError("it has no tokenizer, or one that does not give back the text that it has read")
+        raise ValueError("it has no tokenizer, or one that does not decode to the text that it encoded")
     model, info = auto_class.from_pretrained(place, config=config, use_safetensors=True,
                                              output_loading_info=True, **where, **kwargs)
     if missing := info["missing_keys"]:
@@ -74,8 +74,8 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
 
 @torch.no_grad()
 def require_usable_model(model: LanguageModel) -> None:
-    """Raises `ValueError` unless the tokens of a row that is padded on the left, the last of them after
-    cached keys, have the log-probabilities that the model itself gives to that row alone.
+    """Raises `ValueError` unless, for a left-padded row whose last token follows cached keys, the
+    log-probabilities computed here match those that the model itself gives to that row alone.
     """
     lm, eos = model.lm, model.tokenizer.eos_token_id
     ids_1L = torch.tensor([model.tokenizer(f"{TEXT} that I saw")["input_ids"]], device=model.device)
@@ -100,10 +100,10 @@ def require_usable_model(model: LanguageModel) -> None:
 
 @contextmanager
 def model_errors(field: str, name: str):
-    """Turns what goes wrong while a model is loaded into a line: each library raises errors of its own."""
+    """Turns any error in loading a model into one line: each library raises errors of its own."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     except Exception as error:
-        hint = "pass a folder that save_pretrained has written, or a name of the Hub"
+        hint = "pass a folder written by save_pretrained, or a Hub name"
         raise UserError(field, name, f"cannot be used ({str(error)[:300]}); {hint}") from error

@@ -9,8 +9,8 @@ from cory.errors import UserError
 
 
 def find(field: str, name: str, known: dict[str, str]):
-    """What `name` stands for: a key of `known`, or `module:Name` like the values there; the module may lie in
-    the present folder. Raises `UserError`.
+    """What `name` stands for: a key of `known`, or `module:Name` like the values there; the module may be in
+    the current folder. Raises `UserError`.
     """
     module_name, _, attribute = known.get(name, name).partition(":")
     if not attribute:
@@ -34,7 +34,7 @@ def unknown(name: str, known: dict[str, str]) -> str:
 
 
 def guess(name: str, known: Iterable[str]) -> str:
-    """`did you mean NEAREST? `, or nothing if no known name is near."""
+    """`did you mean NEAREST? `, or nothing if no known name is close."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}? " if near else ""
 

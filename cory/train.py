@@ -101,7 +101,7 @@ class Cory(Ppo):
             sampled_to_pioneer  pioneer: r(s0, a2)      observer: nothing
             critic              pioneer: V(s0, a1)      observer: nothing
 
-        r(s0, a1) does not depend on the observer's action: it adds variance to its gradient, and no signal.
+        r(s0, a1) does not depend on the observer's action: it adds variance to its gradient, but no signal.
         V is the observer's critic at the end of its prompt: the mean of r(s0, a2) without the noise of one
         sample, but biased, since with `--kl_in reward` it also includes the observer's KL penalty.
         """
@@ -116,7 +116,7 @@ class Cory(Ppo):
 
         observer_copies: share of its responses that are the pioneer's. observer_after_better,
         observer_after_worse: its mean reward where the pioneer's was above the pioneer's mean, and where it
-        was not, unless all are equal. For rewards of 0 and 1: P(second right | first right), (... | first
+        was not; omitted if all are equal. For rewards of 0 and 1: P(second right | first right), (... | first
         wrong).
         """
         pioneer, observer = roles

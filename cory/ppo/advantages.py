@@ -2,7 +2,7 @@
 
 `--advantage` names one of these or one of your own. An estimator asks for what it needs by the names of its
 parameters: reward_BT, mask_BT, value_BT, group_size, gamma, lam; any other parameter needs a default value. B
-is the whole batch; the group_size responses to a query stand in consecutive rows. It returns the advantages,
+is the whole batch; the group_size responses to a query are consecutive rows. It returns the advantages,
 (B, T), 0 on padding. If it asks for value_BT, a critic is trained towards advantage + V.
 """
 import inspect
@@ -37,7 +37,7 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
 
 
 def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
-    """Rewards to go, without a critic (Williams 1992): `A_t = sum_{s >= t} gamma^(s - t) r_s`. Whitening then
+    """Reward-to-go, without a critic (Williams 1992): `A_t = sum_{s >= t} gamma^(s - t) r_s`. Whitening then
     gives it the mean over all tokens as baseline.
     """
     # GAE with V = 0 and lam = 1

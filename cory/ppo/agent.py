@@ -18,7 +18,7 @@ class Agent:
 
     policy: what it samples from and trains, with its value head; a copy of its base, or an adapter on it.
     reference: what its KL is measured against, the base unless `move_reference` is called. kl_coef: eta.
-    draws: the random generators created so far.
+    draws: the number of random generators created so far.
 
     No other attributes: checkpoints would lose them; use `run.state`.
     """
@@ -35,12 +35,12 @@ class Agent:
             adapter_seed = int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0])
             adapter = add_adapter(base.lm, name, cfg, adapter_seed)
         self.policy = PolicyWithValue(base, adapter, "value_BT" in asked, cfg.gradient_checkpointing)
-        if cfg.shard and not cfg.lora_rank:         # with LoRA the base is divided, and adapters stay whole
+        if cfg.shard and not cfg.lora_rank:         # with LoRA the base is sharded, and adapters stay whole
             shard(self.policy, cfg)
         self.reset()
 
     def reset(self) -> None:
-        """A new optimizer and the first KL coefficient; the weights stay."""
+        """A new optimizer and the initial KL coefficient; the weights stay."""
         groups = []
         for is_critic in (False, True):
             parameters = [p for name, p in self.policy.trainable_parameters().items()
@@ -55,7 +55,7 @@ class Agent:
         return self.own_reference or self.base
 
     def move_reference(self) -> None:
-        """From here on the KL is measured against the present policy (iterative KL)."""
+        """From here on the KL is measured against the current policy (iterative KL)."""
         policy = self.policy
         if self.own_reference is None:
             if policy.adapter:
@@ -69,7 +69,7 @@ class Agent:
                 old.copy_(new)
 
     def generator(self) -> np.random.Generator:
-        """A new random generator for each rollout and update, by the seed, the agent and their number."""
+        """A new random generator for each rollout and update, seeded by run seed, agent and a counter."""
         self.draws += 1
         return np.random.default_rng((self.cfg.seed, self.index, self.draws))
 

@@ -6,7 +6,7 @@ from cory.ppo.model import LanguageModel
 
 # Tokens of a pass through the transformer, padding included: on a CPU the fastest measured on 2 cores.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
-# Logits made at once, of which an update keeps up to five tensors: 32 and 512 MiB each.
+# Logits computed at once, of which an update keeps up to five tensors: 32 and 512 MiB each.
 MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
 
 
@@ -16,7 +16,7 @@ def longest(mask: Tensor) -> int:
 
 
 def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, max_rows: int) -> list[Tensor]:
-    """Indices of the rows in groups for one pass each, in order of length, so that little is padding: at most
+    """Indices of the rows in groups for one pass each, in order of length, to keep padding low: at most
     `max_rows` rows and `MAX_TOKENS_PER_PASS` tokens, or one row.
     """
     max_tokens = MAX_TOKENS_PER_PASS[mask_BT.device.type]
@@ -33,5 +33,5 @@ def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, max_rows: int) -> list[Te
 
 
 def lm_head_tokens(model: LanguageModel) -> int:
-    """How many tokens' logits are made together: a multiple of 64, for efficient matrix products."""
+    """How many tokens' logits are computed together: a multiple of 64, for efficient matrix products."""
     return max(64, MAX_LOGITS_PER_PASS[model.device.type] // model.vocab_size // 64 * 64)

@@ -20,8 +20,8 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
             self.buffers = [x[:, :, :0] for x in (keys, values)]
-            # Only transformers' masks read this flag: without it they ask at each new token whether all of
-            # the mask is 1, and wait for the GPU. Nothing is compiled.
+            # Only transformers' masks read this flag: without it they check at each new token whether all
+            # of the mask is 1, and wait for the GPU. Nothing is compiled.
             self.is_compileable = keys.device.type == "cuda"
         start = self.get_seq_length()
         end = start + keys.shape[2]
@@ -37,7 +37,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def keep(self, rows: Tensor, first: int) -> None:
-        """Keeps these rows alone (indices), their columns from `first` on, and the room behind them."""
+        """Keeps these rows alone (indices), their columns from `first` on, and the room after them."""
         length = self.get_seq_length() - first
         self.buffers = [b[rows, :, first:] for b in self.buffers]
         self.keys, self.values = (b[:, :, :length] for b in self.buffers)

@@ -13,8 +13,8 @@ from torch import Tensor
 def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
     """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding and for constants.
 
-    Over the whole rollout, so that the size of mini-batches does not change it. In float64, less the maximum
-    first: equal values then give exactly 0.
+    Over the whole rollout, so that the size of mini-batches does not change it. In float64, after subtracting
+    the maximum: equal values then give exactly 0.
     """
     real = mask_BT.bool()
     x_N = x_BT[real].double()
@@ -68,7 +68,7 @@ def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), not negative.
 
     Where a is drawn from pi its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`) its gradient is in
-    the mean that of KL(pi0 || pi), which agrees with that of KL(pi || pi0) to first order around pi = pi0.
+    expectation that of KL(pi0 || pi), which agrees with that of KL(pi || pi0) to first order around pi = pi0.
     """
     log_r = ref_logp_N - logp_N
     return log_r.exp() - 1 - log_r
@@ -135,7 +135,7 @@ def cosine(progress: float) -> float:
 
 # --- evaluation ---
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """`1 - C(n - c, k) / C(n, k)`: the chance that k of n responses, of which c are right, hold a right one.
+    """`1 - C(n - c, k) / C(n, k)`: the chance that k of n responses, c of which are correct, include one.
 
     An unbiased estimate of that chance for k independent responses, 1 <= k <= n (Chen et al.,
     arXiv:2107.03374, sec. 2.1).

@@ -15,7 +15,7 @@ from cory.config import Config
 
 
 def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
-    """Puts a new adapter on the model's linear layers, in place, in float32; A is drawn by `seed`. Returns
+    """Puts a new adapter on the model's linear layers, in place, in float32; A is drawn with `seed`. Returns
     its name.
     """
     # here: the import takes 2 s and 100 MiB
@@ -35,7 +35,7 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
 
 
 def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
-    """Puts an adapter that a run has saved into the model's layers, in place. Returns its name. Raises
+    """Adds an adapter saved by a run to the model's layers, in place. Returns its name. Raises
     `ValueError` for files that lack a part of it.
     """
     info = lm.load_adapter(str(folder), adapter_name=name, use_safetensors=True)

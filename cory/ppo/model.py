@@ -19,8 +19,8 @@ from cory.ppo.lora import activate, adapter_parameters
 
 
 class LanguageModel(nn.Module):
-    """Any Hugging Face causal LM with its tokenizer. Logits are made only where a response token is
-    predicted.
+    """Any Hugging Face causal LM with its tokenizer. Logits are computed only where a response token
+    is predicted.
 
     Dropout is off: sampling, the rollout and the update see the same pi. DIFFERS: the released code samples
     and trains with dropout after its first update.
@@ -52,7 +52,7 @@ class LanguageModel(nn.Module):
 
     @property
     def end_ids(self) -> list[int]:
-        """Tokens that end a response: EOS, and the others of generation_config, as chat models have them."""
+        """Tokens that end a response: EOS, and any others in generation_config, as for chat models."""
         more = getattr(getattr(self.lm, "generation_config", None), "eos_token_id", None)
         more = more if isinstance(more, list) else [] if more is None else [more]
         return sorted({self.tokenizer.eos_token_id, *more})
@@ -105,7 +105,7 @@ class LanguageModel(nn.Module):
         return formulas.token_logprobs(logp_NV, token_N), formulas.entropy(logp_NV.exp(), logp_NV)
 
     def cast_once(self) -> None:
-        """Casts a frozen model's matrices to bfloat16 if that multiplies them: autocast would at each call.
+        """Casts a frozen model's matrices to bfloat16 if it computes in that: autocast would at each call.
         """
         head = self.lm.get_output_embeddings()
         for layer in self.lm.modules() if self.dtype == "bfloat16" else ():
@@ -114,7 +114,7 @@ class LanguageModel(nn.Module):
 
 
 class PolicyWithValue(LanguageModel):
-    """The policy, a copy of the base or an adapter on it, and where the advantage needs one its critic: a
+    """The policy, a copy of the base or an adapter on it, and, where the advantage needs one, its critic: a
     linear value head on the last hidden state (paper, sec. 3), in float32, which trains the transformer too.
     It starts at 0 (the paper does not say).
     """

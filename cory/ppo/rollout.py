@@ -79,7 +79,7 @@ def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
 
 
 def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
-    """`a ~ pi_agent(. | prompt)` for each prompt, with what policy, reference and critic make of it. Each
+    """`a ~ pi_agent(. | prompt)` for each prompt, scored by policy, reference and critic. Each
     process generates its rows; all then receive the whole rollout.
     """
     policy, reference, cfg, B = agent.policy, agent.reference, agent.cfg, len(prompts)
@@ -107,7 +107,7 @@ def moved(rollout: Rollout, device: torch.device | str) -> Rollout:
 @torch.no_grad()
 def generate(policy: LanguageModel, reference: LanguageModel | None, prompts: list[str], max_new_tokens: int,
              uniform_TB: Tensor | None, kl_penalty: str, max_rows: int) -> Rollout:
-    """A response to each prompt, sampled by uniform_TB, or greedy without it. With a reference also what
+    """A response to each prompt, sampled with uniform_TB, or greedy without it. With a reference also what
     `logprobs_and_values` returns, for at most `max_rows` at a time.
     """
     encoded = encode_prompts(policy, prompts, max_new_tokens)
@@ -126,7 +126,7 @@ def logprobs_and_values(policy: LanguageModel, reference: LanguageModel, prompts
                         kl_penalty: str, max_rows: int) -> dict[str, Tensor]:
     """logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT of the responses.
 
-    The policy's log-probabilities are computed anew, in passes over whole rows, whose rounding matches that
+    The policy's log-probabilities are recomputed, in passes over whole rows, whose rounding matches that
     of the update: initial ratios are nearly 1 even in bfloat16.
     """
     mask_BT = sampled.mask_BT

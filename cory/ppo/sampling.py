@@ -66,9 +66,9 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row by inversion, the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`, and its
     log-probability.
 
-    A row's token depends on its own number alone, whichever rows are computed beside it. Never one of
-    probability 0; in float64, as float32 would miss the many tokens of p below 6e-8. To draw from another
-    distribution, put its log-probabilities in place of logp_BV: `sampling_gap` shows the difference.
+    A row's token depends on its own number alone, whichever rows are computed beside it. It is never one
+    of probability 0; in float64, as float32 would miss the many tokens with p below 6e-8. To draw from
+    another distribution, put its log-probabilities in place of logp_BV: `sampling_gap` shows the difference.
     """
     cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p
     total_B1 = cumulative_BV[:, -1:]
@@ -130,6 +130,6 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
                 ids_RL, position_ids_RL = ids_RL[keep], position_ids_RL[keep]
     if logp_BT.isnan().any():                               # one NaN or +inf logit makes all of its row NaN
         raise UserError("log-probability", float("nan"), "the model has diverged; go on from the last "
-                       "checkpoint or start anew, with a lower --learning_rate or with --max_grad_norm 1")
+                       "checkpoint or start again, with a lower --learning_rate or with --max_grad_norm 1")
     T = longest(mask_BT)
     return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])

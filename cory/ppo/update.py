@@ -26,7 +26,7 @@ from cory.system.sharding import as_many_as_others, gradient_norm, is_sharded
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
     """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller,
-    for which all rows count.
+    which uses all rows.
 
     Returns metrics; those of `losses` are means over the tokens of all epochs, measured before each optimizer
     step. Raises `UserError` before a gradient that is not finite reaches a parameter.
@@ -73,13 +73,13 @@ def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
     advantage_BT = advantage_BT.to(mask_BT)             # an estimator may return integers
 
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
-    if "group_size" not in asked:                       # comparing a group has normalised it already
+    if "group_size" not in asked:                       # group comparison has already normalised it
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     return replace(rollout, advantage_BT=advantage_BT, return_BT=return_BT)
 
 
 def optimizer_steps(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> Iterator[list[Rollout]]:
-    """Yields this process's mini-batches, a backward pass each, for each optimizer step of one shuffled pass.
+    """This process's mini-batches, one backward pass each, for each optimizer step of one shuffled pass.
     """
     cfg = agent.cfg
     order = torch.from_numpy(rng.permutation(len(rollout.mask_BT))).to(rollout.mask_BT.device)
@@ -134,7 +134,7 @@ def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: d
     for index in torch.arange(B, device=policy.device).split(max(1, lm_head_tokens(policy) // T)):
         rows = take(mini_batch, index)
         loss_BT, metrics = losses(agent, rows, leaf_BTH[index, :rows.mask_BT.shape[1]])
-        real = rows.mask_BT.nonzero(as_tuple=True)      # its length is asked of the GPU once
+        real = rows.mask_BT.nonzero(as_tuple=True)      # its length is read from the GPU once
         for name, x_BT in {"loss": loss_BT, **metrics}.items():
             require_shape(name, x_BT, rows.mask_BT.shape, "one value per token; take no mean or sum")
         (loss_BT[real].sum() / step_tokens).backward()

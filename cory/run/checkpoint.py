@@ -4,12 +4,12 @@ order), and the final models, for plain transformers.
 A checkpoint is one safetensors file, `checkpoints/iteration_000012-CHECKSUM.safetensors`:
 
     llm1/tensors/NAME               what `Agent.tensors` returns: trained weights, a reference of its own
-    llm1/adam/NAME/exp_avg          what Adam keeps of a weight
+    llm1/adam/NAME/exp_avg          what Adam keeps for a weight
     state/NAME                      a tensor of `run.state`, what the method remembers
     "state" in the file's header    all else, as JSON
 
-CHECKSUM begins the file's SHA-256. The file is written under another name and renamed. Nothing is ever
-unpickled.
+CHECKSUM is the start of the file's SHA-256. The file is written under another name and renamed. Nothing is
+ever unpickled.
 """
 import hashlib
 import json
@@ -61,7 +61,7 @@ def write(run_dir: Path, tensors: dict[str, Tensor], state: dict) -> None:
 
 def packed(name: str, value, tensors: dict[str, Tensor]):
     """`value` as JSON: a tensor in it goes to `tensors`, and leaves its name. Raises `UserError` for what
-    would not come back as it is: tuples, sets, objects, keys that are no text.
+    would not come back as it is: tuples, sets, objects, keys that are not text.
     """
     if isinstance(value, Tensor):
         tensors[name] = value.detach().clone()
@@ -88,7 +88,7 @@ def unpacked(value, file: safe_open, device: torch.device):
 
 
 def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in CPU memory, in the main process alone; what is sharded is put together by all."""
+    """The tensors in CPU memory, in the main process alone; all processes assemble what is sharded."""
     whole = {name: full_tensor(x.detach()) for name, x in tensors.items()}
     return {name: x.cpu().contiguous() for name, x in whole.items()} if processes().is_main else {}
 
@@ -115,9 +115,9 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 
 
 def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
-    """Puts back the newest checkpoint. Returns its JSON part; None where there is none.
+    """Restores the newest checkpoint. Returns its JSON part; None if there is none.
 
-    Raises `UserError`, before anything is put back, for one that is damaged or of other agents.
+    Raises `UserError`, before anything is restored, for one that is damaged or of other agents.
     """
     paths = checkpoints_of(run_dir)
     if not paths:
@@ -125,7 +125,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     newest = paths[0]
     if not newest.stem.endswith(f"-{checksum(newest)}"):
         hint = f"delete it to go on from {paths[1].name}" if paths[1:] else "start a new run"
-        raise UserError("checkpoint", str(newest), f"is damaged (its checksum is another); {hint}")
+        raise UserError("checkpoint", str(newest), f"is damaged (its checksum does not match); {hint}")
     with safe_open(newest, "pt") as file:
         state = json.loads(file.metadata()["state"])
         keys = set(file.keys())
@@ -151,7 +151,7 @@ def require_same_agents(checkpoint: Path, file: safe_open, keys: set[str], agent
 
 
 def put_back(file: safe_open, keys: set[str], agent: Agent, numbers: dict[str, float]) -> None:
-    """Numbers, weights in place, Adam's state; each process reads a tensor at a time, and keeps its part."""
+    """Numbers, weights in place, Adam's state; each process reads one tensor at a time and keeps its part."""
     for name, number in numbers.items():
         setattr(agent, name, number)
     for name, x in agent.tensors().items():
@@ -167,7 +167,7 @@ def put_back(file: safe_open, keys: set[str], agent: Agent, numbers: dict[str, f
 # --- final models ---
 def save_final(run_dir: Path, agents: list[Agent]) -> None:
     """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy. With LoRA the folder holds
-    the adapter alone, and names the base that it belongs to. The critic lies beside it.
+    the adapter alone, and names the base that it belongs to. The critic is saved beside it.
     """
     require_finite(agents)
     for agent in agents:

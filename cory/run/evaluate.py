@@ -1,4 +1,4 @@
-"""Greedy accuracy, pass@k and best of n of finished runs, of base and agents.
+"""Greedy accuracy, pass@k and best of n of finished runs, for base and agents.
 
     python -m cory evaluate RUN_DIR [RUN_DIR ...] --samples 64
 """
@@ -24,9 +24,9 @@ from cory.tasks.task import Task
 
 
 def solved_metrics(model: LanguageModel, task: Task, samples: int, out: Path) -> dict[str, float]:
-    """Of greedy responses to the held-out queries the mean reward, share solved (a reward above 0) and task
-    metrics; of `samples` sampled ones to each pass@k for k = 1, 2, 4, ..., and the reward of the best of n
-    for n = 4, 16, 32 up to samples / 2. Writes the responses to `out`.
+    """For greedy responses to the held-out queries, mean reward, share solved (a reward above 0) and task
+    metrics; for `samples` sampled ones per query, pass@k for k = 1, 2, 4, ..., and the reward of the best of
+    n for n = 4, 16, 32 up to samples / 2. Writes the responses to `out`.
     """
     queries, length = task.held_out_queries, task.cfg.max_response_length
     greedy = sample_responses(model, task.pioneer_prompts(queries), length, None).text
@@ -54,7 +54,7 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device_name: str) ->
         raise UserError("run_dirs", str(run_dir), "is no finished run (no final/); --resume it first")
     prepare_device(cfg, device)
     task_class = find_task(cfg)
-    data = task_class.load_data(cfg)            # divided as in the run: nothing it trained on is held out now
+    data = task_class.load_data(cfg)            # split as in the run: nothing it trained on is held out now
     queries = min(queries or cfg.eval_queries, len(getattr(data, cfg.eval_split)))
     columns = read_config(run_dir)["agents"]
     bases = load_bases(cfg, columns, device)
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m cory evaluate", description=__doc__.partition("\n")[0])
     parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--samples", type=int, default=64, help="responses sampled per query")
-    parser.add_argument("--queries", type=int, default=0, help="held-out queries at most; 0: as in the run")
+    parser.add_argument("--queries", type=int, default=0, help="maximum held-out queries; 0: as in the run")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_args(argv)
     if args.samples < 1:

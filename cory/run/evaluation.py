@@ -19,7 +19,7 @@ EVALUATION_SEED = 20_241_006        # the same random numbers for every model, m
 def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed: int | None,
                      reference: LanguageModel | None = None) -> Rollout:
     """A sampled response of at most `length` tokens to each prompt, greedy without a seed; with the same seed
-    by the same random numbers, whatever the model and the number of processes. Scored if there is a
+    from the same random numbers, whatever the model and the number of processes. Scored if there is a
     reference, with the exact KL.
     """
     most = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))
@@ -41,8 +41,8 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
     """`eval_samples` responses of at most `max_response_length` tokens to each held-out query.
 
     task_reward: mean r(s0, a). kl: exact KL(pi || pi0) of a response, nats. combined_reward: task_reward -
-    init_kl_coef kl. length: tokens per response, EOS included. distinct_n: different n-grams over all.
-    repeated_tokens: share of tokens that stood earlier in the same response. base_perplexity: exp of the mean
+    init_kl_coef kl. length: tokens per response, EOS included. distinct_n: distinct n-grams over all.
+    repeated_tokens: share of tokens that occur earlier in the same response. base_perplexity: exp of the mean
     of -log pi0 per token. Then the task's own metrics, and those of greedy responses as greedy_NAME, if it
     asks for them.
     """
@@ -75,18 +75,18 @@ def merged(*parts: dict[str, float]) -> dict[str, float]:
 
 
 def distinct(ids: list[list[int]], n: int) -> float:
-    """Different n-grams over all n-grams, pooled over responses; 0 if no response has n tokens."""
+    """Distinct n-grams over all n-grams, pooled over responses; 0 if no response has n tokens."""
     grams = [tuple(row[i:i + n]) for row in ids for i in range(len(row) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
 def best_of_n(reward_Qm: np.ndarray, n: int) -> tuple[float, float]:
-    """(bound of the KL, reward) of the best of n responses, from m >= n responses of the base to each query.
+    """(bound on the KL, reward) of the best of n responses, from m >= n responses of the base to each query.
 
         KL <= log n - (n - 1) / n        E[max] = sum_i C(i - 1, n - 1) / C(m, n) r_(i), r_(1) <= ... <= r_(m)
 
-    The reward is the expectation over all subsets of n of the m, mean over queries (Beirami et al.,
-    arXiv:2401.01879, on the bound).
+    The reward is the expectation over all subsets of n of the m, averaged over queries. The bound:
+    Beirami et al., arXiv:2401.01879.
     """
     m = reward_Qm.shape[1]
     weight_m = np.array([math.comb(i, n - 1) / math.comb(m, n) for i in range(m)])

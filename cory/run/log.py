@@ -1,4 +1,4 @@
-"""What a run writes while it goes: metrics.jsonl, samples.jsonl, Weights & Biases, the progress bar."""
+"""What a run writes as it goes: metrics.jsonl, samples.jsonl, Weights & Biases, the progress bar."""
 import json
 import os
 import shlex
@@ -51,7 +51,7 @@ class RunLog:
 
 def bar_text(metrics: dict, agents: list[str]) -> str:
     """`reward 1.55 / 1.61, KL 14.92 / 11.67`: a number for each agent, a dash for one that did not play; and
-    a `sampling_gap` that no rounding makes.
+    a `sampling_gap` too large to be rounding.
     """
     def numbers(name: str) -> str:
         values = [metrics.get(f"{agent}/{name}") for agent in agents]
@@ -83,7 +83,7 @@ def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
 
 
 def table_of(rows: list[dict]):
-    """For W&B, with a column for whatever any of the rows holds."""
+    """A W&B table, with a column for every key in any of the rows."""
     import pandas as pd
     import wandb
     return wandb.Table(dataframe=pd.DataFrame(rows), allow_mixed_types=True)

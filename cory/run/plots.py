@@ -12,10 +12,10 @@ from cory.run.tables import grouped
 from cory.system.files import read_jsonl
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")  # Okabe and Ito's
-LINES = ("-", "--", "-.")               # colours come again with another line
+LINES = ("-", "--", "-.")               # colours repeat with another line style
 TITLES = {"task_reward": "task reward", "kl": "KL per response (nats)", "combined_reward": "combined reward",
           "entropy": "entropy per token (nats)", "explained_variance": "explained variance"}
-# The other metrics of every update and evaluation. What stands neither here nor above has a panel, too.
+# The other metrics of every update and evaluation. One listed neither here nor above gets a panel, too.
 WITHOUT_PANEL = {
     "task_reward_std", "length", "sampling_gap", "score", "policy_loss", "value_loss", "value_mse",
     "approx_kl", "clip_fraction", "kl_loss", "grad_norm", "kl_coef", "learning_rate", "distinct_1",
@@ -29,7 +29,7 @@ KINDS = {"training": {"linewidth": 1.2, "alpha": 0.6},
 
 
 def read_curves(run_dir: Path) -> dict[str, pd.DataFrame]:
-    """Of each agent of a run, and of the team, a row for each value: its iteration, its metric and its kind
+    """For each agent of a run, and for the team, a row for each value: its iteration, its metric and its kind
     (training, eval, greedy). An agent's iteration 0 is its base's.
     """
     rows = pd.DataFrame(read_jsonl(run_dir / "metrics.jsonl")).drop(columns="roles", errors="ignore")

@@ -30,7 +30,7 @@ def comparable(run_dirs: list[Path], by: list[str]) -> list[dict]:
                         f"each value with --by {' '.join([*by, *differ])}")
     for run_dir, again in zip(run_dirs, settings.duplicated(["method", *by, "seed"]), strict=True):
         if again:
-            raise UserError("run_dirs", str(run_dir), "has the seed of another of its group; leave one out")
+            raise UserError("run_dirs", str(run_dir), "has the seed of another in its group; leave one out")
         if not (run_dir / "eval.json").exists():
             raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
     return configs
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     parser = OneLineParser(prog="python -m cory report", description=__doc__.partition("\n")[0])
     parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
     parser.add_argument("--by", nargs="+", default=[], metavar="SETTING",
-                        help="settings of which each value is a group of its own; stands behind the folders")
+                        help="settings of which each value forms its own group; goes after the folders")
     parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="plot: png, pdf, svg")
     args = parser.parse_args(argv)
     runs = []

@@ -57,8 +57,8 @@ class Turn(NamedTuple):
 
 
 class Run(ExitStack):
-    """What a method works with: it reads `cfg`, `task` and `roles` (the agents by first role), and goes
-    through `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
+    """What a method works with: it reads `cfg`, `task` and `roles` (the agents in order of first role), and
+    goes through `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
 
     What a method must remember from one iteration to the next it keeps in `state`, a dictionary of JSON
     values and tensors that are the same in all processes: a resumed run finds it as it was. It is the
@@ -95,7 +95,7 @@ class Run(ExitStack):
                        for i, name in enumerate(names)]
         for agent in self.agents:
             cfg.require("partner_term", cfg.partner_term != "critic" or agent.policy.value_head is not None,
-                        f"needs a critic, which {agent.name}'s advantage {agent.cfg.advantage} has not")
+                        f"needs a critic, which {agent.name}'s advantage {agent.cfg.advantage} lacks")
         self.roles = self.agents * len(self.method.agents) if cfg.share_weights else self.agents
         trained = {p for agent in self.agents for p in agent.policy.trainable_parameters().values()}
         for base in self.bases.values():
@@ -112,12 +112,12 @@ class Run(ExitStack):
         self.enter_context(signals.noted())
 
     def resume(self) -> tuple[int, str]:
-        """Puts the last checkpoint's state back. Returns (iterations done, W&B id), or (0, "")."""
+        """Restores the last checkpoint's state. Returns (iterations done, W&B id), or (0, "")."""
         cfg, state = self.cfg, load_checkpoint(self.run_dir, self.agents)
         if state is None:
             cfg.require("resume", not (self.run_dir / "final").exists(), "the run is finished, and has no "
-                        "checkpoint to go on from")
-            print("no checkpoint has been made yet: the run starts from its beginning", flush=True)
+                        "checkpoint to continue from")
+            print("no checkpoint has been made yet: the run starts from the beginning", flush=True)
             return 0, ""
         done = state["iteration"]
         cfg.require("iterations", cfg.iterations > done or state["is_last"] and cfg.iterations == done,
@@ -128,7 +128,7 @@ class Run(ExitStack):
         return done, state["wandb_id"]
 
     def iterations(self) -> Iterator[int]:
-        """Yields start + 1 .. iterations. A new run first evaluates the base, which all agents equal."""
+        """Yields start + 1 .. iterations. A new run first evaluates the base, from which all agents start."""
         if self.start == 0:
             metrics = {f"eval/{column}/{name}": value for column, base in self.bases.items()
                        for name, value in evaluate(base, base, self.task, self.cfg).items()}
@@ -148,7 +148,7 @@ class Run(ExitStack):
         """Logs, evaluates and saves what is due: whatever the iteration changes must have changed by then.
 
         `turns` were played on `queries`; `roles` are the agents in the order of their roles in the next
-        iteration; `metrics` are what a method measured beside, by name.
+        iteration; `metrics` are whatever else the method measured, by name.
         """
         cfg, last = self.cfg, iteration == self.cfg.iterations
         if {agent.name for agent in roles} != {agent.name for agent in self.agents}:
@@ -170,7 +170,7 @@ class Run(ExitStack):
             self.stop(iteration, received[0])
 
     def stop(self, iteration: int, number: int) -> None:
-        """Ends a run that a signal has reached, after an iteration that is saved."""
+        """Ends a run that has received a signal, after an iteration that is saved."""
         self.close()
         folder = shlex.quote(str(self.run_dir))
         hint = f"go on with: {processes().launcher} {sys.argv[0]} --resume --run_dir {folder}"
@@ -197,7 +197,7 @@ class Run(ExitStack):
                 "tokens_per_second": tokens / phases.get("sampling_seconds", math.inf)}
 
     def evaluate_agents(self) -> dict[str, float]:
-        """Of each agent, beside its base, whatever its reference has become."""
+        """Each agent against its base, whatever its reference has become."""
         return {f"eval/{agent.name}/{name}": value for agent in self.agents for name, value in
                 evaluate(agent.policy, self.bases[self.columns[agent.name]], self.task, agent.cfg).items()}
 
@@ -253,7 +253,7 @@ def new_folder(cfg: Config) -> str:
 
 
 def require_agents(cfg: Config, names: list[str]) -> None:
-    """Agents whose settings can be used. Raises `UserError`."""
+    """Raises `UserError` unless the settings of each agent can be used."""
     for name in cfg.agent_settings.keys() - {*names}:
         raise UserError("flag", f"--{name}", f"names no agent of this run; it has {', '.join(names)}"
                         f"{' (--share_weights true)' * cfg.share_weights}")
@@ -265,7 +265,7 @@ def require_agents(cfg: Config, names: list[str]) -> None:
 
 
 def load_bases(cfg: Config, columns: dict[str, str], device: torch.device) -> dict[str, LanguageModel]:
-    """The base of each column of `Config.base_columns`; agents of equal bases share one."""
+    """The base of each column of `Config.base_columns`; agents with the same base share it."""
     bases = {}
     for name, column in columns.items():
         if column not in bases:
@@ -279,7 +279,7 @@ def load_bases(cfg: Config, columns: dict[str, str], device: torch.device) -> di
 def find_task(cfg: Config) -> type[Task]:
     task = find("task", cfg.task, TASKS)
     is_task = isinstance(task, type) and issubclass(task, Task)
-    cfg.require("task", is_task, "is no subclass of cory.tasks.task.Task; make it one")
+    cfg.require("task", is_task, "is not a subclass of cory.tasks.task.Task; make it one")
     return task
 
 
@@ -315,8 +315,8 @@ def require_same_probe(cfg: Config, before: dict[str, dict], now: dict[str, dict
         for what, value in old.items():
             new = now[column][what]
             same = np.allclose(value, new, atol=rounding) if what == "probabilities" else value == new
-            cfg.require("model", same, f"the {what} of {column} are not what this run began with; put model, "
-                        "chat template and data back, or start a new run")
+            cfg.require("model", same, f"the {what} of {column} are not what this run began with; restore "
+                        "model, chat template and data, or start a new run")
 
 
 def first_lines(cfg: Config, agents: list[str], device_: torch.device) -> str:

@@ -49,11 +49,11 @@ def groups_table(corner: str, groups: dict[str, list[dict]]) -> str:
     rows = [[name.replace("_", " "), *(cell(name, [member.get(name) for member in members])
                                        for members in groups.values())] for name in names]
     rows.insert(0, [corner, *groups])
-    return table(rows if len(groups) <= 6 else list(zip(*rows, strict=True)))       # many groups: one a row
+    return table(rows if len(groups) <= 6 else list(zip(*rows, strict=True)))       # many groups: one per row
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown with aligned columns, the first to the left, the others to the right; rows[0] is the head."""
+    """Markdown, first column aligned left, the others right; rows[0] is the header."""
     first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = [[row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows]
     head, *lines = [f"| {' | '.join(cells)} |" for cells in padded]

@@ -30,7 +30,7 @@ def resolve_auto(cfg: Config) -> tuple[Config, torch.device]:
 def prepare_device(cfg: Config, device: torch.device) -> None:
     """Sets precision, attention kernels and memory of this process."""
     if device.type == "cuda":
-        # under bfloat16 the head, whose logits need float32's range of digits, multiplies in TF32
+        # under bfloat16 the head multiplies in TF32, which has three more bits of precision
         torch.backends.cuda.matmul.fp32_precision = "ieee" if cfg.dtype == "float32" else "tf32"
         # cuDNN's backward pass gives NaN for left padding (pytorch issue 196678), and new shapes are slow
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,4 +1,4 @@
-"""The files of a run folder: what is written is whole, and one process at a time writes."""
+"""The files of a run folder: files are written whole, by one process at a time."""
 import json
 import os
 import shutil
@@ -31,7 +31,7 @@ def append_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Rows, none if there is no file; a last line that a kill has cut off is left out."""
+    """Rows, none if there is no file; a last line that a kill has cut off is dropped."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
@@ -39,7 +39,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 @contextmanager
 def claimed(folder: Path, resume: bool) -> Iterator[None]:
-    """The folder of a run is this process's alone until the block ends; it is removed if it is still empty
+    """The run folder belongs to this process alone until the block ends; it is removed if it is still empty
     then. Raises `UserError`.
     """
     folder.mkdir(parents=True, exist_ok=True)

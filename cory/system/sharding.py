@@ -48,8 +48,8 @@ def shard_like(x: Tensor, parameter: nn.Parameter) -> Tensor:
 
 @contextmanager
 def unsharded(*models) -> Iterator[None]:
-    """A block in which all weights are whole: a forward pass in it asks nothing of other processes."""
-    lms = dict.fromkeys(model.lm for model in models if is_sharded(model.lm))   # in one order everywhere
+    """A block in which all weights are whole: a forward pass in it needs no other process."""
+    lms = dict.fromkeys(model.lm for model in models if is_sharded(model.lm))   # in the same order everywhere
     groups = [module for lm in lms for module in lm.modules() if hasattr(module, "unshard")]
     for group in groups:
         group.set_reshard_after_forward(False, recurse=False)
@@ -61,7 +61,7 @@ def unsharded(*models) -> Iterator[None]:
 
 
 def by_placement(parameters: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The replicated parameters and the sharded ones, which no operation takes together; no empty list."""
+    """The replicated parameters and the sharded ones, which no operation can mix; no empty list."""
     groups = [[p for p in parameters if is_sharded(p) == sharded] for sharded in (False, True)]
     return [group for group in groups if group]
 
@@ -73,7 +73,7 @@ def gradient_norm(parameters: Collection[nn.Parameter]) -> float:
 
 
 def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:
-    """The same rows in as many groups as the process with most has: all must make as many passes."""
+    """The same rows in as many groups as the process with the most: all must make equally many passes."""
     most = max(processes().gather([len(groups)]))
     while len(groups) < most:
         *shorter, longest = sorted(groups, key=len)

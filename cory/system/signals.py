@@ -8,7 +8,7 @@ from cory.system.distributed import processes
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 received: list[int] = []        # since `noted` began
-handled = {}                    # in its block: {signal: its handler before}
+handled = {}                    # in its block: {signal: its previous handler}
 
 
 @contextmanager
@@ -33,18 +33,18 @@ def handle(number: int, frame) -> None:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
     if not received and processes().is_main:
-        os.write(2, b"\nthis iteration is finished first\n")    # `print` may be what has been interrupted
+        os.write(2, b"\nfinishing this iteration first\n")    # `print` may be what has been interrupted
     received.append(number)
 
 
 def mask(how: int) -> None:
-    """While a run forks, signals wait: Python forgets those that reach the child as it starts."""
+    """While a run forks, signals wait: Python loses those that reach the child as it starts."""
     if handled:
         signal.pthread_sigmask(how, SIGNALS)
 
 
 def end_by_signals() -> None:
-    """A process that a reward forks ends by a signal at once: it has no iteration to finish."""
+    """A process forked by a reward ends at once on a signal: it has no iteration to finish."""
     for number in handled:
         signal.signal(number, signal.SIG_DFL)
     mask(signal.SIG_UNBLOCK)

@@ -2,7 +2,7 @@
 import re
 from decimal import Decimal, InvalidOperation
 
-# The groups of 1 234 may be parted by thin or no-break spaces or apostrophes.
+# The groups of 1 234 may be separated by thin or no-break spaces or apostrophes.
 NUMBER = re.compile(r"""
     ( (?<![A-Za-z0-9.)\]}%])                        # a sign that follows no word, number or bracket,
       - (?:\\?[$€£¥₹])? )?                          # and touches the number or its currency
@@ -15,7 +15,7 @@ PLAIN = str.maketrans("０１２３４５６７８９，．－−", "0123456789,
 
 
 def gold_answer(solution: str) -> Decimal | None:
-    """The number in which a worked solution ends, behind `####`."""
+    """The number in which a worked solution ends, after `####`."""
     match = re.search(r"####\s*(-?[0-9.,]+)\s*$", solution)
     return decimal(match[1]) if match else None
 
@@ -23,7 +23,7 @@ def gold_answer(solution: str) -> Decimal | None:
 def last_number(response: str) -> Decimal | None:
     r"""The paper's rule: the last number of a response, before it asks a "Question:" of its own.
 
-    Currency signs, units, markup and commas between digits are left out (the commas as in lm-eval). LaTeX's
+    Currency signs, units, markup and commas between digits are ignored (the commas as in lm-eval). LaTeX's
     `{,}` is a comma, its `\,` a thin space. A minus belongs to the number that it touches, unless a word or a
     number stands right before it: `-7` is -7, `5-7` and `- 7` end in 7. `1/2` ends in 2.
     """
@@ -37,7 +37,7 @@ def last_number(response: str) -> Decimal | None:
 
 
 def strict(response: str) -> Decimal | None:
-    """OpenAI's rule (arXiv:2110.14168): the number right behind the first `#### `, compared as a number."""
+    """OpenAI's rule (arXiv:2110.14168): the number right after the first `#### `, compared as a number."""
     match = re.search(r"#### (-?[0-9.,]+)", response)           # the pattern published with the data set
     return decimal(match[1]) if match else None
 

@@ -10,7 +10,7 @@ from cory.errors import UserError
 
 
 class Data(NamedTuple):
-    """Rows to make queries of: strings, tuples, or whatever hashable thing the task's `query` takes."""
+    """Rows to make queries from: strings, tuples, or whatever hashable thing the task's `query` takes."""
     train: list
     validation: list            # to choose settings by
     test: list                  # to report
@@ -19,8 +19,8 @@ class Data(NamedTuple):
 def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     """{split: the text of the column in each row, or a tuple of several}. Raises `UserError`.
 
-    A lone .jsonl file is the split `train`. Of a folder train.jsonl, validation.jsonl and test.jsonl are
-    read. Any other layout (parquet, csv, the Hub) is read by `datasets`, of several subsets `main`.
+    A lone .jsonl file is the split `train`. From a folder train.jsonl, validation.jsonl and test.jsonl
+    are read. Any other layout (parquet, csv, the Hub) is read by `datasets`; of several subsets, `main`.
     """
     path = Path(dataset)
     files = {"train": path} if path.is_file() else {name: path / f"{name}.jsonl" for name in Data._fields}
@@ -28,7 +28,7 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     try:
         splits = {split: read_jsonl(file) for split, file in files.items()} or read_with_datasets(dataset)
     except Exception as error:                                  # each file format raises errors of its own
-        hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a name of the Hub"
+        hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a Hub name"
         raise UserError("dataset", dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
     if "train" not in splits:
         raise UserError("dataset", dataset, f"has no split named train, only {', '.join(splits)}")
@@ -62,8 +62,8 @@ def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
 
 
 def divided(cfg: Config, splits: dict[str, list]) -> Data:
-    """The splits. Where validation or test is missing, it is drawn out of train and not trained on: a tenth
-    of the different rows, at least `eval_queries`, the same for every seed. Raises `UserError`.
+    """The splits. Where validation or test is missing, it is drawn from train and not trained on: a tenth of
+    the distinct rows, at least `eval_queries`, the same for every seed. Raises `UserError`.
     """
     for split in ("validation", "test"):
         if split not in splits:
@@ -76,7 +76,7 @@ def divided(cfg: Config, splits: dict[str, list]) -> Data:
     for name, need, rows in (("eval_queries", cfg.eval_queries, held_out),
                              ("batch_size", cfg.batch_size // cfg.responses_per_query, splits["train"])):
         cfg.require(name, len(rows) >= need, f"{cfg.dataset} leaves only {len(rows)} rows for its {need} "
-                    "queries; lower it or bring more data")
+                    "queries; lower it or provide more data")
     if repeated := sum(row in trained_on for row in held_out):
         print(f"{repeated} of {len(held_out)} {cfg.eval_split} rows are training rows, too")
     return Data(**splits)

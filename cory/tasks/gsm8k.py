@@ -1,4 +1,4 @@
-"""The GSM8K task: solve a word problem. The reward is 1 if the number in the response is right, else 0."""
+"""The GSM8K task: solve a word problem. The reward is 1 if the number in the response is correct, else 0."""
 from decimal import Decimal
 from statistics import fmean
 
@@ -10,7 +10,7 @@ from cory.tasks.answers import decimal, gold_answer, last_number, strict
 from cory.tasks.data import Data, divided, load_columns
 from cory.tasks.task import Task
 
-# The paper's prompts. The print does not show where their line breaks are: here every gap is one space.
+# The paper's prompts. It is unclear where their line breaks are: here every gap is one space.
 EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each from his mom and dad. "
            "How many toys does he have now? Answer: Shawn started with 5 toys. If he got 2 toys each from "
            "his mom and dad, then that is 4 more toys. 5 + 4 = 9. ")
@@ -57,7 +57,7 @@ class Gsm8k(Task):
                 for query, response in zip(queries, responses, strict=True)]
 
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
-        """Shares right by the last number, right by OpenAI's rule, and without an answer for the checker."""
+        """Shares correct by the last number, correct by OpenAI's rule, and with no answer for the checker."""
         pairs = [(response, self.gold[query]) for query, response in zip(queries, responses, strict=True)]
         return {"accuracy": fmean(last_number(response) == gold for response, gold in pairs),
                 "strict_accuracy": fmean(strict(response) == gold for response, gold in pairs),

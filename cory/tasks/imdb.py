@@ -45,9 +45,9 @@ class Imdb(Task):
         self.reward_model = SentimentReward(cfg.reward_model, model.device, max_tokens)
 
     def query(self, review: str, rng: random.Random) -> str:
-        """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, both included.
+        """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, inclusive.
 
-        DIFFERS: the released code leaves the maximum out, and drops reviews of up to 100 or 200 characters.
+        DIFFERS: the released code excludes the maximum, and drops reviews of up to 100 or 200 characters.
         """
         n = rng.randint(self.cfg.min_query_length, self.cfg.max_query_length)
         opening = review[:64 * self.cfg.max_query_length]       # enough; whole reviews would cost minutes

@@ -14,7 +14,7 @@ from cory.tasks.data import Data, divided, load_columns
 
 
 class Batch(NamedTuple):
-    queries: list[str]          # batch_size of them; each stands responses_per_query times in a row
+    queries: list[str]          # batch_size of them; each is repeated responses_per_query times in a row
     max_new_tokens: int         # the limit of a response's length
 
 
@@ -25,7 +25,7 @@ class Task:
     `pioneer_prompts` and `metrics`. A response counts as solved (greedy accuracy, pass@k) if its reward is
     above 0. `data` are the rows that `load_data` returns, `model` is the first agent's base.
     """
-    columns: ClassVar[list[str]] = ["text"]     # what is read of each row of the data set
+    columns: ClassVar[list[str]] = ["text"]     # what is read from each row of the data set
     greedy: ClassVar[bool] = False              # whether held-out evaluation also responds greedily
 
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
@@ -46,7 +46,7 @@ class Task:
 
     @classmethod
     def load_data(cls, cfg: Config) -> Data:
-        """Reads `columns` before any model is loaded. Rows of one column are strings, of several tuples."""
+        """Reads `columns` before any model is loaded. Rows of one column are strings, others tuples."""
         return divided(cfg, load_columns(cfg.dataset, cls.columns))
 
     def query(self, row, rng: random.Random) -> str:
@@ -72,7 +72,7 @@ class Task:
     def batch(self, iteration: int) -> Batch:
         """Queries of an iteration (1, 2, ...) and its length limit, uniform in the configured range.
 
-        With k = `responses_per_query`, each of the next batch_size / k rows gives one query, which stands k
+        With k = `responses_per_query`, each of the next batch_size / k rows gives one query, repeated k
         times in a row. Each pass over the data is a fresh shuffle. All is a function of seed and iteration.
         DIFFERS: the released code reseeds at every exchange, so that its lengths repeat.
         """
@@ -102,7 +102,7 @@ class Task:
         return reward_B
 
     def cut(self, response: str) -> str:
-        """A response as a prompt has room for it: its text may have more tokens than were sampled."""
+        """A response, cut to the room in a prompt: its text may have more tokens than were sampled."""
         ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
         if len(ids) <= self.room:
             return response
