@@ -30,7 +30,6 @@ SIZES = (
     "--save_every 1 --learning_rate 1e-3 --role_exchange_every 2 --wandb disabled --device cpu "
     "--num_ppo_epochs 4 --lr_schedule constant --critic_learning_rate 0 --lora_rank 0 --eval_samples 1"
 ).split()
-SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
 def byte_tokenizer(**special) -> PreTrainedTokenizerFast:
@@ -132,17 +131,9 @@ def small_flags(small) -> list[str]:
         str(small / "openings"), *SIZES, "--iterations", "5"]
 
 
-def real_data(name: str) -> Path:
-    if not (SHARED / name).exists():
-        pytest.skip(f"there is no copy of the real data {name} here: reading it was not checked")
-    return SHARED / name
-
-
 @pytest.fixture
-def imdb_data() -> Path:
-    return real_data("imdb")
-
-
-@pytest.fixture
-def gsm8k_data() -> Path:
-    return real_data("gsm8k")
+def real_data() -> Path:
+    """A folder with the folders `imdb` and `gsm8k`, as on the Hub, that the environment names."""
+    if "REAL_DATA" not in os.environ:
+        pytest.skip("REAL_DATA names no folder with imdb/ and gsm8k/: reading them was not checked")
+    return Path(os.environ["REAL_DATA"])

@@ -49,8 +49,9 @@ def test_gold_answers(solution, gold):
     assert gold_answer(solution) == number(gold)
 
 
-def test_every_real_gold_answer_is_read(gsm8k_data):
-    solutions = [json.loads(line)["answer"] for file in gsm8k_data.glob("*.jsonl") for line in file.open()]
+def test_every_real_gold_answer_is_read(real_data):
+    solutions = [json.loads(line)["answer"]
+                 for file in real_data.glob("gsm8k/*.jsonl") for line in file.open()]
     gold = [gold_answer(solution) for solution in solutions]
     assert len(gold) == 8792 and None not in gold and sum(value < 0 for value in gold) == 5
     assert all(last_number(s) == strict(s) == value for s, value in zip(solutions, gold))

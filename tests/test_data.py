@@ -47,11 +47,11 @@ def test_held_out_rows_that_are_trained_on_are_counted_in_one_line(capsys):
     assert capsys.readouterr().out == "4 of 22 test rows are training rows, too\n"
 
 
-def test_the_test_split_of_the_real_data_is_whole(gsm8k_data, imdb_data):
-    problems = Gsm8k.load_data(Gsm8kConfig(dataset=str(gsm8k_data)))
+def test_the_test_split_of_the_real_data_is_whole(real_data):
+    problems = Gsm8k.load_data(Gsm8kConfig(dataset=str(real_data / "gsm8k")))
     assert [len(rows) for rows in problems] == [7473 - 747, 747, 1319]
     assert not {*problems.train} & {*problems.validation, *problems.test}
-    reviews = Imdb.load_data(ImdbConfig(dataset=str(imdb_data)))
+    reviews = Imdb.load_data(ImdbConfig(dataset=str(real_data / "imdb")))
     assert len(reviews.test) == 25_000 and not {*reviews.train} & {*reviews.validation}
 
 
