@@ -83,8 +83,8 @@ def dequantize(lm, low) -> None:
 
 @pytest.mark.parametrize("rounded", [dict(dtype="bfloat16"), dict(load_in_4bit=True)], ids=str)
 def test_adapters_on_a_rounded_base_have_the_same_gradient_but_for_rounding(rounded, folder):
-    """They are in float32, and start as the base, exactly. Responses are sampled before the gradient, which is
-    that of the weights as rounded to 4 bits.
+    """They are in float32, and start as the base, exactly. Responses are sampled before the gradient, which
+    is that of the weights as rounded to 4 bits.
     """
     if "load_in_4bit" in rounded:
         pytest.importorskip("bitsandbytes")
