@@ -81,5 +81,6 @@ def test_runs_are_measured_against_their_base_and_again(rank, small_flags, tmp_p
         assert np.mean(rewards) == pytest.approx(held_out[name]["task_reward"], rel=1e-4)
     evaluate.main([str(run), "--samples", "1", "--device", "cpu", "--queries", "99"])
     assert read(run / "evaluation" / "results.json")["queries"] == 20               # all that there are
+    assert "samples is 0" in error_line(evaluate.main, [run, "--samples", "0"], capsys)
     shutil.rmtree(run / "final")
     assert "is no finished run" in error_line(evaluate.main, [run], capsys)

@@ -64,6 +64,7 @@ def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_and_the_tea
     # what the method measures is the team's, and not the first agent's
     assert lines_of(figure, "copies", "CORY TEAM") == [[[0, 0.1], [12, 0.3]]]
     assert lines_of(figure, "copies", "CORY LLM1") == []
+    assert lines_of(figure, "copies", "base") == []
 
 
 def test_bands_and_running_means_by_hand():

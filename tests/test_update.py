@@ -141,7 +141,7 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, flo
         monkeypatch.setattr(update, "losses", gspo)
         del metrics["clip_fraction"]
     if case != "whole":                                     # a few rows at a time through the LM head
-        monkeypatch.setattr(batches, "lm_head_tokens", lambda model: 9)
+        monkeypatch.setattr(update, "lm_head_tokens", lambda model: 30)
     found = ppo_update(agent, rollout, SCORE.double())
     for name, p in agent.policy.trainable_parameters().items():
         torch.testing.assert_close(p, expected[name], atol=1e-9, rtol=1e-9)

@@ -33,7 +33,7 @@ class Rollout:
     ref_logp_BT: Tensor | None = None   # log pi0(a_t | s_t), nats
     kl_BT: Tensor | None = None         # nats: KL(pi_old || pi0) at s_t (full), or log pi_old / pi0 (k1)
     value_BT: Tensor | None = None      # V_old(s_t), units of reward; None without a critic
-    advantage_BT: Tensor | None = None  # of the update, whitened if the settings say so
+    advantage_BT: Tensor | None = None  # of the update, whitened unless it compares a group
     return_BT: Tensor | None = None     # what the critic learns: advantage before whitening + V_old
 
     @property

@@ -73,7 +73,7 @@ def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
     advantage_BT = advantage_BT.to(mask_BT)             # an estimator may return integers
 
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
-    if "group_size" not in asked:                       # group comparison has already normalised it
+    if "group_size" not in asked:                       # those that compare a group stay as they are
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     return replace(rollout, advantage_BT=advantage_BT, return_BT=return_BT)
 
