@@ -9,7 +9,17 @@ import pytest
 import torch
 from conftest import save_llama
 from safetensors.torch import load_file
-from toys import bigram, error_line, read, require_same_runs, rows, same_tensors, settings, stopped
+from toys import (
+    bigram,
+    error_line,
+    read,
+    require_same_runs,
+    rows,
+    same_tensors,
+    saved_tensors,
+    settings,
+    stopped,
+)
 
 import train_imdb
 from cory import train
@@ -128,7 +138,7 @@ def test_reset_at_an_exchange_forgets_moments_and_the_kl_coefficients(flags, tmp
     for agent in ("llm1", "llm2"):
         kl_coefs = [row[f"{agent}/kl_coef"] for row in rows(folder)[1:]]
         assert kl_coefs[0] == kl_coefs[2] == 0.15 != kl_coefs[1]
-    later, exchanged = map(load_file, checkpoints_of(folder))
+    later, exchanged = map(saved_tensors, checkpoints_of(folder))
     assert any("/adam/" in key for key in later) and not any("/adam/" in key for key in exchanged)
 
 

@@ -149,6 +149,16 @@ def stopped(run_dir: Path, copy: Path) -> Path:
     return copy
 
 
+def saved_tensors(checkpoint: Path) -> dict:
+    """The agents' weights and Adam's moments, by AGENT/tensors/NAME and AGENT/adam/NAME/MOMENT."""
+    flat = {}
+    for agent, saved in torch.load(checkpoint, weights_only=True)["agents"].items():
+        flat |= {f"{agent}/tensors/{name}": x for name, x in saved["tensors"].items()}
+        flat |= {f"{agent}/adam/{name}/{moment}": x
+                 for name, moments in saved["adam"].items() for moment, x in moments.items()}
+    return flat
+
+
 def same_tensors(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 

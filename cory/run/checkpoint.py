@@ -1,22 +1,18 @@
 """State on disk, so that a killed run continues bit for bit (on a CPU; some CUDA kernels add in varying
 order), and the final models, for plain transformers.
 
-A checkpoint is one safetensors file, `checkpoints/iteration_000012-CHECKSUM.safetensors`:
+A checkpoint is one file of `torch.save`, `checkpoints/iteration_000012-CHECKSUM.pt`, loaded with
+`weights_only`, so that no code in it can run:
 
-    llm1/tensors/NAME               what `Agent.tensors` returns: trained weights, a reference of its own
-    llm1/adam/NAME/exp_avg          what Adam keeps for a weight
-    state/NAME                      a tensor of `run.state`, what the method remembers
-    "state" in the file's header    all else, as JSON
+    {"iteration": 12, "roles": ..., "memory": `run.state`, "agents": {"llm1": what `agent_state` returns}}
 
-CHECKSUM is the start of the file's SHA-256. The file is written under another name and renamed. Nothing is
-ever unpickled.
+CHECKSUM is the start of the file's SHA-256. The file is written under another name and renamed.
 """
 import hashlib
-import json
+from io import BytesIO
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,8 +23,6 @@ from cory.system.distributed import processes
 from cory.system.files import put_in_place
 from cory.system.sharding import full_tensor, is_sharded, shard_like
 
-TENSOR = "tensor of the file"                               # stands for one in the JSON part
-
 
 # --- save ---
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], memory: dict, about: dict) -> None:
@@ -36,55 +30,39 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], memory: 
     `UserError`, and leaves the older checkpoints, for weights that are not finite.
     """
     require_finite(agents)
-    tensors = {}
-    state = about | {"iteration": iteration, "memory": packed("state", memory, tensors),
-                     "numbers": {agent.name: agent.numbers() for agent in agents}}
-    for agent in agents:
-        tensors |= {f"{agent.name}/tensors/{name}": x for name, x in agent.tensors().items()}
-        for name, parameter in agent.policy.trainable_parameters().items():
-            for moment, x in agent.optimizer.state[parameter].items():
-                tensors[f"{agent.name}/adam/{name}/{moment}"] = torch.as_tensor(x)
-    tensors = gathered(tensors)
-    processes().broadcast(lambda: write(run_dir, tensors, state))
+    state = about | {"iteration": iteration, "memory": memory,
+                     "agents": {agent.name: agent_state(agent) for agent in agents}}
+    processes().broadcast(lambda: write(run_dir, state))
 
 
-def write(run_dir: Path, tensors: dict[str, Tensor], state: dict) -> None:
+def agent_state(agent: Agent) -> dict:
+    """Its numbers, its tensors by name, and what Adam keeps for each weight."""
+    adam = {name: gathered(agent.optimizer.state[parameter])
+            for name, parameter in agent.policy.trainable_parameters().items()}
+    return {"numbers": agent.numbers(), "tensors": gathered(agent.tensors()), "adam": adam}
+
+
+def write(run_dir: Path, state: dict) -> None:
     folder = run_dir / "checkpoints"
     folder.mkdir(exist_ok=True)
     for old in checkpoints_of(run_dir)[1:]:                 # first: the disk never holds three
         old.unlink()
     temporary = folder / "writing"
-    save_file(tensors, temporary, {"state": json.dumps(state)})
-    name = f"iteration_{state['iteration']:06d}-{checksum(temporary)}.safetensors"
-    put_in_place(temporary, folder / name)
+    torch.save(state, temporary)
+    put_in_place(temporary, folder / f"iteration_{state['iteration']:06d}-{checksum(temporary)}.pt")
 
 
-def packed(name: str, value, tensors: dict[str, Tensor]):
-    """`value` as JSON: a tensor in it goes to `tensors`, and leaves its name. Raises `UserError` for what
-    would not come back as it is: tuples, sets, objects, keys that are not text.
-    """
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach().clone()
-        return {TENSOR: name, "on_cpu": value.device.type == "cpu"}
-    if type(value) is dict and all(type(key) is str for key in value):
-        return {key: packed(f"{name}/{key}", item, tensors) for key, item in value.items()}
-    if type(value) is list:
-        return [packed(f"{name}/{i}", item, tensors) for i, item in enumerate(value)]
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    raise UserError(f"run.{name}", value, f"is a {type(value).__name__}; keep numbers, text, lists, tensors "
-                    "and dictionaries with text as keys there")
-
-
-def unpacked(value, file: safe_open, device: torch.device):
-    """The inverse of `packed`; `device` is for tensors that were on a GPU."""
-    if isinstance(value, list):
-        return [unpacked(item, file, device) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if TENSOR in value:
-        return file.get_tensor(value[TENSOR]).to("cpu" if value["on_cpu"] else device)
-    return {key: unpacked(item, file, device) for key, item in value.items()}
+def require_loadable(memory: dict) -> None:
+    """Raises `UserError` for a value of `run.state` that a resumed run would not find as it was."""
+    for name, value in memory.items():
+        file = BytesIO()
+        try:
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception as error:
+            raise UserError(f"run.state[{name!r}]", value, "cannot be restored; keep numbers, text and tensors, "
+                            "or lists, tuples, sets and dictionaries of these") from error
 
 
 def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -111,11 +89,11 @@ def checksum(path: Path) -> str:
 # --- load ---
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """The run's checkpoints, newest first."""
-    return sorted((run_dir / "checkpoints").glob("iteration_*-*.safetensors"), reverse=True)
+    return sorted((run_dir / "checkpoints").glob("iteration_*-*.pt"), reverse=True)
 
 
 def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
-    """Restores the newest checkpoint. Returns its JSON part; None if there is none.
+    """Restores the agents from the newest checkpoint, and returns it; None if there is none.
 
     Raises `UserError`, before anything is restored, for one that is damaged or of other agents.
     """
@@ -126,42 +104,38 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     if not newest.stem.endswith(f"-{checksum(newest)}"):
         hint = f"delete it to go on from {paths[1].name}" if paths[1:] else "start a new run"
         raise UserError("checkpoint", str(newest), f"is damaged (its checksum does not match); {hint}")
-    with safe_open(newest, "pt") as file:
-        state = json.loads(file.metadata()["state"])
-        keys = set(file.keys())
-        for agent in agents:
-            if any(key.startswith(f"{agent.name}/tensors/reference.") for key in keys):
-                agent.move_reference()
-        require_same_agents(newest, file, keys, agents)
-        for agent in agents:
-            put_back(file, keys, agent, state["numbers"][agent.name])
-        state["memory"] = unpacked(state["memory"], file, agents[0].policy.device)
+    # mapped: each process reads one tensor at a time and keeps its part
+    state = torch.load(newest, weights_only=True, mmap=True, map_location=lambda storage, place:
+                       storage if place == "cpu" else storage.to(device=agents[0].policy.device))
+    saved = state["agents"]
+    for agent in agents:
+        if any(name.startswith("reference.") for name in saved.get(agent.name, {"tensors": {}})["tensors"]):
+            agent.move_reference()
+    require_same_agents(newest, saved, agents)
+    for agent in agents:
+        put_back(agent, **saved[agent.name])
     return state
 
 
-def require_same_agents(checkpoint: Path, file: safe_open, keys: set[str], agents: list[Agent]) -> None:
-    """The tensors in a checkpoint are these agents', by name and shape. Raises `UserError`."""
-    saved = {key: tuple(file.get_slice(key).get_shape()) for key in keys if "/tensors/" in key}
-    wanted = {f"{agent.name}/tensors/{name}": tuple(x.shape)
-              for agent in agents for name, x in agent.tensors().items()}
-    if saved != wanted:
-        name, shape = min(saved.items() ^ wanted.items())
+def require_same_agents(checkpoint: Path, saved: dict[str, dict], agents: list[Agent]) -> None:
+    """Raises `UserError` unless the agents' tensors have the names and shapes of those in a checkpoint."""
+    old = {(f"{agent}/{name}", x.shape) for agent in saved for name, x in saved[agent]["tensors"].items()}
+    new = {(f"{agent.name}/{name}", x.shape) for agent in agents for name, x in agent.tensors().items()}
+    if old != new:
+        name, shape = min(old ^ new)
         raise UserError("checkpoint", str(checkpoint), f"is of other agents, which differ in {name} of shape "
-                        f"{shape}; undo that edit, or start a new run")
+                        f"{tuple(shape)}; undo that edit, or start a new run")
 
 
-def put_back(file: safe_open, keys: set[str], agent: Agent, numbers: dict[str, float]) -> None:
-    """Numbers, weights in place, Adam's state; each process reads one tensor at a time and keeps its part."""
+def put_back(agent: Agent, numbers: dict, tensors: dict[str, Tensor], adam: dict[str, dict]) -> None:
+    """Numbers, weights in place, Adam's state."""
     for name, number in numbers.items():
         setattr(agent, name, number)
     for name, x in agent.tensors().items():
-        x.data.copy_(shard_like(file.get_tensor(f"{agent.name}/tensors/{name}"), x))
+        x.data.copy_(shard_like(tensors[name], x))
     for name, parameter in agent.policy.trainable_parameters().items():
-        prefix = f"{agent.name}/adam/{name}/"
-        for key in (key for key in keys if key.startswith(prefix)):
-            saved = file.get_tensor(key).clone()                    # not a view of the file
-            moment = shard_like(saved.to(parameter.device), parameter)
-            agent.optimizer.state[parameter][key.removeprefix(prefix)] = moment
+        agent.optimizer.state[parameter] = {moment: shard_like(x.clone().to(parameter.device), parameter)
+                                            for moment, x in adam[name].items()}
 
 
 # --- final models ---

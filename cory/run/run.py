@@ -24,7 +24,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import encode_prompts, real_ids
-from cory.run.checkpoint import load_checkpoint, packed, save_checkpoint, save_final
+from cory.run.checkpoint import load_checkpoint, require_loadable, save_checkpoint, save_final
 from cory.run.evaluation import evaluate, merged
 from cory.run.log import RunLog
 from cory.run.plots import draw_runs
@@ -60,9 +60,9 @@ class Run(ExitStack):
     """What a method works with: it reads `cfg`, `task` and `roles` (the agents in order of first role), and
     goes through `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
 
-    What a method must remember from one iteration to the next it keeps in `state`, a dictionary of JSON
-    values and tensors that are the same in all processes: a resumed run finds it as it was. It is the
-    method's `self.state`, too. `with Run(cfg) as run:` holds the run's folder and its log until the block
+    What a method must remember from one iteration to the next it keeps in `state`, a dictionary of numbers,
+    text, tensors and collections of these, the same in all processes: a resumed run finds it as it was. It is
+    the method's `self.state`, too. `with Run(cfg) as run:` holds the run's folder and its log until the block
     ends.
     """
 
@@ -153,7 +153,7 @@ class Run(ExitStack):
         cfg, last = self.cfg, iteration == self.cfg.iterations
         if {agent.name for agent in roles} != {agent.name for agent in self.agents}:
             raise UserError("roles", [agent.name for agent in roles], "must be all agents of the run")
-        packed("state", self.state, {})
+        require_loadable(self.state)
         row = merged(self.metrics_of(queries, turns), metrics or {}, self.times(turns))
         samples = self.samples(iteration, queries, turns)
         if last or cfg.eval_every and iteration % cfg.eval_every == 0:
