@@ -26,8 +26,8 @@ from cory.system.sharding import full_tensor, is_sharded, shard_like
 
 # --- save ---
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], memory: dict, about: dict) -> None:
-    """`memory` is `run.state`, and `about` other JSON values. The previous checkpoint is kept. Raises
-    `UserError`, and leaves the older checkpoints, for weights that are not finite.
+    """`memory` is `run.state`, and `about` whatever else a run needs. The previous checkpoint is kept.
+    Raises `UserError`, and leaves the older checkpoints, for weights that are not finite.
     """
     require_finite(agents)
     state = about | {"iteration": iteration, "memory": memory,
@@ -61,8 +61,8 @@ def require_loadable(memory: dict) -> None:
             file.seek(0)
             torch.load(file, weights_only=True)
         except Exception as error:
-            raise UserError(f"run.state[{name!r}]", value, "cannot be restored; keep numbers, text and tensors, "
-                            "or lists, tuples, sets and dictionaries of these") from error
+            hint = "cannot be restored; keep numbers, text, tensors, lists, tuples and dictionaries of these"
+            raise UserError(f"run.state[{name!r}]", value, hint) from error
 
 
 def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
