@@ -117,7 +117,7 @@ class Config:
         """The settings of one agent: the run's, overridden by its own. Raises `UserError`."""
         return replace(self, agent_settings={}, **self.agent_settings.get(name, {}))
 
-    def base_columns(self, agents: list[str]) -> dict[str, str]:
+    def base_names(self, agents: list[str]) -> dict[str, str]:
         """{agent: what its base is called in logs}: `base` is the first agent's, `base_llm2` a different one
         that llm2 is the first to use.
         """
@@ -181,7 +181,7 @@ class Config:
         require("load_in_4bit", self.lora_rank > 0 or not self.load_in_4bit,
                 "trains nothing by itself: 4-bit weights are frozen; add --lora_rank 16")
 
-    def unread(self) -> dict[str, str]:
+    def without_effect(self) -> dict[str, str]:
         """{setting: the condition under which it has an effect}, for settings that otherwise have none.
 
         Such flags are rejected. A method or an advantage of your own may read all of them.

@@ -70,8 +70,9 @@ def with_flags(config_class: type[Config], defaults: dict, argv: list[str]) -> C
     config = config_class(**vars(known), agent_settings=agent_settings(parser, defaults, words))
     readers = [config, *map(config.of_agent, config.agent_settings)]
     for name, value in vars(known).items():
-        if value != parser.get_default(name) and all(name in reader.unread() for reader in readers):
-            raise UserError(name, value, f"has an effect only with {config.unread()[name]}; leave it out")
+        if value != parser.get_default(name) and all(name in reader.without_effect() for reader in readers):
+            needs = config.without_effect()[name]
+            raise UserError(name, value, f"has an effect only with {needs}; leave it out")
     return config
 
 
@@ -118,7 +119,7 @@ def class_name(config_class: type[Config]) -> str:
 
 def config_json(cfg: Config, agents: list[str]) -> str:
     """What config.json holds: the settings, their class, and each agent, in order, with its base's column."""
-    about = {"config_class": class_name(type(cfg)), "agents": cfg.base_columns(agents)}
+    about = {"config_class": class_name(type(cfg)), "agents": cfg.base_names(agents)}
     return json.dumps(about | asdict(cfg), indent=1) + "\n"
 
 

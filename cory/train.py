@@ -10,7 +10,7 @@ from cory.config import Config
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, collect_rollout
 from cory.ppo.update import ppo_update
-from cory.run.evaluation import sample_responses
+from cory.run.held_out import sample_responses
 from cory.run.run import Run, Turn
 from cory.system.distributed import launched
 
@@ -41,8 +41,8 @@ class Ppo:
         """
         return reward_B if partner_B is None else reward_B + agent.cfg.partner_reward * partner_B
 
-    def evaluate(self, run: Run, roles: list[Agent]) -> dict[str, float]:
-        """Team metrics of each held-out evaluation, logged as `eval/team/NAME`."""
+    def team_metrics(self, run: Run) -> dict[str, float]:
+        """What the agents do together, measured at each held-out evaluation, logged as `eval/team/NAME`."""
         return {}
 
 
@@ -111,7 +111,7 @@ class Cory(Ppo):
             return r2, None
         return a2.value_BT[:, 0].to(r2), None           # column 0: the state at the end of the prompt
 
-    def evaluate(self, run: Run, roles: list[Agent]) -> dict[str, float]:
+    def team_metrics(self, run: Run) -> dict[str, float]:
         """How the observer uses the pioneer's responses to the held-out queries.
 
         observer_copies: share of its responses that are the pioneer's. observer_after_better,
@@ -119,7 +119,7 @@ class Cory(Ppo):
         was not; omitted if all are equal. For rewards of 0 and 1: P(second right | first right), (... | first
         wrong).
         """
-        pioneer, observer = roles
+        pioneer, observer = run.roles
         queries, calls = run.task.held_out_queries, []
 
         def sample(agent: Agent, prompts: list[str]):

@@ -63,7 +63,7 @@ def start_iteration(self, iteration: int, batch=task.Task.batch):
 def finish_iteration(self, iteration: int, *args, **kwargs) -> None:
     present["total"] += now()
     sampling, collecting = present["sampling"], present.pop("collecting")
-    seconds.append({**present, "sampling": sampling, "scoring": collecting - sampling})
+    seconds.append({**present, "sampling": sampling, "logprob": collecting - sampling})
     print(f"iteration {iteration}: {present['total']:.3f} s", flush=True)
 
 
@@ -89,7 +89,7 @@ def main() -> None:
         cfg.require("iterations", cfg.iterations >= 2, "must be 2 or more: the first is left out")
         train.train(cfg)
     medians = {phase: statistics.median(row[phase] for row in seconds[1:])
-               for phase in ("sampling", "scoring", "update", "total")}
+               for phase in ("sampling", "logprob", "update", "total")}
     print(json.dumps({"seconds": medians, "peak_gib": peak_gib()}))
 
 

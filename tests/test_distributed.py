@@ -51,9 +51,9 @@ class Supervised(Ppo):
         optimizer_step(agent)
         return reward_B
 
-    def evaluate(self, run, roles):
+    def team_metrics(self, run):
         """Adam's moments that this process holds: numbers of exp_avg."""
-        moments = [state["exp_avg"] for state in roles[0].optimizer.state.values()]
+        moments = [state["exp_avg"] for state in run.roles[0].optimizer.state.values()]
         return {"held": sum(getattr(x, "_local_tensor", x).numel() for x in moments)}
 
 

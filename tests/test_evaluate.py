@@ -11,8 +11,7 @@ from toys import bigram, error_line, read, settings
 
 import cory.train
 import train_imdb
-from cory.ppo.formulas import pass_at_k
-from cory.run import evaluate, evaluation
+from cory.run import evaluate, held_out
 from cory.system.files import read_jsonl
 
 
@@ -22,8 +21,9 @@ def test_pass_at_k_and_best_of_n_are_means_over_all_subsets():
     """
     for right, k in product(range(6), range(1, 6)):
         solved = [any(subset) for subset in combinations([True] * right + [False] * (5 - right), k)]
-        assert pass_at_k(5, right, k) == pytest.approx(sum(solved) / len(solved))
-    best = evaluation.best_of_n(np.array([[4.0, 1, 2, 3], [0, 6, 0, 0]]), 2)
+        rewards = np.array([[1] * right + [0] * (5 - right)])
+        assert held_out.best_of_n(rewards, k)[1] == pytest.approx(sum(solved) / len(solved))
+    best = held_out.best_of_n(np.array([[4.0, 1, 2, 3], [0, 6, 0, 0]]), 2)
     assert best == pytest.approx((log(2) - 0.5, (20 / 6 + 3) / 2))
 
 
@@ -36,11 +36,11 @@ LETTERS = SimpleNamespace(
 
 def test_held_out_metrics_by_hand():
     """A model that surely says "bcbcb" after "a", against a base that is uniform over 7 tokens."""
-    assert evaluation.distinct([[1, 1, 2], [1, 2]], 2) == 2 / 3                 # (1,1), (1,2), (1,2)
+    assert held_out.distinct([[1, 1, 2], [1, 2]], 2) == 2 / 3                 # (1,1), (1,2), (1,2)
     logits_UV = torch.full((7, 7), -99.0)
     logits_UV[[0, 1, 2], [1, 2, 1]] = 99.0
     cfg = settings(max_response_length=5, init_kl_coef=0.5, eval_samples=2)
-    got = evaluation.evaluate(bigram(logits_UV), bigram(torch.zeros(7, 7)), LETTERS, cfg)
+    got = held_out.evaluate(bigram(logits_UV), bigram(torch.zeros(7, 7)), LETTERS, cfg)
     expected = {"task_reward": 5.0, "kl": 5 * log(7), "combined_reward": 5 - 0.5 * 5 * log(7), "length": 5.0,
                 "longest": 5, "distinct_1": 2 / 80, "distinct_2": 2 / 64,       # of 16 responses
                 "repeated_tokens": 0.6, "base_perplexity": 7.0}                 # 3 of 5 repeat

@@ -76,7 +76,7 @@ def test_roles_follow_the_exchange_and_metrics_stand_under_role_and_agent(whole)
 def test_an_iteration_tells_its_times(whole):
     for line in (whole / "metrics.jsonl").read_text().splitlines()[1:]:
         row = json.loads(line)
-        phases = [row[f"{phase}_seconds"] for phase in ("sampling", "scoring", "update")]
+        phases = [row[f"{phase}_seconds"] for phase in ("sampling", "logprob", "update")]
         assert min(phases) > 0 and sum(phases) < row["seconds"]
         tokens = 4 * (row["pioneer/length"] + row["observer/length"])
         assert row["tokens_per_second"] * row["sampling_seconds"] == pytest.approx(tokens)
@@ -187,8 +187,8 @@ class TwoDrafts(Cory):
     def score(self, agent, rollout, reward_B, partner_B):
         return reward_B + agent.index
 
-    def evaluate(self, run, roles):
-        return super().evaluate(run, roles) | {"pioneer": torch.tensor(roles[0].index)}
+    def team_metrics(self, run):
+        return super().team_metrics(run) | {"pioneer": torch.tensor(run.roles[0].index)}
 
 
 def test_a_method_of_ones_own_is_what_is_trained_and_evaluated(flags, tmp_path):
@@ -219,8 +219,8 @@ class Stranger(Ppo):
 
 
 class Texts(Ppo):
-    def evaluate(self, run, roles):
-        return {"pioneer": roles[0].name}
+    def team_metrics(self, run):
+        return {"pioneer": run.roles[0].name}
 
 
 @pytest.mark.parametrize("name, says", [
@@ -257,5 +257,5 @@ def test_transfer_is_measured_by_hand(knowledge_transfer, said, expected, monkey
     monkeypatch.setattr(train, "sample_responses", responses)
     cfg = SimpleNamespace(knowledge_transfer=knowledge_transfer, max_response_length=4)
     roles = [SimpleNamespace(policy=role) for role in ("pioneer", "observer")]
-    assert Cory().evaluate(SimpleNamespace(task=TASK, cfg=cfg), roles) == expected
+    assert Cory().team_metrics(SimpleNamespace(task=TASK, cfg=cfg, roles=roles)) == expected
     assert asked == [("pioneer", 1), ("observer", 2)]       # with one seed, like agents would agree by chance

@@ -6,7 +6,7 @@ import torch
 from toys import PROMPTS, agent_of, bigram, close, generator, moved, tiny_gpt2
 
 from cory.ppo import batches, formulas, rollout
-from cory.ppo.rollout import Rollout, collect_rollout, generate, join, logprobs_and_values, take
+from cory.ppo.rollout import Rollout, collect_rollout, join, logprobs_and_values, sample_rollout, take
 from cory.ppo.sampling import Prompts, Sample
 from cory.ppo.update import ppo_update
 
@@ -26,7 +26,7 @@ def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty,
     agent.policy.value_head.weight.data[0, :3] = 0.5
     response, mask = torch.tensor([[2, 0, 6], [5, 6, 6]]), torch.tensor([[1.0, 1, 1], [1, 0, 0]])
     monkeypatch.setattr(rollout, "sample", lambda *_: Sample(response, mask, torch.zeros(2, 3)))
-    scored = generate(agent.policy, agent.base, ["ab", "d"], 3, None, penalty, max_rows=1)
+    scored = sample_rollout(agent.policy, agent.base, ["ab", "d"], 3, None, penalty, max_rows=1)
     off = 0.5 * mask * torch.tensor([1.0, -1.0, 1.0])       # apart, though not in the mean
     assert replace(scored, sampling_logp_BT=scored.logp_BT + off).sampling_gap == pytest.approx(0.5)
     logp_UV, ref_UV = (model.lm.head.weight.T.log_softmax(-1) for model in (agent.policy, agent.base))
@@ -39,14 +39,14 @@ def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty,
         assert scored.value_BT[b, t] == (0.5 if u < 3 else 0)
     for x_BT in (scored.logp_BT, scored.ref_logp_BT, scored.kl_BT, scored.value_BT):
         assert (x_BT[1, 1:] == 0).all()
-    assert scored.text == ["ca", "f"] and scored.length_B.tolist() == [3, 1]
+    assert scored.text == ["ca", "f"] and scored.mask_BT.sum(1).tolist() == [3, 1]
     close(scored.kl_B, scored.kl_BT[:, 0] + scored.kl_BT[:, 1] + scored.kl_BT[:, 2])
 
 
 def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divided(monkeypatch):
     agent = moved(agent_of(tiny_gpt2()))
     whole = collect_rollout(agent, PROMPTS, 12)
-    assert len(set(whole.length_B.tolist())) > 3 and whole.kl_B.min() > 1e-3
+    assert len(set(whole.mask_BT.sum(1).tolist())) > 3 and whole.kl_B.min() > 1e-3
     assert whole.sampling_gap < 1e-5
     prompts, sampled = (whole.prompt_BP, whole.prompt_mask_BP), Sample(whole.response_BT, whole.mask_BT, None)
     policy = agent_of(agent.base).policy

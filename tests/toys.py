@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig
 
 from cory.config import ImdbConfig
 from cory.ppo.agent import Agent
@@ -55,7 +55,7 @@ class BigramLM(nn.Module):
         self.base_model = Body(len(logits_UV))
         self.head = nn.Linear(len(logits_UV), len(logits_UV), bias=False)
         self.head.weight.data = logits_UV.float().T.contiguous()
-        self.device, self.config = torch.device("cpu"), SimpleNamespace()
+        self.device, self.config = torch.device("cpu"), PretrainedConfig()
 
     def get_output_embeddings(self):
         return self.head

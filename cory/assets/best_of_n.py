@@ -12,7 +12,7 @@ import numpy as np
 
 from cory.config import ASSETS
 from cory.flags import read_config
-from cory.run.evaluation import best_of_n
+from cory.run.held_out import best_of_n
 from cory.system.files import read_jsonl
 
 # What the reward of the base's responses to held-out queries depends on.

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
 from cory.ppo.model import LanguageModel
-from cory.run.evaluation import sample_responses
+from cory.run.held_out import sample_responses
 from cory.system.device import keep_freed_memory
 from cory.tasks.answers import gold_answer, last_number
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from cory.config import LR_SCHEDULES, Config
 from cory.names import find
 from cory.ppo.advantages import estimator
-from cory.ppo.lora import adapter_parameters, add_adapter
+from cory.ppo.lora import add_adapter
 from cory.ppo.model import LanguageModel, PolicyWithValue
 from cory.system.sharding import by_placement, shard
 
@@ -65,8 +65,9 @@ class Agent:
             self.own_reference = LanguageModel(lm, policy.tokenizer, policy.dtype, policy.chat_template,
                                                adapter)
         with torch.no_grad():
-            for old, new in zip(weights(self.own_reference), weights(policy), strict=True):
-                old.copy_(new)
+            old = self.own_reference.weights().values()
+            for x, new in zip(old, policy.weights().values(), strict=True):
+                x.copy_(new)
 
     def generator(self) -> np.random.Generator:
         """A new random generator for each rollout and update, seeded by run seed, agent and a counter."""
@@ -83,14 +84,8 @@ class Agent:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps beside Adam's state: trained weights, and its own reference, if any."""
-        reference = weights(self.own_reference) if self.own_reference else []
-        return self.policy.trainable_parameters() | {f"reference.{i}": x for i, x in enumerate(reference)}
+        reference = self.own_reference.weights() if self.own_reference else {}
+        return self.policy.trainable_parameters() | {f"reference.{name}": x for name, x in reference.items()}
 
     def numbers(self) -> dict[str, float]:
         return {"kl_coef": self.kl_coef, "draws": self.draws}
-
-
-def weights(model: LanguageModel) -> list[Tensor]:
-    """The adapter's weights, or all weights if there is no adapter."""
-    return list((adapter_parameters(model.lm, model.adapter) if model.adapter else
-                 dict(model.lm.named_parameters())).values())

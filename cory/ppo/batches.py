@@ -10,7 +10,7 @@ MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
 MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
 
 
-def longest(mask: Tensor) -> int:
+def max_length(mask: Tensor) -> int:
     """Most real tokens of any row."""
     return int(mask.sum(1).max())
 
@@ -34,4 +34,5 @@ def by_length(prompt_mask_BP: Tensor, mask_BT: Tensor, max_rows: int) -> list[Te
 
 def lm_head_tokens(model: LanguageModel) -> int:
     """How many tokens' logits are computed together: a multiple of 64, for efficient matrix products."""
-    return max(64, MAX_LOGITS_PER_PASS[model.device.type] // model.vocab_size // 64 * 64)
+    vocab_size = model.lm.get_output_embeddings().weight.shape[0]
+    return max(64, MAX_LOGITS_PER_PASS[model.device.type] // vocab_size // 64 * 64)

@@ -131,13 +131,3 @@ def linear(progress: float) -> float:
 def cosine(progress: float) -> float:
     """Half a cosine from 1 to 0 (Loshchilov & Hutter, arXiv:1608.03983, without restarts)."""
     return (1.0 + math.cos(math.pi * progress)) / 2
-
-
-# --- evaluation ---
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """`1 - C(n - c, k) / C(n, k)`: the chance that k of n responses, c of which are correct, include one.
-
-    An unbiased estimate of that chance for k independent responses, 1 <= k <= n (Chen et al.,
-    arXiv:2107.03374, sec. 2.1).
-    """
-    return 1 - math.comb(n - c, k) / math.comb(n, k)

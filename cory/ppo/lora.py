@@ -30,7 +30,7 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
         parameter.data = parameter.data.float()
     if Path(lm.name_or_path).exists():                  # to be found from any folder
         lm.peft_config[name].base_model_name_or_path = str(Path(lm.name_or_path).resolve())
-    use(lm, None)
+    switch_to(lm, None)
     return name
 
 
@@ -41,17 +41,17 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
     info = lm.load_adapter(str(folder), adapter_name=name, use_safetensors=True)
     if missing := [path for path in info.missing_keys if f".{name}." in path]:
         raise ValueError(f"{folder} lacks {missing[0]}")
-    use(lm, None)
+    switch_to(lm, None)
     return name
 
 
 def activate(lm: nn.Module, name: str | None) -> None:
     """Makes the model compute with one adapter, or with none. A model without adapters stays as it is."""
     if getattr(lm, "adapter_in_use", None) != name:
-        use(lm, name)
+        switch_to(lm, name)
 
 
-def use(lm: nn.Module, name: str | None) -> None:
+def switch_to(lm: nn.Module, name: str | None) -> None:
     if name is None:
         lm.disable_adapters()
     else:

@@ -37,12 +37,21 @@ class LanguageModel(nn.Module):
         return self.lm.device
 
     @property
-    def vocab_size(self) -> int:
-        return self.lm.get_output_embeddings().weight.shape[0]
-
-    @property
     def context_length(self) -> int | None:
-        return context_length(self.lm.config)
+        """Maximum number of tokens; None where the config does not say. "longrope" and "dynamic" RoPE rescale
+        all positions beyond the original context, which is then the limit.
+        """
+        config = self.lm.config.get_text_config()
+        lengths = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") in ("longrope", "dynamic"):
+            lengths += [rope.get("original_max_position_embeddings"),
+                        getattr(config, "original_max_position_embeddings", None)]
+        return min((length for length in lengths if length), default=None)
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The adapter's weights by name, or all weights if there is no adapter."""
+        return adapter_parameters(self.lm, self.adapter) if self.adapter else dict(self.lm.named_parameters())
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -135,9 +144,8 @@ class PolicyWithValue(LanguageModel):
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """By name: all weights or the adapter's, as `lm.NAME`, and those of the value head."""
-        lm = adapter_parameters(self.lm, self.adapter) if self.adapter else dict(self.lm.named_parameters())
         head = {} if self.value_head is None else dict(self.value_head.named_parameters())
-        trained = {f"lm.{name}": p for name, p in lm.items()}
+        trained = {f"lm.{name}": p for name, p in self.weights().items()}
         return trained | {f"value_head.{name}": p for name, p in head.items()}
 
     def recompute_layers(self) -> None:
@@ -156,17 +164,3 @@ class PolicyWithValue(LanguageModel):
 def positions(mask: Tensor) -> Tensor:
     """Position ids (B, L) of a left-padded batch: real tokens count 0, 1, 2, ...; padding gets 0."""
     return (mask.cumsum(1) - 1).clamp(min=0)
-
-
-def context_length(config) -> int | None:
-    """Maximum number of tokens; None where the config does not say. "longrope" and "dynamic" RoPE rescale all
-    positions beyond the original context, which is then the limit.
-    """
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-    lengths = [getattr(config, name, None) for name in names]
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):
-        lengths += [rope.get("original_max_position_embeddings"),
-                    getattr(config, "original_max_position_embeddings", None)]
-    return min((length for length in lengths if length), default=None)

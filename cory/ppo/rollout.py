@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
-from cory.ppo.batches import by_length, lm_head_tokens, longest
+from cory.ppo.batches import by_length, lm_head_tokens, max_length
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import Prompts, Sample, decode, encode_prompts, sample
 from cory.system.device import timed
@@ -42,11 +42,6 @@ class Rollout:
         return self.kl_BT.sum(1)
 
     @property
-    def length_B(self) -> Tensor:
-        """Tokens of each response, the one that ends it included, as floats."""
-        return self.mask_BT.sum(1)
-
-    @property
     def sampling_gap(self) -> float:
         """Mean |log-probability as drawn - log pi_old| of a token, nats: more than rounding error means that
         the trained policy is not the one sampled from.
@@ -59,7 +54,7 @@ class Rollout:
 
 def take(rollout: Rollout, rows: Tensor) -> Rollout:
     """Some rows, by their indices, cut to the longest prompt and the longest response among them."""
-    P, T = longest(rollout.prompt_mask_BP[rows]), longest(rollout.mask_BT[rows])
+    P, T = max_length(rollout.prompt_mask_BP[rows]), max_length(rollout.mask_BT[rows])
     columns = {"BP": (slice(-P, None),), "BT": (slice(0, T),), "B": ()}
     cut = {name: x[(rows, *columns[name.rpartition("_")[2]])] for name, x in rollout.tensors().items()}
     return replace(rollout, text=[rollout.text[i] for i in rows.tolist()], **cut)
@@ -89,8 +84,8 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
 
     def generate_mine(mine: slice) -> list[Rollout]:
-        rollout = generate(policy, reference, prompts[mine], max_new_tokens, uniform_TB[:, mine],
-                           cfg.kl_penalty, cfg.mini_batch_size)
+        rollout = sample_rollout(policy, reference, prompts[mine], max_new_tokens, uniform_TB[:, mine],
+                                 cfg.kl_penalty, cfg.mini_batch_size)
         return [rollout if processes().size == 1 else moved(rollout, "cpu")]
 
     with unsharded(policy, reference):
@@ -105,8 +100,8 @@ def moved(rollout: Rollout, device: torch.device | str) -> Rollout:
 
 
 @torch.no_grad()
-def generate(policy: LanguageModel, reference: LanguageModel | None, prompts: list[str], max_new_tokens: int,
-             uniform_TB: Tensor | None, kl_penalty: str, max_rows: int) -> Rollout:
+def sample_rollout(policy: LanguageModel, reference: LanguageModel | None, prompts: list[str],
+                   max_new_tokens: int, uniform_TB: Tensor | None, kl_penalty: str, max_rows: int) -> Rollout:
     """A response to each prompt, sampled with uniform_TB, or greedy without it. With a reference also what
     `logprobs_and_values` returns, for at most `max_rows` at a time.
     """
@@ -115,7 +110,7 @@ def generate(policy: LanguageModel, reference: LanguageModel | None, prompts: li
         sampled = sample(policy, encoded, max_new_tokens, uniform_TB)
     computed = {}
     if reference is not None:
-        with timed("scoring", policy.device):
+        with timed("logprob", policy.device):
             computed = logprobs_and_values(policy, reference, encoded, sampled, kl_penalty, max_rows)
     return Rollout(text=decode(policy, encoded, sampled), prompt_BP=encoded.ids_BP,
                    prompt_mask_BP=encoded.mask_BP, response_BT=sampled.response_BT, mask_BT=sampled.mask_BT,
@@ -133,7 +128,7 @@ def logprobs_and_values(policy: LanguageModel, reference: LanguageModel, prompts
     names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (policy.value_head is not None)
     computed = {name: torch.zeros_like(mask_BT) for name in names}
     for rows in by_length(prompts.mask_BP, mask_BT, max_rows):
-        P, T = longest(prompts.mask_BP[rows]), longest(mask_BT[rows])
+        P, T = max_length(prompts.mask_BP[rows]), max_length(mask_BT[rows])
         prompt, prompt_mask = prompts.ids_BP[rows, -P:], prompts.mask_BP[rows, -P:]
         response, real = sampled.response_BT[rows, :T], mask_BT[rows, :T].nonzero(as_tuple=True)
         hidden_NH = ref_hidden_NH = policy.response_hidden(prompt, prompt_mask, response)[real]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cory.errors import UserError
 from cory.ppo import formulas
-from cory.ppo.batches import longest
+from cory.ppo.batches import max_length
 from cory.ppo.cache import empty_cache
 from cory.ppo.model import LanguageModel, positions
 
@@ -131,5 +131,5 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
     if logp_BT.isnan().any():                               # one NaN or +inf logit makes all of its row NaN
         raise UserError("log-probability", float("nan"), "the model has diverged; go on from the last "
                        "checkpoint or start again, with a lower --learning_rate or with --max_grad_norm 1")
-    T = longest(mask_BT)
+    T = max_length(mask_BT)
     return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])

@@ -149,8 +149,6 @@ def optimizer_step(agent: Agent) -> float:
     parameters = [*agent.policy.trainable_parameters().values()]
     processes().sum_gradients(parameters)
     parameters = [p for p in parameters if p.grad is not None]
-    if not parameters:
-        raise UserError("loss", agent.name, "has no gradient for any parameter of this agent")
     norm = gradient_norm(parameters)
     if not math.isfinite(norm):
         raise UserError("grad_norm", norm, f"{agent.name} has diverged; the gradient was not "

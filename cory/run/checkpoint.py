@@ -26,10 +26,7 @@ from cory.system.sharding import full_tensor, is_sharded, shard_like
 
 # --- save ---
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], memory: dict, about: dict) -> None:
-    """`memory` is `run.state`, and `about` whatever else a run needs. The previous checkpoint is kept.
-    Raises `UserError`, and leaves the older checkpoints, for weights that are not finite.
-    """
-    require_finite(agents)
+    """`memory` is `run.state`, and `about` whatever else a run needs. The previous checkpoint is kept."""
     state = about | {"iteration": iteration, "memory": memory,
                      "agents": {agent.name: agent_state(agent) for agent in agents}}
     processes().broadcast(lambda: write(run_dir, state))
@@ -71,15 +68,6 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.cpu().contiguous() for name, x in whole.items()} if processes().is_main else {}
 
 
-def require_finite(agents: list[Agent]) -> None:
-    """Raises `UserError` for a trained weight that is NaN or infinite."""
-    for agent in agents:
-        for name, parameter in agent.policy.trainable_parameters().items():
-            if not full_tensor(parameter.detach().isfinite().all()):
-                hint = "has diverged; these are not saved, older checkpoints stay. Lower --learning_rate"
-                raise UserError("weights", name, f"not finite: {agent.name} {hint}")
-
-
 def checksum(path: Path) -> str:
     """The first 16 digits of a file's SHA-256."""
     with path.open("rb") as file:
@@ -89,7 +77,7 @@ def checksum(path: Path) -> str:
 # --- load ---
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """The run's checkpoints, newest first."""
-    return sorted((run_dir / "checkpoints").glob("iteration_*-*.pt"), reverse=True)
+    return sorted((run_dir / "checkpoints").glob("iteration_*-*"), reverse=True)
 
 
 def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
@@ -143,7 +131,6 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
     """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy. With LoRA the folder holds
     the adapter alone, and names the base that it belongs to. The critic is saved beside it.
     """
-    require_finite(agents)
     for agent in agents:
         policy, whole = agent.policy, None
         activate(policy.lm, policy.adapter)

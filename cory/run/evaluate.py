@@ -5,16 +5,14 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 from cory.config import Config
 from cory.errors import UserError, exit_on_user_error
 from cory.flags import OneLineParser, load_config, read_config
 from cory.loading import load_language_model, model_errors
-from cory.ppo.formulas import pass_at_k
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
-from cory.run.evaluation import best_of_n, merged, sample_responses
+from cory.run.held_out import best_of_n, merged, sample_responses
 from cory.run.run import find_task, load_bases
 from cory.run.tables import groups_table
 from cory.system.device import prepare_device, resolve_auto
@@ -41,7 +39,7 @@ def solved_metrics(model: LanguageModel, task: Task, samples: int, out: Path) ->
     own = {"task_reward": reward_Q.mean().item(), "solved": (reward_Q > 0).float().mean().item()}
     metrics = {f"greedy_{name}": value for name, value in merged(own, task.metrics(queries, greedy)).items()}
     for k in (2**i for i in range(samples.bit_length())):
-        metrics[f"pass@{k}"] = fmean(pass_at_k(samples, n, k) for n in (reward_Qm > 0).sum(1).tolist())
+        _, metrics[f"pass@{k}"] = best_of_n((reward_Qm > 0).cpu().numpy(), k)
     for n in (n for n in (4, 16, 32) if 2 * n <= samples):
         _, metrics[f"best_of_{n}"] = best_of_n(reward_Qm.cpu().numpy(), n)
     return metrics

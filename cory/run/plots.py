@@ -19,7 +19,7 @@ TITLES = {"task_reward": "task reward", "kl": "KL per response (nats)", "combine
 WITHOUT_PANEL = {
     "task_reward_std", "length", "sampling_gap", "score", "policy_loss", "value_loss", "value_mse",
     "approx_kl", "clip_fraction", "kl_loss", "grad_norm", "kl_coef", "learning_rate", "distinct_1",
-    "distinct_2", "repeated_tokens", "base_perplexity", "seconds", "sampling_seconds", "scoring_seconds",
+    "distinct_2", "repeated_tokens", "base_perplexity", "seconds", "sampling_seconds", "logprob_seconds",
     "update_seconds", "tokens_per_second"}
 KEY = "(?:(?P<kind>eval|greedy)/)?(?:(?P<who>.+)/)?(?P<metric>.+)"
 DOTS = {"linewidth": 1.6, "marker": "o", "markersize": 6, "zorder": 3}

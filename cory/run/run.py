@@ -25,7 +25,7 @@ from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import encode_prompts, real_ids
 from cory.run.checkpoint import load_checkpoint, require_loadable, save_checkpoint, save_final
-from cory.run.evaluation import evaluate, merged
+from cory.run.held_out import evaluate, merged
 from cory.run.log import RunLog
 from cory.run.plots import draw_runs
 from cory.run.tables import results_table
@@ -51,7 +51,7 @@ class Turn(NamedTuple):
         rollout, reward = self.rollout, self.reward_B.mean().item()
         kl, eta = rollout.kl_B.mean().item(), self.agent.cfg.init_kl_coef
         own = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(), "kl": kl,
-               "combined_reward": reward - eta * kl, "length": rollout.length_B.mean().item(),
+               "combined_reward": reward - eta * kl, "length": rollout.mask_BT.sum(1).mean().item(),
                "sampling_gap": rollout.sampling_gap}
         return merged(own, self.update, task.metrics(queries, rollout.text))
 
@@ -87,11 +87,11 @@ class Run(ExitStack):
         task_class = find_task(cfg)
         print(first_lines(cfg, names, self.device), flush=True)
         data = task_class.load_data(cfg)
-        self.columns = cfg.base_columns(names)
-        self.bases = load_bases(cfg, self.columns, self.device)
+        self.base_names = cfg.base_names(names)
+        self.bases = load_bases(cfg, self.base_names, self.device)
         self.task = task_class(cfg, data, self.bases["base"])
         self.state, self.probe = {}, probe(self.task, self.bases)
-        self.agents = [Agent(name, self.bases[self.columns[name]], cfg.of_agent(name), i)
+        self.agents = [Agent(name, self.bases[self.base_names[name]], cfg.of_agent(name), i)
                        for i, name in enumerate(names)]
         for agent in self.agents:
             cfg.require("partner_term", cfg.partner_term != "critic" or agent.policy.value_head is not None,
@@ -199,11 +199,11 @@ class Run(ExitStack):
     def evaluate_agents(self) -> dict[str, float]:
         """Each agent against its base, whatever its reference has become."""
         return {f"eval/{agent.name}/{name}": value for agent in self.agents for name, value in
-                evaluate(agent.policy, self.bases[self.columns[agent.name]], self.task, agent.cfg).items()}
+                evaluate(agent.policy, self.bases[self.base_names[agent.name]], self.task, agent.cfg).items()}
 
     def evaluate_team(self) -> dict[str, float]:
         """What the method measures of its agents together, in the roles of the iteration that has ended."""
-        metrics = self.method.evaluate(self, self.roles)
+        metrics = self.method.team_metrics(self)
         return merged({f"eval/team/{name}": value for name, value in metrics.items()})
 
     def samples(self, iteration: int, queries: list[str], turns: list[Turn]) -> list[dict]:
@@ -232,7 +232,7 @@ class Run(ExitStack):
         held_out = {"iteration": done, "split": self.cfg.eval_split, "queries": self.cfg.eval_queries,
                     "samples": self.cfg.eval_samples}
         of_names = [(rows[0], name) for name in self.bases]
-        of_names += [(rows[-1], name) for name in (*self.columns, "team")]
+        of_names += [(rows[-1], name) for name in (*self.base_names, "team")]
         for row, name in of_names:
             prefix = f"eval/{name}/"
             metrics = {key.removeprefix(prefix): x for key, x in row.items() if key.startswith(prefix)}
@@ -265,7 +265,7 @@ def require_agents(cfg: Config, names: list[str]) -> None:
 
 
 def load_bases(cfg: Config, columns: dict[str, str], device: torch.device) -> dict[str, LanguageModel]:
-    """The base of each column of `Config.base_columns`; agents with the same base share it."""
+    """The base of each column of `Config.base_names`; agents with the same base share it."""
     bases = {}
     for name, column in columns.items():
         if column not in bases:

@@ -26,7 +26,7 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     files = {"train": path} if path.is_file() else {name: path / f"{name}.jsonl" for name in Data._fields}
     files = {split: file for split, file in files.items() if file.is_file()}
     try:
-        splits = {split: read_jsonl(file) for split, file in files.items()} or read_with_datasets(dataset)
+        splits = {split: parse_jsonl(file) for split, file in files.items()} or read_with_datasets(dataset)
     except Exception as error:                                  # each file format raises errors of its own
         hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a Hub name"
         raise UserError("dataset", dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
@@ -42,7 +42,7 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     return {split: [*map(itemgetter(*columns), rows)] for split, rows in splits.items()}
 
 
-def read_jsonl(path: Path) -> list[dict]:
+def parse_jsonl(path: Path) -> list[dict]:
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         try:

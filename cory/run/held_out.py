@@ -7,7 +7,7 @@ import torch
 from cory.config import Config
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
-from cory.ppo.rollout import Rollout, generate, join, moved
+from cory.ppo.rollout import Rollout, join, moved, sample_rollout
 from cory.ppo.sampling import real_ids
 from cory.system.distributed import processes
 from cory.system.sharding import unsharded
@@ -30,7 +30,7 @@ def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed
         if seed is not None:
             rng = np.random.default_rng((EVALUATION_SEED, seed, at))
             uniform_TB = torch.from_numpy(rng.random((length, len(some))))
-        return moved(generate(model, reference, some, length, uniform_TB, "full", most), "cpu")
+        return moved(sample_rollout(model, reference, some, length, uniform_TB, "full", most), "cpu")
 
     with unsharded(*filter(None, (model, reference))):
         parts = processes().gather_parts(len(starts), lambda mine: [responses(at) for at in starts[mine]])
@@ -85,8 +85,8 @@ def best_of_n(reward_Qm: np.ndarray, n: int) -> tuple[float, float]:
 
         KL <= log n - (n - 1) / n        E[max] = sum_i C(i - 1, n - 1) / C(m, n) r_(i), r_(1) <= ... <= r_(m)
 
-    The reward is the expectation over all subsets of n of the m, averaged over queries. The bound:
-    Beirami et al., arXiv:2401.01879.
+    The reward is the expectation over all subsets of n of the m, averaged over queries; of rewards of 0 and 1
+    it is pass@n (Chen et al., arXiv:2107.03374). The bound: Beirami et al., arXiv:2401.01879.
     """
     m = reward_Qm.shape[1]
     weight_m = np.array([math.comb(i, n - 1) / math.comb(m, n) for i in range(m)])
