@@ -36,21 +36,21 @@ own = partial(setting, per_agent=True)
 
 @dataclass
 class Config:
-    """Settings that the experiments share: a class's defaults are the paper's, a preset changes some."""
+    """The shared settings; defaults are the paper's, and presets change some."""
     # what runs
     task: str = setting("imdb", "imdb, gsm8k, or a class of yours as module:Class (ours)")
     method: str = setting("cory", "ppo (one agent), cory (two), or a class of yours as module:Class (ours)")
-    preset: str = setting("tiny", "named settings; every other flag given overrides them (ours)")
-    model: str = own("gpt2-large", "causal LM: folder or Hub name, perhaps NAME@REVISION (paper)")
+    preset: str = setting("tiny", "named settings; other flags override them (ours)")
+    model: str = own("gpt2-large", "causal LM: folder or Hub name, optionally @REVISION (paper)")
     dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA if there is one (ours)")
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
-        "auto", "of matrix products; auto: bfloat16 on a GPU that supports it, else float32 (ours)")
-    seed: int = setting(0, "for queries, lengths, sampling, mini-batches and adapters (ours)", min=0)
+        "auto", "precision of matrix products; auto: bfloat16 on a GPU that supports it, else float32 (ours)")
+    seed: int = setting(0, "seeds queries, lengths, sampling, mini-batches and adapters (ours)", min=0)
     iterations: int = setting(100, "rollouts, each followed by an update (paper: 100)", min=1)
     # memory
-    lora_rank: int = own(0, "of agents' adapters on a frozen base; 0: full copies (paper: unstated)", min=0)
-    load_in_4bit: bool = setting(False, "a frozen base in 4 bits, with bitsandbytes (paper: Llama-2)")
+    lora_rank: int = own(0, "LoRA rank, on a frozen base; 0: full fine-tuning (paper: unstated)", min=0)
+    load_in_4bit: bool = setting(False, "load the frozen base in 4 bits, with bitsandbytes (paper: Llama-2)")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass (ours)")
     shard: bool = setting(False, "shard layers and Adam's moments across torchrun's processes: FSDP2 (ours)")
     # the agents
@@ -67,7 +67,7 @@ class Config:
     batch_size: int = setting(256, "responses per iteration and role (paper: 256, GSM8K 32)", min=1)
     responses_per_query: int = setting(1, "k; a batch has batch_size / k queries (paper: 1)", min=1)
     min_response_length: int = setting(
-        4, "tokens; each iteration draws a limit up to the maximum; 0: the maximum (released code: 4)", min=0)
+        4, "tokens; lower bound of an iteration's random limit; 0: the maximum (released code: 4)", min=0)
     max_response_length: int = setting(15, "tokens (released code: 15)", min=1)
     chat_template: bool = setting(False, "prompts are user messages in the model's chat template (ours)")
     # the update
@@ -83,7 +83,7 @@ class Config:
         "full", "the KL. full: exact, at each state (paper, eq. 2); k1: the sampled token's log-ratio")
     kl_in: Literal["reward", "loss"] = own(
         "reward", "reward: subtract kl_penalty from rewards (paper, eq. 2); loss: add k3 to the loss (GRPO)")
-    kl_target: float = own(6.0, "nats per response that eta adapts towards; 0: constant eta (TRL: 6)", min=0)
+    kl_target: float = own(6.0, "target KL, nats per response; 0: constant eta (TRL: 6)", min=0)
     kl_horizon: float = own(10_000.0, "responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
     gamma: float = own(1.0, "discount per token (paper: 1)", min=0, max=1)
     lam: float = own(0.95, "GAE lambda (paper: 0.95)", min=0, max=1)
@@ -118,9 +118,7 @@ class Config:
         return replace(self, agent_settings={}, **self.agent_settings.get(name, {}))
 
     def base_names(self, agents: list[str]) -> dict[str, str]:
-        """{agent: what its base is called in logs}: `base` is the first agent's, `base_llm2` a different one
-        that llm2 is the first to use.
-        """
+        """{agent: its base in logs}: `base` is the first agent's; `base_llm2`, another first used by llm2."""
         models = {name: self.of_agent(name).model for name in agents}
         columns = {}
         for name, model in models.items():
@@ -160,8 +158,7 @@ class Config:
         self.require(name, value <= max, f"must be {max} or less")
 
     def require_consistent(self) -> None:
-        """Rejects numbers that exceed one another or do not divide evenly, and contradictory settings.
-        """
+        """Rejects inconsistent limits, uneven divisions and contradictory settings."""
         require, rows = self.require, self.rows_per_optimizer_step
         require("batch_size", self.batch_size % rows == 0,
                 "must be a multiple of mini_batch_size x gradient_accumulation_steps = "

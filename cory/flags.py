@@ -62,7 +62,7 @@ def true_or_false(word: str) -> bool:
 
 
 def with_flags(config_class: type[Config], defaults: dict, argv: list[str]) -> Config:
-    """The command line over `defaults`. Raises `UserError` for a flag that is unknown or has no effect beside
+    """The command line over `defaults`. Raises `UserError` for a flag that is unknown or has no effect given
     the other settings.
     """
     parser = parser_of(config_class, defaults)

@@ -24,7 +24,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
     """A frozen base in `cfg.dtype`. Raises `UserError`.
 
     Its weights are stored in 4 bits if asked for, in bfloat16 where LoRA trains on top of them in bfloat16,
-    else in float32; its head always in float32, a copy where it was tied to the embedding.
+    else in float32; its head is always in float32, a copy where it was tied to the embedding.
     """
     low = cfg.load_in_4bit or cfg.lora_rank > 0 and cfg.dtype == "bfloat16"
     with model_errors("model", name):
@@ -94,7 +94,7 @@ def require_usable_model(model: LanguageModel) -> None:
     gap = (p_LV * (logp_LV - own_logp_LV).abs()).sum(1).mean().item()       # rounding hardly moves this mean
     limit = 0.1 if lm.dtype != torch.float32 else 1e-3 if model.dtype == "float32" else 0.01
     if not gap < limit:
-        raise ValueError(f"its log-probabilities differ by {gap:.2g} nats beside padding and cached keys, or "
+        raise ValueError(f"its log-probabilities differ by {gap:.2g} nats with padding and cached keys, or "
                          "are not those of a linear head alone: this kind of model cannot be sampled here")
 
 

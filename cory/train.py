@@ -37,7 +37,7 @@ class Ppo:
 
     def score(self, agent: Agent, rollout: Rollout, reward_B: Tensor, partner_B: Tensor | None) -> Tensor:
         """The scalar that each response is trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`;
-        partner_B is None, not zeros, if the partner contributes nothing.
+        partner_B is None, not zeros, if the partner contributes nothing. `rollout` is there for overrides.
         """
         return reward_B if partner_B is None else reward_B + agent.cfg.partner_reward * partner_B
 
@@ -53,8 +53,8 @@ class Cory(Ppo):
     agents = ("llm1", "llm2")
 
     def train(self, run: Run) -> None:
-        """The training loop. With `--share_weights true` both roles are one agent, and the observer's rollout
-        was sampled before the pioneer's update, so its ratios do not start at 1.
+        """The training loop. With `--share_weights true` both roles are one agent: the observer's rollout
+        predates the pioneer's update, so its ratios do not start at 1.
         """
         cfg, task = run.cfg, run.task
         pioneer, observer = run.roles
@@ -85,7 +85,7 @@ class Cory(Ppo):
                 sample: Callable) -> tuple:
         """Knowledge transfer: the pioneer responds to the query, the observer to the query and that response.
 
-        `sample(agent, prompts)` returns a `Rollout`, in held-out evaluation without log-probabilities.
+        `sample(agent, prompts)` returns a `Rollout` (without log-probabilities in held-out evaluation).
         """
         task, bare = run.task, run.task.pioneer_prompts(queries)
         a1 = sample(pioneer, bare)
@@ -94,16 +94,15 @@ class Cory(Ppo):
         return a1, a2
 
     def partner_rewards(self, r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple:
-        """What the partner adds to the pioneer's score and to the observer's, each (B,) or None:
-        `--partner_term`.
+        """What each agent's partner adds to its score, (B,) or None (`--partner_term`):
 
             sampled             pioneer: r(s0, a2)      observer: r(s0, a1)      (paper)
             sampled_to_pioneer  pioneer: r(s0, a2)      observer: nothing
             critic              pioneer: V(s0, a1)      observer: nothing
 
         r(s0, a1) does not depend on the observer's action: it adds variance to its gradient, but no signal.
-        V is the observer's critic at the end of its prompt: the mean of r(s0, a2) without the noise of one
-        sample, but biased, since with `--kl_in reward` it also includes the observer's KL penalty.
+        V is the observer's critic at the end of its prompt. It estimates the mean of r(s0, a2) without one
+        sample's noise, but is biased, since with `--kl_in reward` it also includes the observer's KL penalty.
         """
         if cfg.partner_term == "sampled":
             return r2, r1
@@ -112,12 +111,10 @@ class Cory(Ppo):
         return a2.value_BT[:, 0].to(r2), None           # column 0: the state at the end of the prompt
 
     def team_metrics(self, run: Run) -> dict[str, float]:
-        """How the observer uses the pioneer's responses to the held-out queries.
+        """How the observer uses the pioneer's responses to the held-out queries; metrics: docs/settings.md.
 
-        observer_copies: share of its responses that are the pioneer's. observer_after_better,
-        observer_after_worse: its mean reward where the pioneer's was above the pioneer's mean, and where it
-        was not; omitted if all are equal. For rewards of 0 and 1: P(second right | first right), (... | first
-        wrong).
+        observer_after_*: omitted if the pioneer's rewards are all equal. For rewards of 0 and 1 they are
+        P(second right | first right) and P(second right | first wrong).
         """
         pioneer, observer = run.roles
         queries, calls = run.task.held_out_queries, []

@@ -55,7 +55,7 @@ BAD = [                                 # one of each kind
     ("--advantage grpo --responses_per_query 4", "add --kl_in loss"),
     ("--load_in_4bit --lora_rank 0", "trains nothing"), ("--load_in_4bit --shard", "cannot be divided"),
     ("--llm2 lora_rank=0", "all agents train adapters"), ("--task gsm8k", "has its own script"),
-    # flags that nothing reads beside the others
+    # flags without effect given the others
     ("--method ppo --knowledge_transfer false", "only with a method of two agents"),
     ("--role_exchange_every 0 --reset_on_exchange", "only with --role_exchange_every above 0"),
     ("--share_weights --role_exchange_every 3", "only with --share_weights false"),

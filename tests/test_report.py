@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from toys import error_line, read
 
-from cory.assets.best_of_n import embedded_best_of_n
+from cory.assets.best_of_n import bundled_best_of_n
 from cory.config import ASSETS
 from cory.run import plots, report
 from cory.run.tables import results_table
@@ -79,13 +79,13 @@ def test_bands_and_running_means_by_hand():
 
 
 @pytest.mark.parametrize("task", ["imdb", "gsm8k"])
-def test_an_embedded_bases_best_of_n_belongs_to_what_it_was_measured_for(task):
+def test_a_bundled_bases_best_of_n_belongs_to_what_it_was_measured_for(task):
     known = read(ASSETS / task / "best_of_n.json")
     config = {name: x.replace(task, f"{ASSETS}/{task}") for name, x in known["settings"].items()}
     config["task"] = task
-    assert embedded_best_of_n(config).keys() == {"4", "16", "32"}
+    assert bundled_best_of_n(config).keys() == {"4", "16", "32"}
     for change in ({"eval_split": "validation"}, {"model": "gpt2"}, {"task": "my:Task"}):
-        assert not embedded_best_of_n(config | change)
+        assert not bundled_best_of_n(config | change)
 
 
 def test_the_held_out_table_has_every_agent_and_metric_and_the_team_below():

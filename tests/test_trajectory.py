@@ -1,4 +1,4 @@
-"""Pinned runs of the embedded models, compared with stored metrics, so that no change stays unseen.
+"""Pinned runs of the bundled models, compared with stored metrics, so that no change stays unseen.
 
 After a change that is meant to move them `PYTHONPATH=. python tests/test_trajectory.py` writes
 trajectory.json anew; say in the commit message what moved it.

@@ -1,4 +1,4 @@
-"""Store what `python -m cory evaluate` has measured of an embedded base, its best of n responses, beside it:
+"""Store the best of n of a bundled base, as measured by `python -m cory evaluate`, next to the base:
 
     python train_imdb.py --method ppo --iterations 1 --wandb disabled --run_dir build/base
     python -m cory evaluate build/base --samples 64
@@ -24,7 +24,7 @@ def settings_of(config: dict) -> dict[str, str]:
     return {name: str(config[name]).removeprefix(f"{ASSETS}/") for name in SETTINGS if name in config}
 
 
-def embedded_best_of_n(config: dict) -> dict[str, list[float]]:
+def bundled_best_of_n(config: dict) -> dict[str, list[float]]:
     """{n: (KL, reward)} if base, held-out queries and reward of a run are those it was measured for."""
     path = ASSETS / config["task"] / "best_of_n.json"
     stored = json.loads(path.read_text()) if path.exists() else {"settings": None}

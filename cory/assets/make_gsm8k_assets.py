@@ -15,7 +15,7 @@ is not strange to the model, as it is not to one of ordinary size. Nothing here 
 itself.
 
 The last command goes on from a model, with answers that repeat their reference, right or wrong. The more of
-these it has seen, the more does an answer depend on whether the reference is right (`use_of_references`).
+these it has seen, the more an answer depends on whether the reference is right (`use_of_references`).
 """
 
 import argparse
@@ -117,7 +117,7 @@ def loss_of(model, batch):
 
 
 def pioneer_prompt(question: str) -> str:
-    """As `cory.tasks.gsm8k` has it without the worked example; likewise the other."""
+    """As in `cory.tasks.gsm8k` without the worked example; likewise the other."""
     return f"Question: {question} Answer:"
 
 

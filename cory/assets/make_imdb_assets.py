@@ -10,7 +10,7 @@ language model, so that no row of the data set is shipped. The two training stag
 the figures they reached into `training.json`.
 
 The shipped models were made with `lm --minutes 48 --rows 24 --lr 3e-3` and `classifier --minutes 7
---width 192 --layers 2 --lr 1e-3` on 2 CPU cores that did other work beside. A schedule in minutes makes
+--width 192 --layers 2 --lr 1e-3` on 2 CPU cores that also did other work. A schedule in minutes makes
 the number of steps depend on the machine; to repeat a number of steps, pass `--steps` and a large
 `--minutes`.
 """

@@ -1,4 +1,4 @@
-"""What the scripts that train the embedded models share: one training loop and one way to save."""
+"""What the scripts that train the bundled models share: one training loop and one way to save."""
 
 import json
 import time

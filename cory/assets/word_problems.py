@@ -1,4 +1,4 @@
-"""Arithmetic word problems in GSM8K's format, made by drawing sentences: the embedded default of
+"""Arithmetic word problems in GSM8K's format, made by drawing sentences: the bundled default of
 `train_gsm8k.py`.
 
 A problem is an opening, some steps and a question, and takes two to four sums. Its *template* is the list

@@ -23,7 +23,7 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
 
-    V and A are 0 after the last real token, including that of a truncated response, which counts as terminal.
+    V and A are 0 after the last real token, even of a truncated response, which counts as terminal.
     """
     B, T = reward_BT.shape
     advantage_BT = torch.zeros_like(reward_BT)
@@ -63,8 +63,8 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
 
         A_i = (R_i - mean_group R) / (std_group R + 1e-6)        R as in `rloo`
 
-    with the population's standard deviation; equal returns give exactly 0. DIFFERS from that paper: the loss
-    is a mean over all tokens of an optimizer step, not first within each response (arXiv:2503.20783).
+    with the population standard deviation; equal returns give exactly 0. DIFFERS from that paper: the loss
+    is a mean over all tokens of an optimizer step, not a mean of per-response means (arXiv:2503.20783).
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
     # subtract the maximum first, so that equal returns give exactly 0

@@ -1,4 +1,4 @@
-"""An agent: what travels together when roles are exchanged."""
+"""One agent: all state that stays with it when roles are exchanged."""
 import copy
 
 import numpy as np
@@ -20,7 +20,7 @@ class Agent:
     reference: what its KL is measured against, the base unless `move_reference` is called. kl_coef: eta.
     draws: the number of random generators created so far.
 
-    No other attributes: checkpoints would lose them; use `run.state`.
+    Add no attributes: checkpoints would lose them; use `run.state`.
     """
 
     __slots__ = ("name", "cfg", "index", "base", "policy", "own_reference", "optimizer", "kl_coef",
@@ -75,7 +75,7 @@ class Agent:
         return np.random.default_rng((self.cfg.seed, self.index, self.draws))
 
     def set_learning_rate(self, iteration: int) -> None:
-        """Step sizes of an iteration (1, 2, ...): `base * schedule((iteration - 1) / iterations)`."""
+        """Sets the learning rates of iteration 1, 2, ...: `rate * schedule((iteration - 1) / iterations)`."""
         cfg = self.cfg
         factor = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)((iteration - 1) / cfg.iterations)
         for group in self.optimizer.param_groups:
@@ -83,7 +83,7 @@ class Agent:
             group["lr"] = rate * factor
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps beside Adam's state: trained weights, and its own reference, if any."""
+        """What a checkpoint keeps besides Adam's state: trained weights, and its own reference, if any."""
         reference = self.own_reference.weights() if self.own_reference else {}
         return self.policy.trainable_parameters() | {f"reference.{name}": x for name, x in reference.items()}
 

@@ -11,7 +11,7 @@ MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
 
 
 def max_length(mask: Tensor) -> int:
-    """Most real tokens of any row."""
+    """The largest number of real tokens in a row."""
     return int(mask.sum(1).max())
 
 

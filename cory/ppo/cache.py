@@ -37,7 +37,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def keep(self, rows: Tensor, first: int) -> None:
-        """Keeps these rows alone (indices), their columns from `first` on, and the room after them."""
+        """Keeps only these rows (indices), their columns from `first` on, and the room after them."""
         length = self.get_seq_length() - first
         self.buffers = [b[rows, :, first:] for b in self.buffers]
         self.keys, self.values = (b[:, :, :length] for b in self.buffers)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 # --- masked statistics ---
 def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
-    """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding and for constants.
+    """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding.
 
     Over the whole rollout, so that the size of mini-batches does not change it. In float64, after subtracting
-    the maximum: equal values then give exactly 0.
+    the maximum, so that equal values give exactly 0.
     """
     real = mask_BT.bool()
     x_N = x_BT[real].double()
@@ -25,8 +25,7 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def explained_variance(value_N: Tensor, return_N: Tensor) -> float:
-    """`1 - Var(return - V) / Var(return)`: 1 is perfect, below 0 worse than a constant. 0 for equal returns.
-    """
+    """`1 - Var(return - V) / Var(return)`: 1 is perfect, < 0 worse than a constant. 0 for equal returns."""
     error_N = return_N.double() - value_N.double()
     return_variance = return_N.double().var(correction=0).item()
     return 1 - error_N.var(correction=0).item() / return_variance if return_variance > 0 else 0.0
@@ -39,15 +38,14 @@ def token_logprobs(logp_NV: Tensor, token_N: Tensor) -> Tensor:
 
 
 def entropy(p_NV: Tensor, logp_NV: Tensor) -> Tensor:
-    """`H = -sum_v p_v log p_v` of each row; finite log-probabilities. (N,), from 0 to log V."""
+    """`H = -sum_v p_v log p_v` of each row, (N,), from 0 to log V; log-probabilities must be finite."""
     return -torch.einsum("nv,nv->n", p_NV, logp_NV)
 
 
 def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
     """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` per state, exact: paper, eq. 2. (N,).
 
-    Charged as a *reward* it is the same whichever token was drawn: the policy feels it only through the
-    states that earlier tokens lead to. `kl_k1` differs there.
+    As a reward it does not depend on the drawn token and acts only through later states, unlike `kl_k1`.
     """
     p_NV = logp_NV.softmax(-1)              # softmax(log p) = p; on a CPU faster than exp
     # 0 log 0 = 0, also where both are -inf
@@ -58,17 +56,17 @@ def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
 def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     """`k1 = log pi(a) - log pi0(a)` of the sampled token (Schulman 2020). (N,), any sign.
 
-    Where a is drawn from pi its expectation is `kl_full`. Charged as a reward, the policy gradient with
-    rewards-to-go is then that of the response's KL, if gamma is 1 and nothing is clipped.
+    Where a is drawn from pi its expectation is `kl_full`. As a reward, with
+    rewards-to-go, gamma 1 and no clipping, it gives the policy gradient of the response's KL.
     """
     return logp_N - ref_logp_N
 
 
 def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
-    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), not negative.
+    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), never negative.
 
-    Where a is drawn from pi its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`) its gradient is in
-    expectation that of KL(pi0 || pi), which agrees with that of KL(pi || pi0) to first order around pi = pi0.
+    Where a is drawn from pi its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`) its expected
+    gradient is that of KL(pi0 || pi), which agrees with that of KL(pi || pi0) to first order around pi = pi0.
     """
     log_r = ref_logp_N - logp_N
     return log_r.exp() - 1 - log_r
@@ -112,13 +110,13 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n:
 
         error = clip(kl / target - 1, -0.2, 0.2)        kl_coef <- kl_coef (1 + error n / horizon)
 
-    kl: the iteration's mean KL of a response, in nats; n: responses in it. The factor is 0 or more.
+    kl: the iteration's mean KL of a response, in nats; n: responses in it. The factor is never negative.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * max(0.0, 1 + error * n / horizon)
 
 
-# --- learning-rate schedules: a factor for the progress of training, from 0 to just below 1 ---
+# --- learning-rate schedules: a factor at each progress of training, from 0 to just below 1 ---
 def constant(progress: float) -> float:
     return 1.0
 

@@ -1,5 +1,5 @@
-"""LoRA (Hu et al., arXiv:2106.09685), by peft: one frozen base, an adapter for each agent. With all adapters
-off the model is the reference.
+"""LoRA (Hu et al., arXiv:2106.09685), with peft: one frozen base, an adapter for each agent. With all
+adapters off, the model is the reference.
 
 An adapted layer computes `W x + 2 B A x` with W frozen (lora_alpha is twice the rank). B starts at 0, so that
 every agent starts as the base.
@@ -65,5 +65,4 @@ def switch_to(lm: nn.Module, name: str | None) -> None:
 
 
 def adapter_parameters(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """The A and B of one adapter, by their names in the model."""
     return {path: p for path, p in lm.named_parameters() if re.search(rf"\.lora_[AB]\.{name}\.", path)}

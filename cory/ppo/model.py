@@ -1,9 +1,9 @@
-"""A causal language model seen as a policy, with a value head for the agents.
+"""A causal LM used as a policy; agents add a value head.
 
-Where a tensor's name ends in capitals they are its shape: B rows, P prompt tokens (padded on the left), T
-response tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens
-gathered from many rows, R rows that are still sampled, G queries with k responses each; digits are sizes.
-Masks are 1 for real tokens and 0 for padding.
+Capitals at the end of a tensor's name are its shape: B rows, P prompt tokens (padded on the left), T response
+tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens gathered from
+many rows, R rows still being sampled, G queries with k responses each; digits are sizes. Masks are 1 for real
+tokens and 0 for padding.
 """
 import copy
 from contextlib import nullcontext
@@ -19,8 +19,7 @@ from cory.ppo.lora import activate, adapter_parameters
 
 
 class LanguageModel(nn.Module):
-    """Any Hugging Face causal LM with its tokenizer. Logits are computed only where a response token
-    is predicted.
+    """Any Hugging Face causal LM with its tokenizer; logits only where a response token is predicted.
 
     Dropout is off: sampling, the rollout and the update see the same pi. DIFFERS: the released code samples
     and trains with dropout after its first update.
@@ -114,8 +113,7 @@ class LanguageModel(nn.Module):
         return formulas.token_logprobs(logp_NV, token_N), formulas.entropy(logp_NV.exp(), logp_NV)
 
     def cast_once(self) -> None:
-        """Casts a frozen model's matrices to bfloat16 if it computes in that: autocast would at each call.
-        """
+        """With bfloat16, casts a frozen model's matrices once; autocast would recast them at each call."""
         head = self.lm.get_output_embeddings()
         for layer in self.lm.modules() if self.dtype == "bfloat16" else ():
             if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head:
@@ -124,8 +122,8 @@ class LanguageModel(nn.Module):
 
 class PolicyWithValue(LanguageModel):
     """The policy, a copy of the base or an adapter on it, and, where the advantage needs one, its critic: a
-    linear value head on the last hidden state (paper, sec. 3), in float32, which trains the transformer too.
-    It starts at 0 (the paper does not say).
+    linear value head on the last hidden state (paper, sec. 3), in float32, whose gradient also reaches the
+    transformer. It starts at 0 (the paper does not say).
     """
 
     def __init__(self, base: LanguageModel, adapter: str | None = None, critic: bool = True,
@@ -149,8 +147,7 @@ class PolicyWithValue(LanguageModel):
         return trained | {f"value_head.{name}": p for name, p in head.items()}
 
     def recompute_layers(self) -> None:
-        """Gradient checkpointing of each layer. transformers' own needs training mode, which enables dropout.
-        """
+        """Gradient checkpointing by layer; transformers' own needs training mode, which enables dropout."""
         for layer in self.layers:
             if not isinstance(layer.forward, partial):      # with LoRA, agents share their layers
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,

@@ -1,4 +1,4 @@
-"""The rollout buffer: an agent responds to prompts, and policy, reference and critic score the responses."""
+"""The rollout buffer: an agent's responses to prompts, with log-probabilities, KL and values."""
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -20,7 +20,7 @@ from cory.system.sharding import unsharded
 class Rollout:
     """Prompts and responses under the policy that sampled them, constant over PPO epochs.
 
-    A tensor's name tells how it is padded: `_BP` on the left, `_BT` on the right, `_B` not at all; with EOS
+    A tensor's name says how it is padded: `_BP` on the left, `_BT` on the right, `_B` not at all; with EOS
     where it holds token ids, else with 0. `take` and `join` read the names. A field may be None.
     """
     text: list[str]             # decoded responses: all that tasks and the other agent's prompt see
@@ -29,11 +29,11 @@ class Rollout:
     response_BT: Tensor         # sampled token ids
     mask_BT: Tensor             # 1 = real response token
     sampling_logp_BT: Tensor    # log-probability with which a_t was drawn, nats
-    logp_BT: Tensor | None = None       # log pi_old(a_t | s_t), nats; None where nothing is scored
+    logp_BT: Tensor | None = None       # log pi_old(a_t | s_t), nats; None without a reference
     ref_logp_BT: Tensor | None = None   # log pi0(a_t | s_t), nats
     kl_BT: Tensor | None = None         # nats: KL(pi_old || pi0) at s_t (full), or log pi_old / pi0 (k1)
     value_BT: Tensor | None = None      # V_old(s_t), units of reward; None without a critic
-    advantage_BT: Tensor | None = None  # of the update, whitened unless it compares a group
+    advantage_BT: Tensor | None = None  # as used by the update: whitened unless group-relative
     return_BT: Tensor | None = None     # what the critic learns: advantage before whitening + V_old
 
     @property
@@ -43,8 +43,8 @@ class Rollout:
 
     @property
     def sampling_gap(self) -> float:
-        """Mean |log-probability as drawn - log pi_old| of a token, nats: more than rounding error means that
-        the trained policy is not the one sampled from.
+        """Mean |sampling log-prob - log pi_old| per token, nats: more than rounding error means that the
+        trained policy is not the one sampled from.
         """
         return ((self.sampling_logp_BT - self.logp_BT).abs().sum() / self.mask_BT.sum()).item()
 
@@ -53,7 +53,7 @@ class Rollout:
 
 
 def take(rollout: Rollout, rows: Tensor) -> Rollout:
-    """Some rows, by their indices, cut to the longest prompt and the longest response among them."""
+    """The rows with these indices, trimmed to the longest prompt and the longest response among them."""
     P, T = max_length(rollout.prompt_mask_BP[rows]), max_length(rollout.mask_BT[rows])
     columns = {"BP": (slice(-P, None),), "BT": (slice(0, T),), "B": ()}
     cut = {name: x[(rows, *columns[name.rpartition("_")[2]])] for name, x in rollout.tensors().items()}
@@ -74,7 +74,7 @@ def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
 
 
 def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
-    """`a ~ pi_agent(. | prompt)` for each prompt, scored by policy, reference and critic. Each
+    """`a ~ pi_agent(. | prompt)` for each prompt, with log-probabilities, KL and values. Each
     process generates its rows; all then receive the whole rollout.
     """
     policy, reference, cfg, B = agent.policy, agent.reference, agent.cfg, len(prompts)
@@ -102,8 +102,8 @@ def moved(rollout: Rollout, device: torch.device | str) -> Rollout:
 @torch.no_grad()
 def sample_rollout(policy: LanguageModel, reference: LanguageModel | None, prompts: list[str],
                    max_new_tokens: int, uniform_TB: Tensor | None, kl_penalty: str, max_rows: int) -> Rollout:
-    """A response to each prompt, sampled with uniform_TB, or greedy without it. With a reference also what
-    `logprobs_and_values` returns, for at most `max_rows` at a time.
+    """A response to each prompt, sampled with uniform_TB, or greedy without it. With a reference, also with
+    what `logprobs_and_values` returns, at most `max_rows` at a time.
     """
     encoded = encode_prompts(policy, prompts, max_new_tokens)
     with timed("sampling", policy.device):
@@ -146,7 +146,7 @@ def logprobs_and_values(policy: LanguageModel, reference: LanguageModel, prompts
 def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor,
                     ref_hidden_NH: Tensor, token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from the models' hidden states."""
-    # a few tokens at a time: nothing of size (B, T, V) is made
+    # a few tokens at a time, so that no (B, T, V) tensor exists
     size, parts = lm_head_tokens(policy), []
     columns = (x.split(size) for x in (hidden_NH, ref_hidden_NH, token_N))
     for hidden, ref_hidden, token in zip(*columns, strict=True):

@@ -10,7 +10,7 @@ from cory.ppo.batches import max_length
 from cory.ppo.cache import empty_cache
 from cory.ppo.model import LanguageModel, positions
 
-# The loop checks for finished rows every this many tokens: the only wait for the GPU.
+# Tokens between checks for finished rows, the loop's only GPU sync.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
 
 
@@ -45,7 +45,6 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
 
 
 def real_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    """The tokens of each row without its padding."""
     return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu().bool(), strict=True)]
 
 
@@ -63,12 +62,12 @@ def decode(model: LanguageModel, prompts: Prompts, sample: Sample) -> list[str]:
 
 
 def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row by inversion, the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`, and its
-    log-probability.
+    """One token per row by inverse-transform sampling, and its log-probability. The token is the first v with
+    `sum_{u <= v} p_u > uniform * sum_u p_u`.
 
-    A row's token depends on its own number alone, whichever rows are computed beside it. It is never one
-    of probability 0; in float64, as float32 would miss the many tokens with p below 6e-8. To draw from
-    another distribution, put its log-probabilities in place of logp_BV: `sampling_gap` shows the difference.
+    It depends on its row's number alone, whichever rows are computed alongside it. Its probability is
+    never 0. Float64, because float32 would miss the many tokens with p below 6e-8. To draw from another
+    distribution, put its log-probabilities in place of logp_BV: `sampling_gap` shows the difference.
     """
     cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p
     total_B1 = cumulative_BV[:, -1:]

@@ -26,7 +26,7 @@ from cory.system.sharding import as_many_as_others, gradient_norm, is_sharded
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
     """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller,
-    which uses all rows.
+    on the mean KL of all rows.
 
     Returns metrics; those of `losses` are means over the tokens of all epochs, measured before each optimizer
     step. Raises `UserError` before a gradient that is not finite reaches a parameter.
@@ -73,14 +73,13 @@ def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
     advantage_BT = advantage_BT.to(mask_BT)             # an estimator may return integers
 
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
-    if "group_size" not in asked:                       # those that compare a group stay as they are
+    if "group_size" not in asked:                       # group-relative ones stay as they are
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     return replace(rollout, advantage_BT=advantage_BT, return_BT=return_BT)
 
 
 def optimizer_steps(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> Iterator[list[Rollout]]:
-    """This process's mini-batches, one backward pass each, for each optimizer step of one shuffled pass.
-    """
+    """For each optimizer step of a shuffled epoch, this process's mini-batches (one backward pass each)."""
     cfg = agent.cfg
     order = torch.from_numpy(rng.permutation(len(rollout.mask_BT))).to(rollout.mask_BT.device)
     for rows in order.split(cfg.rows_per_optimizer_step):
@@ -91,7 +90,7 @@ def optimizer_steps(rollout: Rollout, agent: Agent, rng: np.random.Generator) ->
 
 
 def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective of a few whole responses: the loss of each token, (B, T), and metrics, each (B, T).
+    """The objective for complete responses: the loss of each token, (B, T), and metrics, each (B, T).
 
         loss = policy_loss + kl_coef k3 [--kl_in loss] + vf_coef value_loss [with a critic]
 
@@ -124,7 +123,7 @@ def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: d
     """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch, and its metrics to their sums.
 
     LM head and losses run forward and backward for a few rows at a time, so that few logits exist at once;
-    the transformer's backward pass follows once.
+    the transformer's backward pass then runs once.
     """
     policy = agent.policy
     hidden_BTH = policy.response_hidden(mini_batch.prompt_BP, mini_batch.prompt_mask_BP,
@@ -140,7 +139,7 @@ def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: d
         (loss_BT[real].sum() / step_tokens).backward()
         for name, x_BT in metrics.items():
             sums[name] = sums[name] + x_BT.detach()[real].double().sum()
-    activate(policy.lm, policy.adapter)     # whatever ran since: gradient checkpointing runs layers again
+    activate(policy.lm, policy.adapter)     # checkpointed layers are recomputed now, with this adapter
     hidden_BTH.backward(leaf_BTH.grad)
 
 
@@ -163,7 +162,7 @@ def optimizer_step(agent: Agent) -> float:
 
 
 def require_shape(name: str, x: Tensor, shape: torch.Size, what: str) -> None:
-    """Raises `UserError` for what an edited function has returned, unless it is a tensor of that shape."""
+    """Raises `UserError` unless an edited function returned a tensor of that shape."""
     actual = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
     if actual != tuple(shape):
         raise UserError(name, actual, f"must be a tensor of shape {tuple(shape)}: {what}")

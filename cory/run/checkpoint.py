@@ -50,7 +50,7 @@ def write(run_dir: Path, state: dict) -> None:
 
 
 def require_loadable(memory: dict) -> None:
-    """Raises `UserError` for a value of `run.state` that a resumed run would not find as it was."""
+    """Raises `UserError` for a value of `run.state` that a resumed run would not find unchanged."""
     for name, value in memory.items():
         file = BytesIO()
         try:
@@ -116,7 +116,7 @@ def require_same_agents(checkpoint: Path, saved: dict[str, dict], agents: list[A
 
 
 def put_back(agent: Agent, numbers: dict, tensors: dict[str, Tensor], adam: dict[str, dict]) -> None:
-    """Numbers, weights in place, Adam's state."""
+    """Restores numbers, weights (in place) and Adam's state."""
     for name, number in numbers.items():
         setattr(agent, name, number)
     for name, x in agent.tensors().items():
@@ -129,7 +129,7 @@ def put_back(agent: Agent, numbers: dict, tensors: dict[str, Tensor], adam: dict
 # --- final models ---
 def save_final(run_dir: Path, agents: list[Agent]) -> None:
     """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy. With LoRA the folder holds
-    the adapter alone, and names the base that it belongs to. The critic is saved beside it.
+    only the adapter, and names its base. The critic is saved alongside.
     """
     for agent in agents:
         policy, whole = agent.policy, None

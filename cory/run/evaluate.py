@@ -69,7 +69,6 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device_name: str) ->
 
 
 def final_model(run_dir: Path, name: str, cfg: Config, base: LanguageModel) -> LanguageModel:
-    """An agent's policy as the run left it; with LoRA its adapter on the base."""
     final = run_dir / "final" / name
     if not cfg.lora_rank:
         return load_language_model(str(final), cfg, base.device)

@@ -19,8 +19,8 @@ EVALUATION_SEED = 20_241_006        # the same random numbers for every model, m
 def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed: int | None,
                      reference: LanguageModel | None = None) -> Rollout:
     """A sampled response of at most `length` tokens to each prompt, greedy without a seed; with the same seed
-    from the same random numbers, whatever the model and the number of processes. Scored if there is a
-    reference, with the exact KL.
+    from the same random numbers, whatever the model and the number of processes. With a
+    reference, also with log-probabilities and the exact KL.
     """
     most = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))
     starts = range(0, len(prompts), most)
@@ -40,11 +40,8 @@ def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed
 def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Config) -> dict[str, float]:
     """`eval_samples` responses of at most `max_response_length` tokens to each held-out query.
 
-    task_reward: mean r(s0, a). kl: exact KL(pi || pi0) of a response, nats. combined_reward: task_reward -
-    init_kl_coef kl. length: tokens per response, EOS included. distinct_n: distinct n-grams over all.
-    repeated_tokens: share of tokens that occur earlier in the same response. base_perplexity: exp of the mean
-    of -log pi0 per token. Then the task's own metrics, and those of greedy responses as greedy_NAME, if it
-    asks for them.
+    The metrics of docs/settings.md; kl in nats per response, length in tokens per response, EOS included.
+    Then the task's own metrics, and those of greedy responses as greedy_NAME, if it asks for them.
     """
     queries, length = task.held_out_queries, cfg.max_response_length
     asked = [query for query in queries for _ in range(cfg.eval_samples)]

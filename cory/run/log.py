@@ -13,7 +13,7 @@ from cory.system.files import append_jsonl, read_jsonl, write_text
 
 
 class RunLog:
-    """Writes to all of them. A resumed log drops the rows past `start`, the last iteration that was saved."""
+    """Writes all of these. A resumed log drops the rows past `start`, the last iteration that was saved."""
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, start: int, wandb_id: str):
         self.agents = agents

@@ -1,11 +1,11 @@
-"""Plots of whatever agents and metrics there are, of one run or of several compared."""
+"""Plots of any agents and metrics, of one run or of several compared."""
 from pathlib import Path
 from typing import Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cory.assets.best_of_n import embedded_best_of_n
+from cory.assets.best_of_n import bundled_best_of_n
 from cory.flags import read_config
 from cory.names import short_name
 from cory.run.tables import grouped
@@ -74,7 +74,7 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()) -> Figure
 
 
 def draw_metric(ax, name: str, curves: pd.DataFrame, styles: dict[str, dict]) -> None:
-    """The base, held-out values, and training batches smoothed; of one seed each batch too, thin and pale."""
+    """The base, held-out values and smoothed training batches; for a single seed also each batch, pale."""
     ax.set(title=TITLES.get(name, name.replace("_", " ")), xlabel="iteration")
     ax.xaxis.get_major_locator().set_params(integer=True)
     start = curves[(curves.kind == "eval") & (curves.iteration == 0) & (curves.who != "team")]
@@ -89,7 +89,7 @@ def draw_metric(ax, name: str, curves: pd.DataFrame, styles: dict[str, dict]) ->
 
 
 def smooth(values: pd.Series) -> pd.Series:
-    """Centred mean over a tenth of the values, and at least three; over fewer of them near the ends."""
+    """Centred mean over a tenth of the values, at least three; over fewer near the ends."""
     return values.rolling(2 * max(1, len(values) // 20) + 1, center=True, min_periods=1).mean()
 
 
@@ -108,6 +108,6 @@ def draw_frontier(ax, held_out: pd.DataFrame, styles: dict[str, dict], config: d
     points = held_out.pivot(index=["group", "seed", "iteration"], columns="metric", values="value")
     for (group, _), seed in points.groupby(["group", "seed"]):
         ax.plot(seed["kl"], seed["task_reward"], **styles[group] | KINDS["eval"])
-    for n, (kl, reward) in embedded_best_of_n(config).items():
+    for n, (kl, reward) in bundled_best_of_n(config).items():
         ax.plot(kl, reward, "x", color="gray", zorder=1, label="best of n responses of the base")
         ax.annotate(f"n = {n}", (kl, reward), (0, -13), textcoords="offset points", ha="center", color="gray")

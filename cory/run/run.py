@@ -40,14 +40,14 @@ SAMPLES = 4                         # queries per iteration whose texts samples.
 
 class Turn(NamedTuple):
     """What one agent did in one role in one iteration."""
-    role: str                       # pioneer, observer, ...; the agent's own name is its identity
+    role: str                       # pioneer, observer, ...
     agent: Agent
     rollout: Rollout
     reward_B: torch.Tensor          # the task reward of its own responses, whatever it was trained on
     update: dict[str, float]        # metrics of its update
 
     def metrics(self, task: Task, queries: list[str]) -> dict[str, float]:
-        """Of the rollout, the update and the task."""
+        """Metrics of the rollout, the update and the task."""
         rollout, reward = self.rollout, self.reward_B.mean().item()
         kl, eta = rollout.kl_B.mean().item(), self.agent.cfg.init_kl_coef
         own = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(), "kl": kl,
@@ -60,10 +60,9 @@ class Run(ExitStack):
     """What a method works with: it reads `cfg`, `task` and `roles` (the agents in order of first role), and
     goes through `iterations()`, each ended by `finish_iteration(...)`, which logs, evaluates and saves.
 
-    What a method must remember from one iteration to the next it keeps in `state`, a dictionary of numbers,
-    text, tensors and collections of these, the same in all processes: a resumed run finds it as it was. It is
-    the method's `self.state`, too. `with Run(cfg) as run:` holds the run's folder and its log until the block
-    ends.
+    State carried between iterations belongs in `state`: a dictionary of numbers, text, tensors and
+    collections of these, the same in all processes, restored on resume; it is also the method's `self.state`.
+    `with Run(cfg) as run:` holds the run's folder and its log until the block ends.
     """
 
     def __init__(self, cfg: Config):
@@ -145,7 +144,7 @@ class Run(ExitStack):
 
     def finish_iteration(self, iteration: int, queries: list[str], turns: list[Turn], roles: list[Agent],
                          metrics: dict[str, float] | None = None) -> None:
-        """Logs, evaluates and saves what is due: whatever the iteration changes must have changed by then.
+        """Logs, evaluates and saves what is due. Call it last: later changes are neither logged nor saved.
 
         `turns` were played on `queries`; `roles` are the agents in the order of their roles in the next
         iteration; `metrics` are whatever else the method measured, by name.
@@ -202,7 +201,7 @@ class Run(ExitStack):
                 evaluate(agent.policy, self.bases[self.base_names[agent.name]], self.task, agent.cfg).items()}
 
     def evaluate_team(self) -> dict[str, float]:
-        """What the method measures of its agents together, in the roles of the iteration that has ended."""
+        """Team metrics, in the roles of the iteration that has ended."""
         metrics = self.method.team_metrics(self)
         return merged({f"eval/team/{name}": value for name, value in metrics.items()})
 
@@ -284,7 +283,7 @@ def find_task(cfg: Config) -> type[Task]:
 
 
 def seed_generators(seed: int, iteration: int) -> None:
-    """For tasks and methods that draw from the global generators; agents have their own."""
+    """Seeds the global generators, for tasks and methods that draw from them; agents have their own."""
     # a spawn key, so that no adapter of an agent starts from this seed
     number = int(np.random.SeedSequence(seed, spawn_key=(iteration,)).generate_state(1)[0])
     random.seed(number)
@@ -294,8 +293,8 @@ def seed_generators(seed: int, iteration: int) -> None:
 
 @torch.no_grad()
 def probe(task: Task, bases: dict[str, LanguageModel]) -> dict[str, dict]:
-    """What a resumed run must find as it was: of each base its end tokens, the tokens of the first prompts,
-    in training and held out, and the log-probability of the likeliest next token for each prompt.
+    """What must be unchanged on resume: each base's end tokens, the tokens of the first prompts, in training
+    and held out, and the log-probability of the likeliest next token for each prompt.
     """
     seed_generators(task.cfg.seed, 1)
     queries = task.batch(1).queries[::task.cfg.responses_per_query][:4] + task.held_out_queries[:4]
@@ -310,7 +309,7 @@ def probe(task: Task, bases: dict[str, LanguageModel]) -> dict[str, dict]:
 
 def require_same_probe(cfg: Config, before: dict[str, dict], now: dict[str, dict]) -> None:
     """Raises `UserError` where a base, its end tokens or its prompts are not what they were."""
-    rounding = 1e-3 if cfg.dtype == "float32" else 0.05                         # of another device
+    rounding = 1e-3 if cfg.dtype == "float32" else 0.05                         # devices round differently
     for column, old in before.items():
         for what, value in old.items():
             new = now[column][what]
@@ -325,4 +324,4 @@ def first_lines(cfg: Config, agents: list[str], device_: torch.device) -> str:
             f"model {models}, data {cfg.dataset}.")
     cpu = f"CPU, {torch.get_num_threads()} threads"
     where = torch.cuda.get_device_name(device_) if device_.type == "cuda" else cpu
-    return line.replace(f"{ASSETS}/", "embedded ") + f"\n{where}, {cfg.dtype}"
+    return line.replace(f"{ASSETS}/", "bundled ") + f"\n{where}, {cfg.dtype}"

@@ -1,4 +1,4 @@
-"""Tables of held-out metrics, as Markdown: whatever agents and metrics there are."""
+"""Markdown tables of held-out metrics, for any agents and metrics."""
 from collections import defaultdict
 from typing import Sequence
 
@@ -13,7 +13,7 @@ FORMATS = {"task_reward": ".2f", "kl": ".1f", "combined_reward": ".2f", "length"
 def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, list]:
     """{label: [what belongs to it, for each seed]} of runs (config.json, {base, agent or "team": ...}).
 
-    A group is an agent or the team, of one method, and of one value of each setting in `by`, as `CORY LLM2,
+    A group is an agent or the team, of one method, and of one value of each setting in `by`, e.g. `CORY LLM2,
     learning_rate 0.001`. Bases come first, once where runs agree.
     """
     bases, groups = {}, defaultdict(list)

@@ -1,7 +1,7 @@
 """torchrun's processes, which train as one: N compute what one computes, up to rounding of sums.
 
-Each samples and scores its rows of every batch. The rollouts are gathered, so that all have the advantages of
-the whole batch. Each then adds the gradient of its rows, and the gradients are summed.
+Each generates its rows of every batch. The rollouts are gathered, so that all have the advantages of the
+whole batch. Each then adds the gradient of its rows, and the gradients are summed.
 """
 import os
 import sys
@@ -45,7 +45,6 @@ class Processes:
         return [item for items in gathered for item in items]
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over the processes."""
         if self.size > 1:
             x = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(x)

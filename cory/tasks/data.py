@@ -19,8 +19,8 @@ class Data(NamedTuple):
 def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     """{split: the text of the column in each row, or a tuple of several}. Raises `UserError`.
 
-    A lone .jsonl file is the split `train`. From a folder train.jsonl, validation.jsonl and test.jsonl
-    are read. Any other layout (parquet, csv, the Hub) is read by `datasets`; of several subsets, `main`.
+    A lone .jsonl file is the split `train`. A folder's train.jsonl, validation.jsonl and test.jsonl are
+    read. Any other layout (parquet, csv, the Hub) is read by `datasets`; of several subsets, `main`.
     """
     path = Path(dataset)
     files = {"train": path} if path.is_file() else {name: path / f"{name}.jsonl" for name in Data._fields}

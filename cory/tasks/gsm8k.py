@@ -17,7 +17,7 @@ EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each f
 
 
 class Gsm8k(Task):
-    """Queries are questions. Beside the checker's reward, accuracy is measured by two fixed rules."""
+    """Queries are questions. Besides the checker's reward, accuracy is measured by two fixed rules."""
     columns = ["question", "answer"]
     greedy = True
 

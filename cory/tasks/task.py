@@ -73,7 +73,7 @@ class Task:
         """Queries of an iteration (1, 2, ...) and its length limit, uniform in the configured range.
 
         With k = `responses_per_query`, each of the next batch_size / k rows gives one query, repeated k
-        times in a row. Each pass over the data is a fresh shuffle. All is a function of seed and iteration.
+        times in a row. Each pass over the data is a fresh shuffle. All depends on seed and iteration alone.
         DIFFERS: the released code reseeds at every exchange, so that its lengths repeat.
         """
         cfg, n, k = self.cfg, len(self.train), self.cfg.responses_per_query
