@@ -223,11 +223,11 @@ class ImdbConfig(Config):
 IMDB_PRESETS = {
     # Chosen on validation queries, for PPO.
     "tiny": dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openings"),
-                 reward_model=str(ASSETS / "imdb/classifier"), iterations=44, batch_size=128,
+                 reward_model=str(ASSETS / "imdb/classifier"), iterations=40, batch_size=128,
                  mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
-                 learning_rate=2e-3, critic_learning_rate=5e-3, lr_schedule="linear", init_kl_coef=0.15,
-                 kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2, eval_every=22,
-                 save_every=11),
+                 learning_rate=2.2e-3, critic_learning_rate=5e-3, lr_schedule="linear", init_kl_coef=0.15,
+                 kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2, eval_every=20,
+                 save_every=10),
     "gpt2": dict(model="gpt2"),
     "gpt2-large": dict(),                       # the paper's setting: the class's own defaults
     "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO with twice the parameters
@@ -258,10 +258,10 @@ LLAMA2 = dict(lora_rank=16, load_in_4bit=True, dtype="bfloat16")
 GSM8K_PRESETS = {
     # Chosen on validation queries, for PPO.
     "tiny": dict(model=str(ASSETS / "gsm8k/lm"), dataset=str(ASSETS / "gsm8k/problems"), one_shot=False,
-                 max_response_length=48, iterations=60, batch_size=128, mini_batch_size=32,
-                 gradient_accumulation_steps=1, num_ppo_epochs=1, lora_rank=16, learning_rate=1e-3,
+                 max_response_length=48, iterations=50, batch_size=128, mini_batch_size=32,
+                 gradient_accumulation_steps=1, num_ppo_epochs=1, lora_rank=16, learning_rate=1.2e-3,
                  critic_learning_rate=1e-3, lr_schedule="linear", init_kl_coef=0.02, kl_penalty="k1",
-                 kl_target=0.0, lam=1.0, eval_queries=128, eval_samples=2, eval_every=30, save_every=20),
+                 kl_target=0.0, lam=1.0, eval_queries=128, eval_samples=2, eval_every=25, save_every=25),
     "llama2-7b": LLAMA2,                        # the paper's table 2, PPO's learning rate
     "llama2-7b-lr1e-4": dict(learning_rate=1e-4, **LLAMA2),         # the paper's learning rate for CORY
 }
