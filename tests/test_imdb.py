@@ -20,7 +20,8 @@ from cory.tasks.imdb import Imdb, SentimentReward
 CPU, END = torch.device("cpu"), "<|endoftext|>"
 BYTES = byte_tokenizer().backend_tokenizer
 # Of Llama-2's kind: decoding drops the space that a text begins with.
-LLAMA = Tokenizer(models.Unigram([(x, -1.0) for x in ("▁a", "▁story", "▁of", "▁wonder", "ful", END)], 5))
+WORDS = ("▁a", "▁story", "▁of", "▁wonder", "ful", END)
+LLAMA = Tokenizer(models.Unigram([(word, -1.0) for word in WORDS], 5))
 LLAMA.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
 LLAMA.decoder = decoders.Metaspace(prepend_scheme="first")
 # Of BERT's kind: no token holds a space, and ## stands for none.

@@ -11,7 +11,8 @@ NUMBER = re.compile(r"""
       | (?<![\w.]) \.\d+ )                          # .5
     ( e[+-]?\d{1,6} (?!\w) )?                       # an exponent
     """, re.ASCII | re.IGNORECASE | re.VERBOSE)
-PLAIN = str.maketrans("０１２３４５６７８９，．－−", "0123456789,.--")      # full-width forms, another minus
+# full-width forms, and another minus
+PLAIN = str.maketrans("０１２３４５６７８９，．－−", "0123456789,.--")
 
 
 def gold_answer(solution: str) -> Decimal | None:
