@@ -220,14 +220,20 @@ class ImdbConfig(Config):
                      f"must not exceed max_query_length = {self.max_query_length}")
 
 
-IMDB_PRESETS = {
-    # Chosen on validation queries, for PPO.
-    "tiny": dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openings"),
+# Chosen on validation queries, for PPO.
+IMDB_TINY = dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openings"),
                  reward_model=str(ASSETS / "imdb/classifier"), iterations=40, batch_size=128,
                  mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
                  learning_rate=2.2e-3, critic_learning_rate=5e-3, lr_schedule="linear", init_kl_coef=0.15,
                  kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2, eval_every=20,
-                 save_every=10),
+                 save_every=10)
+
+IMDB_PRESETS = {
+    "tiny": IMDB_TINY,
+    # A real model, at a size for CPUs.
+    "smollm2": IMDB_TINY | dict(model="HuggingFaceTB/SmolLM2-135M-Instruct", batch_size=32,
+                                mini_batch_size=8, learning_rate=1e-3, eval_samples=1, eval_every=8,
+                                save_every=8),
     "gpt2": dict(model="gpt2"),
     "gpt2-large": dict(),                       # the paper's setting: the class's own defaults
     "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO with twice the parameters

@@ -41,7 +41,7 @@ def test_help_has_every_flag_with_the_presets_own_default(capsys):
     ("--llm2 seed=3", "setting is 'seed=3'"), ("--llm2 lerning_rate=1", "setting is 'lerning_rate=1'"),
     ("--llm2 learning_rate=x", "--learning_rate: invalid float value: 'x'"),
     ("--knowledge_transfer maybe", "'maybe' is neither true nor false"), ("--kl_in rewards", "'rewards'"),
-    ("--preset huge", "preset is 'huge': choose from tiny, gpt2"), ("--preset", "--preset: expected one"),
+    ("--preset huge", "preset is 'huge': choose from tiny, smollm2"), ("--preset", "--preset: expected one"),
     ("--resume", "run_dir is '': names no run"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run")])
 def test_bad_command_lines_are_one_line(argv, says, capsys):
     assert says in error_line(imdb, argv.split(), capsys)

@@ -13,6 +13,11 @@ The shipped models were made with `lm --minutes 48 --rows 24 --lr 3e-3` and `cla
 --width 192 --layers 2 --lr 1e-3` on 2 CPU cores that also did other work. A schedule in minutes makes
 the number of steps depend on the machine; to repeat a number of steps, pass `--steps` and a large
 `--minutes`.
+
+    python -m cory.assets.make_imdb_assets classifier --start build/smollm2 --layers 16 --rows 6 \
+        --minutes 24 --lr 6e-4 --out build/smollm2
+
+makes a better classifier of a language model: its first layers and a new head, trained by LoRA.
 """
 
 import argparse
@@ -24,9 +29,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from datasets import load_dataset
+from peft import LoraConfig, TaskType, get_peft_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     DistilBertConfig,
     DistilBertForSequenceClassification,
@@ -38,6 +45,7 @@ from transformers import (
 from cory.assets.pretraining import EOS, byte_level_tokenizer, fit, save
 
 CONTEXT = 256  # tokens the language model sees
+LABELS = dict(id2label={0: "NEGATIVE", 1: "POSITIVE"}, label2id={"NEGATIVE": 0, "POSITIVE": 1})
 
 
 def reviews(dataset: str, split: str) -> tuple[list[str], list[int]]:
@@ -142,32 +150,31 @@ def train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     )
 
 
-def snippet_batches(documents, labels, rng: random.Random, cls: int, sep: int):
+def snippet_batches(documents, labels, rng: random.Random, rows: int, tokenizer):
     """Seven batches in eight: snippets of 8 to 32 tokens, half of them a review's opening. One in eight:
     128 to 384 tokens.
     """
     for count in iter(int, 1):
         long = rng.random() < 0.125
-        picked = rng.choices(range(len(documents)), k=32 if long else 384)
+        picked = rng.choices(range(len(documents)), k=rows * 2 // 3 if long else rows * 8)
         length = rng.randint(128, 384) if long else rng.randint(8, 32)
-        yield crops(documents, picked, length, rng, cls, sep), torch.tensor([labels[i] for i in picked])
+        yield crops(documents, picked, length, rng, tokenizer), torch.tensor([labels[i] for i in picked])
 
 
-def crops(documents, picked, length, rng, cls, sep):
-    """(B, length + 2) token ids padded with 0; a crop starts at the review's start half of the time."""
+def crops(documents, picked, length, rng, tokenizer):
+    """Token ids of `length` tokens of each text, padded; half of the crops start where the text does."""
     rows = []
     for i in picked:
         start = 0 if rng.random() < 0.5 else rng.randrange(max(1, len(documents[i]) - length))
-        rows.append([cls, *documents[i][start : start + length], sep])
+        rows.append(documents[i][start : start + length])
+    special = tokenizer("")["input_ids"]  # [CLS] and [SEP], or none
+    rows = [special[:1] + row + special[1:] for row in rows]
     width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    return torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
 
 
-def make_classifier(args):
-    texts, labels = reviews(args.dataset, "train")
+def small_classifier(texts, args):
     tokenizer = train_wordpiece(texts, args.vocab)
-    encode = lambda batch: tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
-    documents = encode(texts)
     config = DistilBertConfig(
         vocab_size=len(tokenizer),
         dim=args.width,
@@ -179,36 +186,68 @@ def make_classifier(args):
         attention_dropout=0.0,
         seq_classif_dropout=0.3,
         activation="relu",
-        id2label={0: "NEGATIVE", 1: "POSITIVE"},
-        label2id={"NEGATIVE": 0, "POSITIVE": 1},
+        **LABELS,
     )
-    model = DistilBertForSequenceClassification(config)
+    return tokenizer, DistilBertForSequenceClassification(config)
+
+
+def classifier_of_language_model(args):
+    tokenizer = AutoTokenizer.from_pretrained(args.start)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        args.start,
+        num_hidden_layers=args.layers,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.bfloat16,
+        **LABELS,
+    )
+    model.score.float()
+    return tokenizer, get_peft_model(
+        model, LoraConfig(TaskType.SEQ_CLS, r=16, lora_alpha=32, target_modules="all-linear")
+    )
+
+
+def make_classifier(args):
+    texts, labels = reviews(args.dataset, "train")
+    tokenizer, model = classifier_of_language_model(args) if args.start else small_classifier(texts, args)
+    encode = lambda batch: tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+    documents = encode(texts)
     print(f"{model.num_parameters():,} parameters", flush=True)
+
+    def scores(tokens):
+        return model(tokens, attention_mask=(tokens != tokenizer.pad_token_id).long()).logits.float()
 
     def loss_of(model, batch):
         tokens, target = batch
-        keep = torch.rand(tokens.shape) > 0.1  # drop words, so that no single one decides
-        tokens = torch.where(keep | (tokens < 4), tokens, 1)
-        return F.cross_entropy(model(tokens, attention_mask=tokens != 0).logits.float(), target)
+        if not args.start:
+            keep = torch.rand(tokens.shape) > 0.1  # drop words, so that no single one decides
+            tokens = torch.where(keep | (tokens < 4), tokens, 1)
+        return F.cross_entropy(scores(tokens), target)
 
     rng = random.Random(args.seed)
     model.train()
     info = fit(
-        model, snippet_batches(documents, labels, rng, 2, 3), loss_of, args.steps, args.lr, 0.1, args.minutes
+        model,
+        snippet_batches(documents, labels, rng, args.rows, tokenizer),
+        loss_of,
+        args.steps,
+        args.lr,
+        0.1,
+        args.minutes,
     )
+    if args.start:
+        model = model.merge_and_unload()
 
     test_texts, test_labels = reviews(args.dataset, "test")
-    pick = random.Random(0).sample(range(len(test_texts)), 5000)
+    pick = random.Random(0).sample(range(len(test_texts)), 2000)
     documents, labels = encode([test_texts[i] for i in pick]), [test_labels[i] for i in pick]
     model.eval()
     accuracy = {}
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bool(args.start)):
         for name, length in (("8", 8), ("16", 16), ("32", 32), ("510", 510)):
             right = 0
             for i in range(0, len(pick), 100):
-                tokens = crops(documents, range(i, i + 100), length, random.Random(i), 2, 3)
-                predicted = model(tokens, attention_mask=tokens != 0).logits.argmax(1)
-                right += (predicted == torch.tensor(labels[i : i + 100])).sum().item()
+                tokens = crops(documents, range(i, i + 100), length, random.Random(i), tokenizer)
+                right += (scores(tokens).argmax(1) == torch.tensor(labels[i : i + 100])).sum().item()
             accuracy[name] = right / len(pick)
     info.update(held_out_accuracy_by_tokens=accuracy, parameters=model.num_parameters())
     save(model, tokenizer, Path(args.out) / "classifier", info, vars(args))
@@ -252,6 +291,7 @@ def main():
     parser.add_argument(
         "--dataset", default="stanfordnlp/imdb", help="local folder or Hub name with columns text and label"
     )
+    parser.add_argument("--start", help="language model that the classifier starts from")
     parser.add_argument("--out", default="build/imdb", help="folder the trained assets are written to")
     parser.add_argument(
         "--minutes", type=float, default=60, help="longest training time; the schedule shrinks to it"

@@ -189,9 +189,9 @@ def main() -> None:
         for task, spec in studies[name]["tasks"].items():
             rows[name, task] = with_extra_variants(spec, frame[frame.task == task])
             found |= {(name, task, *key): x for key, x in differences(spec, rows[name, task]).items()}
-    for family in (lambda group: group == "frontiers", lambda group: group != "frontiers"):
-        p = {key: x.p for key, x in found.items() if family(key[2]) and key[5] in VERDICTS[key[2]]}
-        stands |= {key for key, adjusted in zip(p, holm([*p.values()]), strict=True) if adjusted < 0.05}
+    verdicts = pd.Series({key: x.p for key, x in found.items() if key[5] in VERDICTS[key[2]]})
+    for _, p in verdicts.groupby(lambda key: key[0] if key[2] == "frontiers" else "all others"):
+        stands |= {key for key, adjusted in zip(p.index, holm(p), strict=True) if adjusted < 0.05}
     print("# Tables of the studies\n\nMade by table.py; [here](../studies.md) stands what the figures are.\n")
     for (name, task), of_task in rows.items():
         spec = studies[name]["tasks"][task]
