@@ -220,7 +220,7 @@ class ImdbConfig(Config):
                      f"must not exceed max_query_length = {self.max_query_length}")
 
 
-# Chosen on validation queries, for PPO.
+# `tiny`: chosen on validation queries, for PPO.
 IMDB_TINY = dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openings"),
                  reward_model=str(ASSETS / "imdb/classifier"), iterations=40, batch_size=128,
                  mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
@@ -230,7 +230,7 @@ IMDB_TINY = dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openi
 
 IMDB_PRESETS = {
     "tiny": IMDB_TINY,
-    # A real model, at a size for CPUs.
+    # A pretrained model. Its rates are provisional.
     "smollm2": IMDB_TINY | dict(model="HuggingFaceTB/SmolLM2-135M-Instruct", batch_size=32,
                                 mini_batch_size=8, learning_rate=1e-3, eval_samples=1, eval_every=8,
                                 save_every=8),
