@@ -230,10 +230,9 @@ IMDB_TINY = dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openi
 
 IMDB_PRESETS = {
     "tiny": IMDB_TINY,
-    # A pretrained model. Its rates are provisional.
-    "smollm2": IMDB_TINY | dict(model="HuggingFaceTB/SmolLM2-135M-Instruct", batch_size=32,
-                                mini_batch_size=8, learning_rate=1e-3, eval_samples=1, eval_every=8,
-                                save_every=8),
+    # a pretrained model of GPT-2's size; chosen like `tiny`
+    "smollm2": IMDB_TINY | dict(model="HuggingFaceTB/SmolLM2-135M-Instruct", batch_size=64,
+                                mini_batch_size=16, learning_rate=1e-3, eval_samples=1, eval_every=10),
     "gpt2": dict(model="gpt2"),
     "gpt2-large": dict(),                       # the paper's setting: the class's own defaults
     "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO with twice the parameters
