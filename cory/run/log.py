@@ -59,7 +59,7 @@ def bar_text(metrics: dict, agents: list[str]) -> str:
 
     text = f"reward {numbers('task_reward')}, KL {numbers('kl')}"
     gap = max(metrics.get(f"{agent}/sampling_gap", 0) for agent in agents)
-    return text if gap < 0.03 else f"{text}, SAMPLING GAP {gap:.2f}: responses are not the trained policy's"
+    return text if gap < 0.05 else f"{text}, SAMPLING GAP {gap:.2f}: responses are not the trained policy's"
 
 
 def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):

@@ -182,6 +182,24 @@ def plot_ends(axis, rows: pd.DataFrame, task: dict) -> None:
     axis.set(xlabel="KL (nats)", ylabel="reward of sampled responses")
 
 
+def plot_frontiers(axis, rows: pd.DataFrame, task: dict) -> None:
+    """A small dot for each run in the plane of KL and reward, and a line through the mean of each eta."""
+    end = ends(rows).reset_index()
+    for (label, color), method in zip(COLORS.items(), task["variants"], strict=True):
+        of_method = end[end.variant.str.rpartition(", ")[0] == method]
+        means = of_method.groupby("init_kl_coef").mean(numeric_only=True)
+        axis.plot(of_method.kl, of_method.reward, ".", color=color, alpha=0.4)
+        axis.plot(means.kl, means.reward, "o-", color=color, label=label)
+    base = rows[rows.iteration == 0]
+    axis.plot(base.kl.mean(), base.reward.mean(), "k*", label="base")
+    axis.set(xlabel="KL (nats)", ylabel="reward")
+
+
+# Name of the file, and the studies with a panel for each task.
+PLOTS = {"search": (plot_draws, ["search"]), "tuned": (plot_ends, ["tuned"]),
+         "frontier": (plot_frontiers, ["frontier", "smollm2"])}
+
+
 def main() -> None:
     studies, rows, found, stands = json.loads((HERE / "studies.json").read_text()), {}, {}, set()
     for name in [name for name in studies if (HERE / f"{name}.csv").exists()]:
@@ -205,13 +223,16 @@ def main() -> None:
         if "draws" in spec:
             more = draws_of(of_task).eval("ppo - cory")
             print(f"PPO is above CORY in {sum(more > 0)} of {len(more)} draws; median {more.median():.2f}.\n")
-    for study, plot in {"search": plot_draws, "tuned": plot_ends}.items():
-        figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-        for axis, (task, spec) in zip(axes, studies[study]["tasks"].items(), strict=True):
-            plot(axis, rows[study, task], spec)
-            axis.set_title(task)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        figure.savefig(HERE / f"{study}.png", dpi=120)
+    for name, (plot, of) in PLOTS.items():
+        if not (panels := [key for key in rows if key[0] in of]):
+            continue
+        figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), layout="constrained",
+                                    squeeze=False)
+        for axis, (study, task) in zip(axes[0], panels, strict=True):
+            plot(axis, rows[study, task], studies[study]["tasks"][task])
+            axis.set_title(f"{study}: {task}")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+        figure.savefig(HERE / f"{name}.png", dpi=120)
 
 
 if __name__ == "__main__":
