@@ -162,6 +162,15 @@ def share(variants: list[str], rows: pd.DataFrame) -> str:
     return f"{ratio:.2f} [{ratio + rest.low / gap:.2f}, {ratio + rest.high / gap:.2f}]"
 
 
+def judged_table() -> str:
+    """Means of a reader's marks and of the reward, with standard errors; what praise and reward correlate."""
+    rows = pd.read_csv(HERE / "judged.csv").drop(columns=["query", "agent"])
+    marks = rows.groupby("variant", sort=False)
+    cells = marks.mean().map("{:.2f}".format) + " ± " + marks.sem().map("{:.2f}".format)
+    table = markdown([["variant", *cells], *cells.reset_index().to_numpy().tolist()])
+    return f"{table}\nPraise and reward: correlation {rows.praise.corr(rows.reward):.2f}.\n"
+
+
 def plot_draws(axis, rows: pd.DataFrame, task: dict) -> None:
     """CORY and PPO of twice the batch at each draw, in order of PPO's; figures below -0.7 stand at -0.7."""
     draws = draws_of(rows).sort_values("ppo").clip(lower=-0.7)
@@ -223,6 +232,7 @@ def main() -> None:
         if "draws" in spec:
             more = draws_of(of_task).eval("ppo - cory")
             print(f"PPO is above CORY in {sum(more > 0)} of {len(more)} draws; median {more.median():.2f}.\n")
+    print(f"## judged\n\nFluency and praise by a reader, of 1 to 5.\n\n{judged_table()}")
     for name, (plot, of) in PLOTS.items():
         if not (panels := [key for key in rows if key[0] in of]):
             continue
