@@ -163,7 +163,7 @@ def share(variants: list[str], rows: pd.DataFrame) -> str:
 
 
 def judged_table() -> str:
-    """Means of a reader's marks and of the reward, with standard errors; what praise and reward correlate."""
+    """Means of a judge's marks and of the reward, with standard errors; what praise and reward correlate."""
     rows = pd.read_csv(HERE / "judged.csv").drop(columns=["query", "agent"])
     marks = rows.groupby("variant", sort=False)
     cells = marks.mean().map("{:.2f}".format) + " ± " + marks.sem().map("{:.2f}".format)
@@ -232,7 +232,8 @@ def main() -> None:
         if "draws" in spec:
             more = draws_of(of_task).eval("ppo - cory")
             print(f"PPO is above CORY in {sum(more > 0)} of {len(more)} draws; median {more.median():.2f}.\n")
-    print(f"## judged\n\nFluency and praise by a reader, of 1 to 5.\n\n{judged_table()}")
+    about = "Marks of 1 to 5 by a language model for 30 responses each of smollm2 (seed 400, eta 0.05)"
+    print(f"## judged\n\n{about}, ± standard errors.\n\n{judged_table()}")
     for name, (plot, of) in PLOTS.items():
         if not (panels := [key for key in rows if key[0] in of]):
             continue
