@@ -4,9 +4,10 @@ import random
 import signal
 from pathlib import Path
 
-# Both are read when the libraries are imported.
+# All are read when the libraries are imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models gain nothing by threads; `-n 2` uses both cores
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("TEST_GPU", "")  # the tests are of the CPU, but for one
 
 import pytest
 import torch

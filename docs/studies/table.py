@@ -1,6 +1,6 @@
 """Tables and plots of the studies in studies.json whose rows stand beside it, as NAME.csv.
 
-    python docs/studies/table.py > docs/studies/tables.md           # and search.png, tuned.png
+    python docs/studies/table.py > docs/studies/tables.md           # and search.png, ends.png
 """
 import json
 from pathlib import Path
@@ -17,7 +17,10 @@ EQUAL = {"KL at equal reward": ("kl", "reward"), "reward at equal KL": ("reward"
 # Groups of pairs in studies.json, and the figures of each whose differences are verdicts.
 VERDICTS = {"all figures": [*MEANS[:3], *EQUAL], "combined and KL": ["combined_reward", "kl"],
             "combined": ["combined_reward"], "untested": [], "frontiers": [*EQUAL]}
-COLORS = {"PPO, twice the batch": "C0", "PPO": "C9", "CORY": "C3", "CORY, no partner's reward": "C1"}
+COLORS = {"PPO, twice the batch": "C0", "PPO, same batch": "C9", "CORY": "C3",
+          "CORY without partner's reward": "C1"}
+TITLES = {("tuned", "imdb"): "tiny, IMDB", ("tuned", "gsm8k"): "tiny, GSM8K", ("smollm2", "imdb"): "SmolLM2",
+          ("batch256", "imdb"): "SmolLM2 at the paper's size"}
 
 
 class Difference(NamedTuple):
@@ -150,8 +153,9 @@ def differences_table(found: dict[tuple, Difference], stands: set) -> str:
     for key, x in found.items():
         *_, a, b, figure = key
         lines.setdefault((a, b), {"seeds": x.seeds})[figure] = f"{x}{'*' * (key in stands)}"
-    head = ["variant", "less", *next(iter(lines.values()))]
-    return markdown([head, *([*pair, *cells.values()] for pair, cells in lines.items())])
+    figures = [*next(iter(lines.values()))]
+    cells = [[*pair, *(of_pair.get(figure, "") for figure in figures)] for pair, of_pair in lines.items()]
+    return markdown([["variant", "less", *figures], *cells])
 
 
 def share(variants: list[str], rows: pd.DataFrame) -> str:
@@ -172,41 +176,57 @@ def judged_table() -> str:
 
 
 def plot_draws(axis, rows: pd.DataFrame, task: dict) -> None:
-    """CORY and PPO of twice the batch at each draw, in order of PPO's; figures below -0.7 stand at -0.7."""
-    draws = draws_of(rows).sort_values("ppo").clip(lower=-0.7)
-    axis.vlines(draws.index, draws.ppo, draws.cory, color="lightgray")
+    """CORY and PPO of twice the batch at each draw, in order of PPO's; below -0.7, at -0.7 with its value."""
+    draws = draws_of(rows).sort_values("ppo")
+    shown = draws.clip(lower=-0.7)
+    axis.vlines(shown.index, shown.ppo, shown.cory, color="lightgray")
     for name, label in (("ppo", "PPO, twice the batch"), ("cory", "CORY")):
-        axis.plot(draws.index, draws[name], "o", color=COLORS[label], label=label)
+        axis.plot(shown.index, shown[name], "o", color=COLORS[label], label=label)
+        for draw, value in draws[name][draws[name] < -0.7].items():
+            axis.annotate(f"{value:.1f}", (draw, -0.7), xytext=(6, -3), textcoords="offset points")
     axis.axhline(rows[rows.iteration == 0].combined_reward.mean(), color="gray", ls=":", label="base")
     axis.set(xlabel="draw", ylabel="combined reward")
 
 
+def methods_of(task: dict) -> dict[str, str]:
+    """{label: how its variants are named or begin}"""
+    return task.get("plot") or dict(zip(COLORS, task["variants"], strict=True))
+
+
 def plot_ends(axis, rows: pd.DataFrame, task: dict) -> None:
-    """A dot for each run in the plane of KL and reward, with lines of equal combined reward."""
-    end, eta = ends(rows), rows.init_kl_coef.iloc[0]
-    for label, variant in task["plot"].items():
-        axis.plot(end.loc[variant].kl, end.loc[variant].task_reward, "o", color=COLORS[label], label=label)
-    kl, reward = np.meshgrid(np.linspace(*axis.get_xlim()), np.linspace(*axis.get_ylim()))
-    axis.clabel(axis.contour(kl, reward, reward - eta * kl, colors="lightgray", zorder=0))
+    """A marker for each run in the plane of KL and reward. With one eta, grey lines have equal combined
+    rewards. With several, each has its marker, and a line joins the means of a method.
+    """
+    end = ends(rows).reset_index()
+    for label, method in methods_of(task).items():
+        runs = end[(end.variant == method) | end.variant.str.startswith(f"{method}, eta")]
+        for marker, (_, of_eta) in zip("o^", runs.groupby("init_kl_coef"), strict=False):
+            axis.plot(of_eta.kl, of_eta.task_reward, marker, color=COLORS[label],
+                      label=label if marker == "o" else None)
+        means = runs.groupby("init_kl_coef")[["kl", "task_reward"]].mean()
+        axis.plot(means.kl, means.task_reward, color=COLORS[label])
+    if end.init_kl_coef.nunique() == 1:
+        kl, reward = np.meshgrid(np.linspace(*axis.get_xlim()), np.linspace(*axis.get_ylim()))
+        equal = reward - end.init_kl_coef[0] * kl
+        axis.clabel(axis.contour(kl, reward, equal, colors="lightgray", zorder=0))
     axis.set(xlabel="KL (nats)", ylabel="reward of sampled responses")
 
 
-def plot_frontiers(axis, rows: pd.DataFrame, task: dict) -> None:
-    """A small dot for each run in the plane of KL and reward, and a line through the mean of each eta."""
-    end = ends(rows).reset_index()
-    for (label, color), method in zip(COLORS.items(), task["variants"], strict=True):
-        of_method = end[end.variant.str.rpartition(", ")[0] == method]
-        means = of_method.groupby("init_kl_coef").mean(numeric_only=True)
-        axis.plot(of_method.kl, of_method.reward, ".", color=color, alpha=0.4)
-        axis.plot(means.kl, means.reward, "o-", color=color, label=label)
-    base = rows[rows.iteration == 0]
-    axis.plot(base.kl.mean(), base.reward.mean(), "k*", label="base")
-    axis.set(xlabel="KL (nats)", ylabel="reward")
+def plot_variety(axis, rows: pd.DataFrame, task: dict) -> None:
+    """The part of a response's pairs of tokens that is distinct: a line for each agent. Below the grey line
+    it has collapsed.
+    """
+    for label, method in methods_of(task).items():
+        of_method = rows[rows.variant.str.startswith(f"{method}, eta")]
+        for _, line in of_method.groupby(["variant", "seed", "agent"]):
+            axis.plot(line.iteration, line.distinct_2, color=COLORS[label])
+    axis.axhline(rows[rows.iteration == 0].distinct_2.mean() / 3, color="gray", ls=":")
+    axis.set(xlabel="iteration", ylabel="distinct_2")
 
 
-# Name of the file, and the studies with a panel for each task.
-PLOTS = {"search": (plot_draws, ["search"]), "tuned": (plot_ends, ["tuned"]),
-         "frontier": (plot_frontiers, ["frontier", "smollm2"])}
+# Name of the file, and for each of its studies what is drawn of each task.
+PLOTS = {"search": {"search": plot_draws},
+         "ends": {"tuned": plot_ends, "smollm2": plot_ends, "batch256": plot_variety}}
 
 
 def main() -> None:
@@ -234,15 +254,14 @@ def main() -> None:
             print(f"PPO is above CORY in {sum(more > 0)} of {len(more)} draws; median {more.median():.2f}.\n")
     about = "Marks of 1 to 5 by a language model for 30 responses each of smollm2 (seed 400, eta 0.05)"
     print(f"## judged\n\n{about}, ± standard errors.\n\n{judged_table()}")
-    for name, (plot, of) in PLOTS.items():
-        if not (panels := [key for key in rows if key[0] in of]):
-            continue
-        figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), layout="constrained",
-                                    squeeze=False)
-        for axis, (study, task) in zip(axes[0], panels, strict=True):
-            plot(axis, rows[study, task], studies[study]["tasks"][task])
-            axis.set_title(f"{study}: {task}")
-        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    for name, plots in PLOTS.items():
+        panels = [key for key in rows if key[0] in plots]
+        height = 3.6 * len(panels) / 2
+        figure, axes = plt.subplots(len(panels) // 2, 2, figsize=(10, height), layout="constrained")
+        for axis, (study, task) in zip(axes.flat, panels, strict=True):
+            plots[study](axis, rows[study, task], studies[study]["tasks"][task])
+            axis.set_title(TITLES.get((study, task), task.upper()))
+        figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
         figure.savefig(HERE / f"{name}.png", dpi=120)
 
 
