@@ -20,7 +20,7 @@ VERDICTS = {"all figures": [*MEANS[:3], *EQUAL], "combined and KL": ["combined_r
 COLORS = {"PPO, twice the batch": "C0", "PPO, same batch": "C9", "CORY": "C3",
           "CORY without partner's reward": "C1"}
 TITLES = {("tuned", "imdb"): "tiny, IMDB", ("tuned", "gsm8k"): "tiny, GSM8K", ("smollm2", "imdb"): "SmolLM2",
-          ("batch256", "imdb"): "SmolLM2 at the paper's size"}
+          ("batch256", "imdb"): "SmolLM2, the paper's batch"}
 
 
 class Difference(NamedTuple):
