@@ -4,10 +4,10 @@ import random
 import signal
 from pathlib import Path
 
-# All are read when the libraries are imported.
+# Read when the libraries are imported, the last at the first use of a GPU.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models gain nothing by threads; `-n 2` uses both cores
-os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("TEST_GPU", "")  # the tests are of the CPU, but for one
+os.environ.update({} if "TEST_GPU" in os.environ else {"CUDA_VISIBLE_DEVICES": ""})  # one test is of a GPU
 
 import pytest
 import torch

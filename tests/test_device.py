@@ -49,7 +49,7 @@ def test_a_gpu_is_prepared(monkeypatch, dtype, precision):
     assert vars(matmul) == {"fp32_precision": precision} and off == [False]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="TEST_GPU names no GPU: it was not checked")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, or no TEST_GPU=1: it was not checked")
 def test_a_gpu_trains_as_a_cpu_does(small_flags, tmp_path):
     for name in ("cpu", "cuda"):
         train_imdb.main([*small_flags, "--device", name, "--dtype", "float32", "--iterations", "2",

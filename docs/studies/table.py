@@ -152,7 +152,8 @@ def differences_table(found: dict[tuple, Difference], stands: set) -> str:
     lines = {}
     for key, x in found.items():
         *_, a, b, figure = key
-        lines.setdefault((a, b), {"seeds": x.seeds})[figure] = f"{x}{'*' * (key in stands)}"
+        line = lines.setdefault((a, b), {"seeds": x.seeds})
+        line |= {"seeds": min(x.seeds, line["seeds"]), figure: f"{x}{'*' * (key in stands)}"}
     figures = [*next(iter(lines.values()))]
     cells = [[*pair, *(of_pair.get(figure, "") for figure in figures)] for pair, of_pair in lines.items()]
     return markdown([["variant", "less", *figures], *cells])
@@ -200,7 +201,7 @@ def plot_ends(axis, rows: pd.DataFrame, task: dict) -> None:
     end = ends(rows).reset_index()
     for label, method in methods_of(task).items():
         runs = end[(end.variant == method) | end.variant.str.startswith(f"{method}, eta")]
-        for marker, (_, of_eta) in zip("o^", runs.groupby("init_kl_coef"), strict=False):
+        for marker, (_, of_eta) in zip("o^sDv", runs.groupby("init_kl_coef"), strict=False):
             axis.plot(of_eta.kl, of_eta.task_reward, marker, color=COLORS[label],
                       label=label if marker == "o" else None)
         means = runs.groupby("init_kl_coef")[["kl", "task_reward"]].mean()
