@@ -55,9 +55,10 @@ def test_studies_are_made_of_flags_that_there_are():
 def test_a_difference_stands_under_its_figure():
     at_end, along = (("imdb", "untested", "a, x", "b, x"), ("imdb", "frontiers", "a", "b"))
     one, two = (table.Difference(mean, mean, mean, 1, n) for mean, n in ((1, 3), (2, 2)))
-    found = {(*at_end, "kl"): one, (*at_end, "KL at equal reward"): one, (*along, "KL at equal reward"): two}
+    found = {(*at_end, "kl"): one, (*at_end, "KL at equal reward"): two, (*along, "KL at equal reward"): two}
     lines = table.differences_table(found, {(*along, "KL at equal reward")}).splitlines()
     assert lines[0] == "| variant | less | seeds | kl | KL at equal reward |"
+    assert lines[2].startswith("| a, x | b, x | 2 | +1.00")           # the fewest seeds of its figures
     assert lines[3] == "| a | b | 2 |  | +2.00 [+2.00, +2.00]* |"
 
 
