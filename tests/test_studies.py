@@ -1,8 +1,11 @@
 """The scripts of docs/studies: the grid, statistics by hand, and the methods that only studies use."""
 import json
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -50,6 +53,18 @@ def test_studies_are_made_of_flags_that_there_are():
     for study in read(grid.HERE / "studies.json").values():
         for run in grid.plan(study | {"seeds": [0]}, Path("out")) if "flags" in study else []:
             parse(*EXPERIMENTS[run.task], run.flags)
+
+
+def test_tables_and_plots_are_made_of_the_rows(tmp_path, monkeypatch, capsys):
+    here = shutil.copytree(table.HERE, tmp_path / "studies", ignore=shutil.ignore_patterns("*.png"))
+    monkeypatch.setattr(table, "HERE", here)
+    table.main()
+    made, published = capsys.readouterr().out, (here / "tables.md").read_text()
+    number = r"[+-]?\d+\.\d+"
+    assert re.sub(number, "", made) == re.sub(number, "", published)
+    values = [np.array(re.findall(number, text), dtype=float) for text in (made, published)]
+    assert np.allclose(*values, rtol=0, atol=0.011)         # processors round the second digit differently
+    assert {path.stem for path in here.glob("*.png")} == {*table.PLOTS}
 
 
 def test_a_difference_stands_under_its_figure():
