@@ -62,7 +62,8 @@ BAD = [                                 # one of each kind
     ("--partner_reward 0 --partner_term critic", "only with a --partner_reward that is not 0"),
     ("--advantage rloo --responses_per_query 4 --gamma 0.9", "is not used by rloo"),
     ("--vf_coef 0 --cliprange_value 1", "only with --vf_coef above 0"),
-    ("--kl_horizon 99", "--kl_target above 0"), ("--advantage reinforce --lam 0.5", "only with a critic")]
+    ("--kl_horizon 99", "--kl_target above 0"), ("--init_kl_coef 0 --kl_target 3", "--init_kl_coef above 0"),
+    ("--advantage reinforce --lam 0.5", "only with a critic")]
 
 
 @pytest.mark.parametrize("argv, says", BAD, ids=[argv for argv, _ in BAD])
@@ -71,7 +72,8 @@ def test_bad_settings_are_one_line(argv, says, capsys):
 
 
 @pytest.mark.parametrize("argv", [
-    "--kl_horizon 99 --llm2 kl_target=3", "--advantage grpo --responses_per_query 4 --kl_in loss",
+    "--kl_horizon 99 --llm2 kl_target=3", "--init_kl_coef 0 --kl_target 0",
+    "--advantage grpo --responses_per_query 4 --kl_in loss",
     "--method mine:Method --share_weights true --role_exchange_every 2 --advantage mine:own --lam 0.5"])
 def test_flags_that_something_may_read_are_taken(argv):
     imdb(argv.split())

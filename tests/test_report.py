@@ -123,7 +123,8 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys):
                         ([first, other], "in gamma;"), ([first, "--by", "gama"], "did you mean gamma?"),
                         ([tmp_path], "holds no run")):
         assert says in error_line(report.main, words, capsys)
-    report.main([str(first), str(write_run(tmp_path / "p", method="my:Chain"))])       # a group of its own
-    assert "CORY LLM1" in (shown := capsys.readouterr().out) and "CHAIN LLM1" in shown
+    report.main([str(first), str(write_run(tmp_path / "p", method="my:Chain", base=0.3))])  # another device
+    shown = columns_of(capsys.readouterr().out)
+    assert {"CORY LLM1", "CHAIN LLM1"} < {*shown} and shown["base"][0] == "0.15 ± 0.21"        # 0 and 0.3
     (again / "eval.json").unlink()
     assert "is no finished run" in error_line(report.main, [again], capsys)

@@ -45,9 +45,10 @@ def solved_metrics(model: LanguageModel, task: Task, samples: int, out: Path) ->
     return metrics
 
 
-def evaluate_run(run_dir: Path, samples: int, queries: int, device_name: str) -> None:
+def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
     """Evaluates base and agents of one run into RUN_DIR/evaluation, and prints the table."""
-    cfg, device = resolve_auto(replace(load_config(run_dir), device=device_name, dtype="auto"))
+    saved = load_config(run_dir)
+    cfg, device = resolve_auto(replace(saved, device=device, dtype=dtype or saved.dtype))
     if not (run_dir / "final").exists():
         raise UserError("run_dirs", str(run_dir), "is no finished run (no final/); --resume it first")
     prepare_device(cfg, device)
@@ -84,9 +85,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--samples", type=int, default=64, help="responses sampled per query")
     parser.add_argument("--queries", type=int, default=0, help="maximum held-out queries; 0: as in the run")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "tf32", "bfloat16"], help="default: the run's")
     args = parser.parse_args(argv)
     if args.samples < 1:
         raise UserError("samples", args.samples, "must be 1 or more")
     with launched(vars(args)):
         for run_dir in args.run_dirs:
-            evaluate_run(run_dir, args.samples, args.queries, args.device)
+            evaluate_run(run_dir, args.samples, args.queries, args.device, args.dtype)

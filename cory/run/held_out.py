@@ -13,14 +13,14 @@ from cory.system.distributed import processes
 from cory.system.sharding import unsharded
 from cory.tasks.task import Task
 
-EVALUATION_SEED = 20_241_006        # the same random numbers for every model, method, seed and iteration
+EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations
 
 
 def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed: int | None,
                      reference: LanguageModel | None = None) -> Rollout:
     """A sampled response of at most `length` tokens to each prompt, greedy without a seed; with the same seed
-    from the same random numbers, whatever the model and the number of processes. With a
-    reference, also with log-probabilities and the exact KL.
+    from the same random numbers, whatever the model and the number of processes. With a reference, also with
+    log-probabilities and the exact KL.
     """
     most = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))
     starts = range(0, len(prompts), most)

@@ -5,6 +5,7 @@ import shlex
 from dataclasses import asdict
 from pathlib import Path
 
+import pandas as pd
 from tqdm import tqdm
 
 from cory.config import Config
@@ -32,7 +33,9 @@ class RunLog:
         append_jsonl(self.samples, samples)
         if self.wandb:
             if iteration and any(key.startswith("eval/") for key in metrics):
-                row = row | {"samples": table_of(read_jsonl(self.samples))}
+                import wandb
+                table = wandb.Table(dataframe=pd.DataFrame(read_jsonl(self.samples)), allow_mixed_types=True)
+                row = row | {"samples": table}
             self.wandb.log(row, step=iteration)
         if iteration:
             self.bar.set_postfix_str(bar_text(metrics, self.agents), refresh=False)
@@ -80,10 +83,3 @@ def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
               f"wandb sync {shlex.quote(str(run_dir))}/wandb/offline-run-*", flush=True)
     run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
     return run
-
-
-def table_of(rows: list[dict]):
-    """A W&B table, with a column for every key in any of the rows."""
-    import pandas as pd
-    import wandb
-    return wandb.Table(dataframe=pd.DataFrame(rows), allow_mixed_types=True)

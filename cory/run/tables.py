@@ -14,16 +14,17 @@ def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, 
     """{label: [what belongs to it, for each seed]} of runs (config.json, {base, agent or "team": ...}).
 
     A group is an agent or the team, of one method, and of one value of each setting in `by`, e.g. `CORY LLM2,
-    learning_rate 0.001`. Bases come first, once where runs agree.
+    learning_rate 0.001`. Bases come first, once where all runs agree.
     """
-    bases, groups = {}, defaultdict(list)
+    bases, groups = defaultdict(list), defaultdict(list)
     for config, parts in runs:
         method = short_name(config["method"]).upper()
         values = "".join(f", {name} {config[name]}" for name in by if name != "method")
         for name, part in parts.items():
             if name in config["agents"].values():
                 agree = all(other.get(name, part) == part for _, other in runs)
-                bases[name if agree else f"{name}{values}"] = [part]
+                different = bases[name if agree else f"{name}{values}"]
+                different += [] if part in different else [part]
             else:
                 groups[f"{method} {name.upper()}{values}"].append(part)
     return bases | groups
