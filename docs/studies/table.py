@@ -19,8 +19,8 @@ VERDICTS = {"all figures": [*MEANS[:3], *EQUAL], "combined and KL": ["combined_r
             "combined": ["combined_reward"], "untested": [], "frontiers": [*EQUAL]}
 COLORS = {"PPO, twice the batch": "C0", "PPO, same batch": "C9", "CORY": "C3",
           "CORY without partner's reward": "C1"}
-TITLES = {("tuned", "imdb"): "tiny, IMDB", ("tuned", "gsm8k"): "tiny, GSM8K", ("smollm2", "imdb"): "SmolLM2",
-          ("batch256", "imdb"): "SmolLM2, the paper's batch"}
+TITLES = {("frontier", "imdb"): "tiny, IMDB", ("frontier", "gsm8k"): "tiny, GSM8K",
+          ("smollm2", "imdb"): "SmolLM2", ("batch256", "imdb"): "SmolLM2, the paper's batch"}
 
 
 class Difference(NamedTuple):
@@ -189,27 +189,16 @@ def plot_draws(axis, rows: pd.DataFrame, task: dict) -> None:
     axis.set(xlabel="draw", ylabel="combined reward")
 
 
-def methods_of(task: dict) -> dict[str, str]:
-    """{label: how its variants are named or begin}"""
-    return task.get("plot") or dict(zip(COLORS, task["variants"], strict=True))
-
-
 def plot_ends(axis, rows: pd.DataFrame, task: dict) -> None:
-    """A marker for each run in the plane of KL and reward. With one eta, grey lines have equal combined
-    rewards. With several, each has its marker, and a line joins the means of a method.
-    """
+    """A marker for each run in the plane of KL and reward, in a shape for each eta; lines join means."""
     end = ends(rows).reset_index()
-    for label, method in methods_of(task).items():
-        runs = end[(end.variant == method) | end.variant.str.startswith(f"{method}, eta")]
+    for label, method in zip(COLORS, task["variants"], strict=True):
+        runs = end[end.variant.str.startswith(f"{method}, eta")]
         for marker, (_, of_eta) in zip("o^sDv", runs.groupby("init_kl_coef"), strict=False):
             axis.plot(of_eta.kl, of_eta.task_reward, marker, color=COLORS[label],
                       label=label if marker == "o" else None)
         means = runs.groupby("init_kl_coef")[["kl", "task_reward"]].mean()
         axis.plot(means.kl, means.task_reward, color=COLORS[label])
-    if end.init_kl_coef.nunique() == 1:
-        kl, reward = np.meshgrid(np.linspace(*axis.get_xlim()), np.linspace(*axis.get_ylim()))
-        equal = reward - end.init_kl_coef[0] * kl
-        axis.clabel(axis.contour(kl, reward, equal, colors="lightgray", zorder=0))
     axis.set(xlabel="KL (nats)", ylabel="reward of sampled responses")
 
 
@@ -217,7 +206,7 @@ def plot_variety(axis, rows: pd.DataFrame, task: dict) -> None:
     """The part of a response's pairs of tokens that is distinct: a line for each agent. Below the grey line
     it has collapsed.
     """
-    for label, method in methods_of(task).items():
+    for label, method in zip(COLORS, task["variants"], strict=True):
         of_method = rows[rows.variant.str.startswith(f"{method}, eta")]
         for _, line in of_method.groupby(["variant", "seed", "agent"]):
             axis.plot(line.iteration, line.distinct_2, color=COLORS[label])
@@ -227,7 +216,7 @@ def plot_variety(axis, rows: pd.DataFrame, task: dict) -> None:
 
 # Name of the file, and for each of its studies what is drawn of each task.
 PLOTS = {"search": {"search": plot_draws},
-         "ends": {"tuned": plot_ends, "smollm2": plot_ends, "batch256": plot_variety}}
+         "ends": {"frontier": plot_ends, "smollm2": plot_ends, "batch256": plot_variety}}
 
 
 def main() -> None:
