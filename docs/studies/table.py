@@ -195,11 +195,11 @@ def plot_ends(axis, rows: pd.DataFrame, task: dict) -> None:
     for label, method in zip(COLORS, task["variants"], strict=True):
         runs = end[end.variant.str.startswith(f"{method}, eta")]
         for marker, (_, of_eta) in zip("o^sDv", runs.groupby("init_kl_coef"), strict=False):
-            axis.plot(of_eta.kl, of_eta.task_reward, marker, color=COLORS[label],
+            axis.plot(of_eta.kl, of_eta.reward, marker, color=COLORS[label],
                       label=label if marker == "o" else None)
-        means = runs.groupby("init_kl_coef")[["kl", "task_reward"]].mean()
-        axis.plot(means.kl, means.task_reward, color=COLORS[label])
-    axis.set(xlabel="KL (nats)", ylabel="reward of sampled responses")
+        means = runs.groupby("init_kl_coef")[["kl", "reward"]].mean()
+        axis.plot(means.kl, means.reward, color=COLORS[label])
+    axis.set(xlabel="KL (nats)", ylabel="reward")
 
 
 def plot_variety(axis, rows: pd.DataFrame, task: dict) -> None:
