@@ -101,12 +101,13 @@ def ends(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def differences(task: dict, rows: pd.DataFrame) -> dict[tuple, Difference]:
-    """{(group, variant, baseline, figure): variant less baseline} of a task's pairs; of frontiers, also at each
-    eta alone.
+    """{(group, variant, baseline, figure): variant less baseline} of a task's pairs; along frontiers,
+    also at each eta alone.
     """
     end, found = ends(rows), {}
     pairs = {group: [*task.get(group, [])] for group in VERDICTS}
-    pairs["untested"] += [(f"{a}, {eta}", f"{b}, {eta}") for a, b in pairs["frontiers"] for eta in task["times"]]
+    for a, b in pairs["frontiers"]:
+        pairs["untested"] += [(f"{a}, {eta}", f"{b}, {eta}") for eta in task["times"]]
     for group in VERDICTS:
         for a, b in pairs[group]:
             for figure in MEANS[:4] if group != "frontiers" else []:
