@@ -14,8 +14,8 @@ from scipy.stats import t
 HERE = Path(__file__).resolve().parent
 MEANS = ["combined_reward", "reward", "kl", "distinct_2", "repeated_tokens", "base_perplexity"]
 EQUAL = {"KL at equal reward": ("kl", "reward"), "reward at equal KL": ("reward", "kl")}
-# Groups of pairs in studies.json, and the figures of each whose differences are verdicts.
-VERDICTS = {"all figures": [*MEANS[:3], *EQUAL], "combined and KL": ["combined_reward", "kl"],
+# Groups of pairs in studies.json, and the figures of each whose differences are tested.
+TESTED = {"all figures": [*MEANS[:3], *EQUAL], "combined and KL": ["combined_reward", "kl"],
             "combined": ["combined_reward"], "untested": [], "frontiers": [*EQUAL]}
 COLORS = {"PPO, twice the batch": "C0", "PPO, same batch": "C9", "CORY": "C3",
           "CORY without partner's reward": "C1"}
@@ -105,10 +105,10 @@ def differences(task: dict, rows: pd.DataFrame) -> dict[tuple, Difference]:
     also at each eta alone.
     """
     end, found = ends(rows), {}
-    pairs = {group: [*task.get(group, [])] for group in VERDICTS}
+    pairs = {group: [*task.get(group, [])] for group in TESTED}
     for a, b in pairs["frontiers"]:
         pairs["untested"] += [(f"{a}, {eta}", f"{b}, {eta}") for eta in task["times"]]
-    for group in VERDICTS:
+    for group in TESTED:
         for a, b in pairs[group]:
             for figure in MEANS[:4] if group != "frontiers" else []:
                 found[group, a, b, figure] = difference(end.loc[a, figure], end.loc[b, figure])
@@ -153,7 +153,7 @@ def means_table(rows: pd.DataFrame) -> str:
 
 
 def differences_table(found: dict[tuple, Difference], stands: set) -> str:
-    """A line for each pair. A star: a verdict that stands after Holm's correction."""
+    """A line for each pair. A star: a test that stands after Holm's correction."""
     lines = {}
     for key, x in found.items():
         *_, a, b, figure = key
@@ -204,7 +204,8 @@ def plot_ends(axis, rows: pd.DataFrame, task: dict) -> None:
                       label=label if marker == "o" else None)
         means = runs.groupby("init_kl_coef")[["kl", "reward"]].mean()
         axis.plot(means.kl, means.reward, color=COLORS[label])
-    axis.set(xlabel="KL (nats)", ylabel="reward")
+    spread = end.kl.max() / end.kl.min()
+    axis.set(xlabel="KL (nats)", ylabel="reward", xscale="log" if spread > 100 else "linear")
 
 
 def plot_variety(axis, rows: pd.DataFrame, task: dict) -> None:
@@ -231,8 +232,8 @@ def main() -> None:
         for task, spec in studies[name]["tasks"].items():
             rows[name, task] = with_extra_variants(spec, frame[frame.task == task])
             found |= {(name, task, *key): x for key, x in differences(spec, rows[name, task]).items()}
-    verdicts = pd.Series({key: x.p for key, x in found.items() if key[5] in VERDICTS[key[2]]})
-    for _, p in verdicts.groupby(lambda key: key[0] if key[2] == "frontiers" else "all others"):
+    tests = pd.Series({key: x.p for key, x in found.items() if key[5] in TESTED[key[2]]})
+    for _, p in tests.groupby(lambda key: key[0] if key[2] == "frontiers" else "all others"):
         stands |= {key for key, adjusted in zip(p.index, holm(p), strict=True) if adjusted < 0.05}
     print("# Tables of the studies\n\nMade by table.py; [here](../studies.md) stands what the figures are.\n")
     for (name, task), of_task in rows.items():
