@@ -14,9 +14,12 @@ from scipy.stats import t
 HERE = Path(__file__).resolve().parent
 MEANS = ["combined_reward", "reward", "kl", "distinct_2", "repeated_tokens", "base_perplexity"]
 EQUAL = {"KL at equal reward": ("kl", "reward"), "reward at equal KL": ("reward", "kl")}
+# Studies whose tests have a correction of their own.
+OWN_FAMILY = ("frontier", "smollm2", "batch256", "rates")
 # Groups of pairs in studies.json, and the figures of each whose differences are tested.
 TESTED = {"all figures": [*MEANS[:3], *EQUAL], "combined and KL": ["combined_reward", "kl"],
-            "combined": ["combined_reward"], "untested": [], "frontiers": [*EQUAL]}
+            "combined": ["combined_reward"], "untested": [], "frontiers": [*EQUAL],
+            "KL at equal reward": ["KL at equal reward"]}
 COLORS = {"PPO, twice the batch": "C0", "PPO, same batch": "C9", "CORY": "C3",
           "CORY without partner's reward": "C1"}
 TITLES = {("frontier", "imdb"): "tiny, IMDB", ("frontier", "gsm8k"): "tiny, GSM8K",
@@ -233,7 +236,7 @@ def main() -> None:
             rows[name, task] = with_extra_variants(spec, frame[frame.task == task])
             found |= {(name, task, *key): x for key, x in differences(spec, rows[name, task]).items()}
     tests = pd.Series({key: x.p for key, x in found.items() if key[5] in TESTED[key[2]]})
-    for _, p in tests.groupby(lambda key: key[0] if key[2] == "frontiers" else "all others"):
+    for _, p in tests.groupby(lambda key: key[0] if key[0] in OWN_FAMILY else "all others"):
         stands |= {key for key, adjusted in zip(p.index, holm(p), strict=True) if adjusted < 0.05}
     print("# Tables of the studies\n\nMade by table.py; [here](../studies.md) stands what the figures are.\n")
     for (name, task), of_task in rows.items():
