@@ -9,7 +9,12 @@ import torch
 from conftest import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toys import BigramLM, read, settings
-from transformers import GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
@@ -70,14 +75,15 @@ def test_the_reward_is_the_raw_positive_logit_whatever_stands_beside(small, tmp_
     torch.manual_seed(0)
     GPT2ForSequenceClassification(GPT2Config(
         vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3, pad_token_id=5,
-        id2label={0: "neg", 1: "pos"})).save_pretrained(tmp_path)
-    byte_tokenizer(pad_token=END).save_pretrained(tmp_path)             # 256
+        id2label={0: "neg", 1: "pos"})).bfloat16().save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)              # padding is END, 256
     left = shutil.copytree(small / "classifier", tmp_path / "left")
     file = left / "tokenizer_config.json"
     file.write_text(json.dumps(read(file) | {"padding_side": "left"}))
     texts = ["the film was good", "one bad old dog of a story"]
     for folder in (small / "classifier", tmp_path, left):
         classifier = SentimentReward(str(folder), CPU)
+        assert classifier.model.dtype == torch.float32
         ids = [classifier.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
         logits = [classifier.model(row).logits[0, 1].item() for row in ids]
         assert classifier(texts) == pytest.approx(logits, abs=1e-5) and abs(logits[0] - logits[1]) > 1e-3
@@ -85,10 +91,21 @@ def test_the_reward_is_the_raw_positive_logit_whatever_stands_beside(small, tmp_
 
 @pytest.mark.parametrize("file, changes, says", [
     ("tokenizer_config.json", {"model_max_length": 22}, "takes 22 tokens; .* can have 23"),
-    ("config.json", {"id2label": {0: "bad", 1: "good"}}, "must begin with 'pos'"),
-    ("config.json", {"id2label": {0: "POS", 1: "positive"}}, "must begin with 'pos'")])
+    ("tokenizer_config.json", {"pad_token": None}, "no padding token"),
+    ("config.json", {"id2label": {0: "LABEL_0", 1: "LABEL_1"}}, "must have the word 'positive'"),
+    ("config.json", {"id2label": {0: "OK", 1: "POSSIBLY SPAM"}}, "must have the word 'positive'"),
+    ("config.json", {"id2label": {0: "POS", 1: "very positive"}}, "must have the word 'positive'")])
 def test_a_classifier_that_cannot_be_used_is_refused(file, changes, says, small, tmp_path):
     shutil.copytree(small / "classifier", tmp_path, dirs_exist_ok=True)
     (tmp_path / file).write_text(json.dumps(read(tmp_path / file) | changes))
     with pytest.raises(UserError, match=f"reward_model is .*{says}"):
         SentimentReward(str(tmp_path), CPU, max_tokens=23)
+
+
+def test_the_only_logit_of_a_reward_model_is_the_reward(small, tmp_path):
+    lm = DistilBertForSequenceClassification.from_pretrained(small / "classifier", num_labels=1,
+                                                             ignore_mismatched_sizes=True)
+    lm.save_pretrained(tmp_path)
+    (classifier := SentimentReward(str(small / "classifier"), CPU)).tokenizer.save_pretrained(tmp_path)
+    inputs = classifier.tokenizer("one man", return_tensors="pt", return_token_type_ids=False)
+    assert SentimentReward(str(tmp_path), CPU)(["one man"]) == pytest.approx([lm(**inputs).logits.item()])

@@ -1,5 +1,6 @@
 """The IMDB task: continue the opening of a review so that a sentiment classifier finds it positive."""
 import random
+import re
 
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -12,15 +13,23 @@ from cory.tasks.task import Task
 
 
 class SentimentReward:
-    """The raw logit of a classifier's positive class, one per text of up to `max_tokens`; unbounded."""
+    """The raw logit of a classifier's positive class, or the only one of a reward model, in float32 for each
+    text of up to `max_tokens`; unbounded.
+    """
 
     def __init__(self, name: str, device: torch.device, max_tokens: int = 0):
         with model_errors("reward_model", name):
-            model, self.tokenizer = load_pretrained(AutoModelForSequenceClassification, name)
+            model, self.tokenizer = load_pretrained(AutoModelForSequenceClassification, name,
+                                                    dtype=torch.float32)
             labels = {index: str(label).lower() for index, label in model.config.id2label.items()}
-            positive = [index for index, label in labels.items() if label.startswith("pos")]
+            positive = [index for index, label in labels.items()
+                        if {"pos", "positive"} & {*re.findall("[a-z]+", label)} or len(labels) == 1]
             if len(positive) != 1:
-                raise ValueError(f"one label must begin with 'pos'; its config.json has {str(labels)[:200]}")
+                raise ValueError("one label must have the word 'positive' or 'pos'; its config.json has "
+                                 f"{str(labels)[:200]}")
+            self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+            if self.tokenizer.pad_token is None:
+                raise ValueError("its tokenizer has no padding token; set pad_token in tokenizer_config.json")
             limit = self.tokenizer.model_max_length - self.tokenizer.num_special_tokens_to_add()
             if limit < max_tokens:
                 raise ValueError(f"takes {limit} tokens; a query with its response can have {max_tokens}")
