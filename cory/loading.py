@@ -1,11 +1,21 @@
 """Language models and classifiers from a local folder or the Hub, and why one cannot be used."""
 import os
+import re
 import warnings
 from contextlib import contextmanager
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from cory.config import Config
@@ -14,6 +24,10 @@ from cory.ppo.cache import empty_cache
 from cory.ppo.model import LanguageModel, positions
 
 TEXT = "a good film"            # what models are tested on
+HARD_TEXT = f"{TEXT} of 2023.  DON'T miss Amélie\n\nat 10:45"     # to split, and to normalize
+# In a file, but in no computation: value heads, poolers, and constants that older versions stored.
+UNUSED = re.compile(
+    r"v_head|value_head|pooler|masked_bias|causal_mask|\b(attn|attention)\.bias$|position_ids|inv_freq")
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 transformers_logging.set_verbosity_error()
@@ -41,9 +55,10 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
             raise ValueError("its tokenizer has no chat template; use --chat_template false, or a chat model")
         if tokenizer(TEXT)["input_ids"][-1] in tokenizer.all_special_ids:
             raise ValueError("its tokenizer puts a token behind each prompt, as add_eos_token does")
-        # The authors' sampling settings are not the policy's. Without them `final/` generates as evaluated.
-        bos, eos, ends = tokenizer.bos_token_id, tokenizer.eos_token_id, model.end_ids
-        lm.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=eos)
+        ends = {*model.end_ids, end_of_message(tokenizer)} if model.chat_template else model.end_ids
+        # The authors' sampling settings are not the policy's; `final/` generates as evaluated with these.
+        lm.generation_config = GenerationConfig(bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
+                                                pad_token_id=tokenizer.eos_token_id)
         for layer in lm.modules():      # bitsandbytes packs weights on some processors: no gradient then
             if hasattr(layer, "support_avx512bf16_for_cpu"):
                 layer.support_avx512bf16_for_cpu = False
@@ -56,20 +71,59 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
 
 
 def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
-    """(model, tokenizer) of a folder or `NAME@REVISION`. Raises `ValueError` where a part is missing."""
+    """(model, tokenizer) of a folder or `NAME@REVISION`. Raises `ValueError` where a part is missing or would
+    not be used.
+    """
     place, _, revision = (name, "", "") if os.path.exists(name) else name.partition("@")
     where = {"revision": revision or "main", "trust_remote_code": False}
     config = AutoConfig.from_pretrained(place, **where)
     if getattr(config, "activation_function", None) == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"        # the same, in one operation instead of eight
-    tokenizer = AutoTokenizer.from_pretrained(place, **where)
+    tokenizer = load_tokenizer(place, **where)
     if TEXT not in tokenizer.decode(tokenizer(TEXT)["input_ids"]).lower():      # a missing one is made up
         raise ValueError("it has no tokenizer, or one that does not decode to the text that it encoded")
     model, info = auto_class.from_pretrained(place, config=config, use_safetensors=True,
                                              output_loading_info=True, **where, **kwargs)
     if missing := info["missing_keys"]:
         raise ValueError(f"its weights lack {min(missing)} of a {type(model).__name__}")
+    if unused := [key for key in info["unexpected_keys"] if not UNUSED.search(key)]:
+        raise ValueError(f"its config.json leaves out {min(unused)}, which its weights have")
     return model, tokenizer
+
+
+def load_tokenizer(place: str, **where):
+    """The tokenizer that a tokenizer.json describes, where there is one. A class of its own may take no more
+    than the vocabulary from there, and split text by other rules, for example numbers.
+    """
+    file = cached_file(place, "tokenizer.json", revision=where["revision"],
+                       _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return AutoTokenizer.from_pretrained(place, **where)
+    described = Tokenizer.from_file(file)
+    described.no_padding()
+    described.no_truncation()
+    for any_class in AutoTokenizer, PreTrainedTokenizerFast:
+        tokenizer = any_class.from_pretrained(place, **where)
+        ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
+        if ids == described.encode(HARD_TEXT, add_special_tokens=False).ids:
+            return tokenizer
+    raise ValueError("its tokenizer.json splits text otherwise than its tokenizer_config.json")
+
+
+def end_of_message(tokenizer) -> int:
+    """The special token that the chat template puts behind an assistant's message. Where that ends the chat,
+    it may be another than before a further message, or none.
+    """
+    chat = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "ANSWER"}]
+    for messages in chat, [*chat, chat[0]]:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        if TEXT not in text or "ANSWER" not in text:
+            raise ValueError("its chat template leaves out a message")
+        behind = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False)["input_ids"]
+        for token in behind:
+            if str(tokenizer.added_tokens_decoder.get(token, "")).strip():      # some are of white space
+                return token
+    raise ValueError("its chat template puts no special token behind an assistant's message, to end it")
 
 
 @torch.no_grad()

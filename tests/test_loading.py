@@ -8,9 +8,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import byte_tokenizer, save_gpt2
+from safetensors.torch import load_file, save_file
+from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from toys import agent_of, close, settings
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from cory import loading
 from cory.config import IMDB_PRESETS, ImdbConfig
@@ -109,8 +111,15 @@ def config(**values):
     return lambda folder: change(folder, "config.json", **values)
 
 
+def add_weights(folder: Path, *names: str) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(2) for name in names}, file, metadata={"format": "pt"})
+
+
 BROKEN = {
     "nothing": (shutil.rmtree, ""), "an adapter": (lambda at: change(at, "adapter_config.json"), "merge"),
+    "fewer layers": (config(n_layer=1), "leaves out transformer.h.1"),
+    "no bias": (lambda at: add_weights(at, "lm_head.bias"), "leaves out lm_head.bias"),
     "no head": (config(tie_word_embeddings=False), "lack lm_head"),
     "a NaN": (config(layer_norm_epsilon=float("nan")), "differ by nan"),
     "its own code": (config(model_type="mine", auto_map={"AutoConfig": "mine.C"}), "custom code"),
@@ -131,7 +140,32 @@ def test_a_broken_folder_is_one_line(case, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_weights_that_no_policy_computes_with_may_be_left_out(tmp_path):
+    """Value heads, and the masks that older files hold."""
+    add_weights(save_gpt2(tmp_path), "v_head.summary.weight", "transformer.h.0.attn.bias",
+                "transformer.h.0.attn.masked_bias", "transformer.h.0.attn.attention.bias")
+    assert load(tmp_path).value_head is None
+
+
 # --- tokenizers ---
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "TokenizersBackend"])
+def test_text_is_split_as_tokenizer_json_says(kind, tmp_path):
+    """Also where a class would split it by rules of its own, and in `final/`. Its padding is not a rule."""
+    raw = byte_tokenizer().backend_tokenizer
+    model = json.loads(raw.to_str())["model"]
+    raw.model = models.BPE(model["vocab"] | {"20": 257}, [("2", "0")])
+    raw.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), raw.pre_tokenizer])
+    raw.enable_padding(length=64, pad_id=256, pad_token=END)
+    save_gpt2(tmp_path / "lm", vocab_size=258)
+    raw.save(str(tmp_path / "lm/tokenizer.json"))
+    change(tmp_path / "lm", "tokenizer_config.json", tokenizer_class=kind)
+    agent = agent_of(load(tmp_path / "lm"))
+    save_final(tmp_path, [agent])
+    for tokenizer in (agent.policy.tokenizer, AutoTokenizer.from_pretrained(tmp_path / "final/llm1")):
+        assert tokenizer.tokenize("of 2023") == ["o", "f", "Ġ", "2", "0", "2", "3"]
+        assert tokenizer.eos_token_id == 256
+
+
 @pytest.mark.parametrize("single", [f"{END} $A", f"$A {END}", "$A [SEP]"])
 def test_a_prompt_must_end_where_its_text_ends(single, tmp_path):
     tokenizer, special = byte_tokenizer(eos_token=END, sep_token="[SEP]"), [(END, 256), ("[SEP]", 257)]
@@ -152,6 +186,32 @@ def test_a_tokenizer_may_have_a_token_more_than_the_model_has_embeddings(tmp_pat
     encode_prompts(model, ["a"], 4)
     with pytest.raises(UserError, match="prompt is 'a<image>'"):
         encode_prompts(model, ["a<image>"], 4)
+
+
+# --- chat templates ---
+def chat(behind: str, before: str = "<|im_start|>", content: str = "m.content") -> str:
+    return f"{{% for m in messages %}}{before}{{{{ m.role }}}}\n{{{{ {content} }}}}{behind}\n{{% endfor %}}"
+
+
+@pytest.mark.parametrize("template, end", [
+    (chat("<|im_end|>"), 258), (chat(""), 257),
+    (chat("{% if loop.last %}<|endoftext|>{% endif %}"), 256),
+    (chat("", before=""), "no special token behind"),
+    (chat("<|im_end|>", content="messages[-1].content"), "leaves out a message"),
+    ("{{ raise_exception('a system message, please') }}", "a system message, please")],
+    ids=["each", "next", "last", "none", "ignores", "raises"])
+def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, tmp_path):
+    """Whatever generation_config.json names: here EOS alone."""
+    tokenizer = byte_tokenizer(eos_token=END, additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = template
+    save_gpt2(tmp_path, tokenizer, vocab_size=259)
+    if isinstance(end, int):
+        assert load(tmp_path, chat_template=True).end_ids == sorted({256, end})
+    else:
+        with pytest.raises(UserError, match=f"cannot be used .*{end}") as error:
+            load(tmp_path, chat_template=True)
+        assert "\n" not in str(error.value)
+    assert load(tmp_path).end_ids == [256]
 
 
 # --- what the authors sample with ---

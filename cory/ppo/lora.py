@@ -28,8 +28,11 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
         lm.add_adapter(settings, name)
     for parameter in adapter_parameters(lm, name).values():
         parameter.data = parameter.data.float()
+    rules = lm.peft_config[name]
     if Path(lm.name_or_path).exists():                  # to be found from any folder
-        lm.peft_config[name].base_model_name_or_path = str(Path(lm.name_or_path).resolve())
+        rules.base_model_name_or_path = str(Path(lm.name_or_path).resolve())
+    else:
+        rules.revision = cfg.model.partition("@")[2] or None
     switch_to(lm, None)
     return name
 
@@ -66,3 +69,13 @@ def switch_to(lm: nn.Module, name: str | None) -> None:
 
 def adapter_parameters(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:
     return {path: p for path, p in lm.named_parameters() if re.search(rf"\.lora_[AB]\.{name}\.", path)}
+
+
+def adapted_share(layers: nn.Module) -> float:
+    """The share of the layers' weights that are in a matrix with an adapter. "all-linear" passes over
+    matrices that are no layers of their own, as the experts of some models.
+    """
+    sizes = {path: getattr(p, "quant_state", p).shape.numel() for path, p in layers.named_parameters()
+             if p.dim() > 1 and ".lora_" not in path}
+    adapted = sum(size for path, size in sizes.items() if ".base_layer." in path)
+    return adapted / sum(sizes.values())

@@ -60,7 +60,9 @@ class LanguageModel(nn.Module):
 
     @property
     def end_ids(self) -> list[int]:
-        """Tokens that end a response: EOS, and any others in generation_config, as for chat models."""
+        """Tokens that end a response: EOS, and any others in generation_config, as for chat models.
+        `load_language_model` adds the chat template's.
+        """
         more = getattr(getattr(self.lm, "generation_config", None), "eos_token_id", None)
         more = more if isinstance(more, list) else [] if more is None else [more]
         return sorted({self.tokenizer.eos_token_id, *more})
