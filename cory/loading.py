@@ -56,9 +56,10 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         if tokenizer(TEXT)["input_ids"][-1] in tokenizer.all_special_ids:
             raise ValueError("its tokenizer puts a token behind each prompt, as add_eos_token does")
         ends = {*model.end_ids, end_of_message(tokenizer)} if model.chat_template else model.end_ids
-        # The authors' sampling settings are not the policy's; `final/` generates as evaluated with these.
-        lm.generation_config = GenerationConfig(bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
-                                                pad_token_id=tokenizer.eos_token_id)
+        # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
+        # final adapter's base has those of its authors until it is given these.
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        lm.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=sorted(ends), pad_token_id=eos)
         for layer in lm.modules():      # bitsandbytes packs weights on some processors: no gradient then
             if hasattr(layer, "support_avx512bf16_for_cpu"):
                 layer.support_avx512bf16_for_cpu = False

@@ -253,8 +253,14 @@ def test_a_name_of_the_hub_may_have_a_revision(name, place, revision, tmp_path, 
     asked.assert_called_once_with(place, revision=revision, trust_remote_code=False)
 
 
-def test_an_unknown_context_is_said_in_the_first_lines_of_a_run(small_flags, tmp_path, capsys):
-    model = save_tiny("bloom", tmp_path / "lm", max_position_embeddings=None)
-    flags = [*small_flags, "--model", str(model), "--run_dir", str(tmp_path / "run")]
+@pytest.mark.parametrize("kind, changes, flags, says", [
+    ("bloom", dict(max_position_embeddings=None), [], "its config.json gives no context length"),
+    # attention and the shared expert: 1936 of 3536 weights per layer
+    ("qwen2_moe", dict(shared_expert_intermediate_size=24, max_position_embeddings=160), ["--lora_rank", "2"],
+     "54.8% of its layers' weights have an adapter")])
+def test_what_a_user_cannot_know_is_said_in_the_first_lines_of_a_run(
+        kind, changes, flags, says, small_flags, tmp_path, capsys):
+    model = save_tiny(kind, tmp_path / "lm", **changes)
+    flags = [*small_flags, "--model", str(model), "--run_dir", str(tmp_path / "run"), *flags]
     with Run(parse(ImdbConfig, IMDB_PRESETS, flags)):
-        assert "base: its config.json gives no context length" in capsys.readouterr().out
+        assert f"base: {says}" in capsys.readouterr().out

@@ -2,16 +2,17 @@
 import pytest
 import torch
 from conftest import save_gpt2, save_llama
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from toys import generator, moved, read, settings
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import collect_rollout
-from cory.ppo.sampling import encode_prompts
+from cory.ppo.sampling import encode_prompts, sample
 from cory.ppo.update import ppo_update
 from cory.run.checkpoint import save_final
 
@@ -81,6 +82,22 @@ def dequantize(lm, low) -> None:
             lm.get_parameter(name).data = weight.T if hasattr(lm, "transformer") else weight
 
 
+def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
+    """peft follows it; plain transformers must be told."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for revision in ("main", "v1"):
+        save_gpt2(tmp_path / "models--some--model/snapshots" / revision, initializer_range=len(revision) / 10)
+        (ref := tmp_path / "models--some--model/refs" / revision).parent.mkdir(exist_ok=True)
+        ref.write_text(revision)
+    _, (agent, _) = two_agents("some/model@v1", model="some/model@v1")
+    save_final(tmp_path, [moved(agent)])
+    final, ids = tmp_path / "final" / "llm1", torch.arange(20)[None]
+    expected = agent.policy.logprobs(agent.policy.body(ids, torch.ones_like(ids), ids)[0])
+    for lm in (AutoPeftModelForCausalLM.from_pretrained(final),
+               AutoModelForCausalLM.from_pretrained(final, revision="v1")):
+        torch.testing.assert_close(lm.eval()(ids).logits.log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("rounded", [dict(dtype="bfloat16"), dict(load_in_4bit=True)], ids=str)
 def test_adapters_on_a_rounded_base_have_the_same_gradient_but_for_rounding(rounded, folder):
     """They are in float32, and start as the base, exactly. Responses are sampled before the gradient, which
@@ -104,7 +121,9 @@ def test_adapters_on_a_rounded_base_have_the_same_gradient_but_for_rounding(roun
 
 
 def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(folder, tmp_path, monkeypatch):
-    """Its base is found again from any folder. It says how to generate as evaluated. A part is refused."""
+    """Its base is found again from any folder. It generates as evaluated by its own generation_config.json. A
+    part is refused.
+    """
     monkeypatch.chdir(folder.parent)
     _, agents = two_agents("lm")
     save_final(tmp_path, [moved(agent) for agent in agents])
@@ -115,7 +134,10 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     torch.testing.assert_close(plain(ids).logits.log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
     rules = read(final / "adapter_config.json")
     assert rules["lora_alpha"] == 2 * rules["r"] == 8
-    assert "repetition_penalty" not in read(final / "generation_config.json")
+    plain.generation_config = GenerationConfig.from_pretrained(final)
+    padded, mask = prompts = encode_prompts(agents[0].policy, PROMPTS, 12)
+    generated = plain.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=12)
+    assert torch.equal(generated[:, -12:], sample(agents[0].policy, prompts, 12, None).response_BT)
 
     base = load_language_model(str(folder), settings(), CPU)
     ours = LanguageModel(base.lm, base.tokenizer, adapter=load_adapter(base.lm, "llm1", final))

@@ -129,7 +129,8 @@ def put_back(agent: Agent, numbers: dict, tensors: dict[str, Tensor], adam: dict
 # --- final models ---
 def save_final(run_dir: Path, agents: list[Agent]) -> None:
     """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy. With LoRA the folder holds
-    only the adapter, and names its base. The critic is saved alongside.
+    only the adapter, and names its base, which generates by its authors' settings until it is given the
+    folder's generation_config.json. The critic is saved alongside.
     """
     for agent in agents:
         policy, whole = agent.policy, None

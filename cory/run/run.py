@@ -21,6 +21,7 @@ from cory.loading import load_language_model
 from cory.names import find, short_name
 from cory.ppo.advantages import estimator
 from cory.ppo.agent import Agent
+from cory.ppo.lora import adapted_share
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import encode_prompts, real_ids
@@ -95,6 +96,9 @@ class Run(ExitStack):
         for agent in self.agents:
             cfg.require("partner_term", cfg.partner_term != "critic" or agent.policy.value_head is not None,
                         f"needs a critic, which {agent.name}'s advantage {agent.cfg.advantage} lacks")
+        for column, base in self.bases.items():
+            if cfg.lora_rank and (share := adapted_share(base.layers)) < 1:
+                print(f"{column}: {share:.1%} of its layers' weights have an adapter", flush=True)
         self.roles = self.agents * len(self.method.agents) if cfg.share_weights else self.agents
         trained = {p for agent in self.agents for p in agent.policy.trainable_parameters().values()}
         for base in self.bases.values():
