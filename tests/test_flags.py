@@ -88,8 +88,7 @@ def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkey
 def test_a_resumed_run_whose_rate_falls_keeps_its_iterations(flags, tmp_path, capsys):
     argv = resume(tmp_path, *flags.split())
     line = error_line(imdb, [*argv, "--iterations", "99", "--lam", "0"], capsys)
-    assert re.search(r"was 40, now 99 \(over which --lr_schedule (linear|cosine) falls\); lam was 0.95, now 0.0",
-                     line)
+    assert re.search(r"was 40, now 99 \(over which --lr_schedule (linear|cosine) falls\); lam was 0.95", line)
     assert "holds a run of imdb" in error_line(train_gsm8k.main, argv, capsys)
 
 

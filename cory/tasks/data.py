@@ -48,7 +48,7 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
 
 
 def is_text(value) -> bool:
-    """Whether a column's value is a text, not blank, and without lone surrogates, which no tokenizer takes."""
+    """Whether a value is a text, not blank, and without lone surrogates, which no tokenizer takes."""
     return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
 
 
