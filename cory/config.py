@@ -12,6 +12,7 @@ from cory.errors import UserError
 from cory.names import unknown
 
 ASSETS = Path(__file__).parent / "assets"
+BUNDLED = "bundled:"            # prefix of models and data in ASSETS: a run does not depend on where that is
 
 # Short names that settings accept; code of your own is named as `module:Name`.
 TASKS = {"imdb": "cory.tasks.imdb:Imdb", "gsm8k": "cory.tasks.gsm8k:Gsm8k"}
@@ -23,6 +24,11 @@ NAMED = {"task": TASKS, "method": METHODS, "advantage": ADVANTAGES, "checker": C
          "lr_schedule": LR_SCHEDULES}
 
 ABOVE_0 = 1e-30         # the minimum of settings that must be above 0
+
+
+def located(name: str) -> str:
+    """The folder, file or Hub name that a setting names: `bundled:imdb/lm` is the folder ASSETS/imdb/lm."""
+    return str(ASSETS / name.removeprefix(BUNDLED)) if name.startswith(BUNDLED) else name
 
 
 def setting(default, help: str, min: float = -inf, max: float = inf, per_agent: bool = False):
@@ -40,7 +46,7 @@ class Config:
     # what runs
     task: str = setting("imdb", "imdb, gsm8k, or a class of yours as module:Class (ours)")
     method: str = setting("cory", "ppo (one agent), cory (two), or a class of yours as module:Class (ours)")
-    preset: str = setting("tiny", "named settings; other flags override them (ours)")
+    preset: str = setting("defaults", "named settings; other flags override them (ours)")
     model: str = own("gpt2-large", "causal LM: folder or Hub name, optionally @REVISION (paper)")
     dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA if there is one (ours)")
@@ -165,8 +171,9 @@ class Config:
                 f"{self.mini_batch_size} x {self.gradient_accumulation_steps} = {rows}")
         require("responses_per_query", self.batch_size % self.responses_per_query == 0,
                 f"must divide batch_size = {self.batch_size}")
-        require("kl_horizon", not self.kl_target or self.kl_horizon > 0.2 * self.batch_size,
-                f"must exceed 0.2 x batch_size = {0.2 * self.batch_size:g}, or eta could fall to 0")
+        responses = self.batch_size * (2 if self.share_weights else 1)          # of an agent's iteration
+        require("kl_horizon", not self.kl_target or self.kl_horizon > 0.2 * responses,
+                f"must exceed 0.2 x {responses} responses = {0.2 * responses:g}, or eta could fall to 0")
         require("min_response_length", self.min_response_length <= self.max_response_length,
                 f"must not exceed max_response_length = {self.max_response_length}")
         require("advantage", self.advantage != "grpo" or self.kl_in == "loss" or self.init_kl_coef == 0,
@@ -217,8 +224,8 @@ class ImdbConfig(Config):
 
 
 # `tiny`: chosen on validation queries, for PPO.
-IMDB_TINY = dict(model=str(ASSETS / "imdb/lm"), dataset=str(ASSETS / "imdb/openings"),
-                 reward_model=str(ASSETS / "imdb/classifier"), iterations=40, batch_size=128,
+IMDB_TINY = dict(model=f"{BUNDLED}imdb/lm", dataset=f"{BUNDLED}imdb/openings",
+                 reward_model=f"{BUNDLED}imdb/classifier", iterations=40, batch_size=128,
                  mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
                  learning_rate=2.2e-3, critic_learning_rate=5e-3, lr_schedule="linear", init_kl_coef=0.15,
                  kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2, eval_every=20,
@@ -252,7 +259,7 @@ LLAMA2 = dict(model="meta-llama/Llama-2-7b-chat-hf", dataset="openai/gsm8k", min
 
 GSM8K_PRESETS = {
     # Chosen on validation queries, for PPO.
-    "tiny": dict(model=str(ASSETS / "gsm8k/lm"), dataset=str(ASSETS / "gsm8k/problems"), one_shot=False,
+    "tiny": dict(model=f"{BUNDLED}gsm8k/lm", dataset=f"{BUNDLED}gsm8k/problems", one_shot=False,
                  min_response_length=0, max_response_length=48, iterations=50, batch_size=128,
                  mini_batch_size=32, num_ppo_epochs=1, lora_rank=16, learning_rate=1.2e-3,
                  critic_learning_rate=1e-3, lr_schedule="linear", init_kl_coef=0.02, kl_penalty="k1",

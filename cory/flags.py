@@ -1,5 +1,7 @@
 """From the command line to a `Config`: presets, flags over them, the settings of a resumed run."""
 import json
+import os
+import re
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from dataclasses import asdict, fields
@@ -11,16 +13,27 @@ from cory.errors import UserError
 from cory.names import find, guess
 
 # What may differ in a resumed run, since none of it changes what an iteration computes.
-# Models and data may have moved; `Run.resume` checks that they are the same.
+# Models and data may have moved.
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project",
-                  "model", "dataset"}
+                  "model", "dataset", "reward_model"}
 
 
 class OneLineParser(ArgumentParser):
     """argparse with one-line errors."""
 
     def error(self, message):
-        raise UserError("command line", " ".join(sys.argv[1:]), f"{message} (--help lists every flag)")
+        raise UserError(f"{message} (--help lists every flag)")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Reads `--partner_reward -1e-1` as a flag with its value, and expands `--run_dir=~/runs`."""
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            flag, equals, value = word.partition("=")
+            if words and re.match(r"-\.?\d", word):
+                words[-1] += f"={word}"
+            else:
+                words.append(flag + equals + os.path.expanduser(value))
+        return super().parse_known_args(words, namespace)
 
 
 def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None) -> Config:
@@ -101,12 +114,15 @@ def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Conf
         raise UserError("run_dir", run_dir, f"holds a run of {saved.task}; use its own script")
     old, config = asdict(saved), with_flags(config_class, asdict(saved), argv)
     agents = [saved, *map(saved.of_agent, saved.agent_settings)]
-    falls = any(agent.lr_schedule != "constant" for agent in agents)        # over the configured iterations
-    free = FREE_ON_RESUME - {"iterations"} if falls else FREE_ON_RESUME
-    changed = "; ".join(f"{name} was {old[name]!r}, now {new!r}" for name, new in asdict(config).items()
-                        if name not in free and new != old[name])
+    schedules = {agent.lr_schedule for agent in agents} - {"constant"}      # over the configured iterations
+    free = FREE_ON_RESUME - {"iterations"} if schedules else FREE_ON_RESUME
+    changed = {name: f"{name} was {old[name]!r}, now {new!r}" for name, new in asdict(config).items()
+               if name not in free and new != old[name]}
+    if "iterations" in changed:
+        changed["iterations"] += f" (over which --lr_schedule {', '.join(schedules)} falls)"
     if changed:
-        raise UserError("resume", run_dir, f"has other settings: {changed}; leave these out, or start afresh")
+        hint = f"has other settings: {'; '.join(changed.values())}; leave these out, or start afresh"
+        raise UserError("resume", run_dir, hint)
     return config
 
 
@@ -124,15 +140,19 @@ def config_json(cfg: Config, agents: list[str]) -> str:
 
 
 def read_config(run_dir: Path) -> dict:
-    """config.json of a run. Raises `UserError` for a folder that holds none."""
+    """config.json of a run. Settings added to the code since then have their defaults. Raises `UserError` for
+    a folder that holds none.
+    """
     path = run_dir / "config.json"
     if not path.exists():
         raise UserError("run_dir", str(run_dir), "holds no run (no config.json); name the folder of one")
-    return json.loads(path.read_text())
+    saved = json.loads(path.read_text())
+    config_class = find("config_class", saved["config_class"], {})
+    return asdict(config_class()) | saved
 
 
 def load_config(run_dir: Path) -> Config:
-    """The settings a run was started with. Those added to the code since then get their defaults."""
+    """The settings a run was started with."""
     saved = read_config(run_dir)
     config_class = find("config_class", saved.pop("config_class"), {})
     del saved["agents"]

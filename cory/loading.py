@@ -18,7 +18,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from cory.config import Config
+from cory.config import Config, located
 from cory.errors import UserError
 from cory.ppo.cache import empty_cache
 from cory.ppo.model import LanguageModel, positions
@@ -75,6 +75,7 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     """(model, tokenizer) of a folder or `NAME@REVISION`. Raises `ValueError` where a part is missing or would
     not be used.
     """
+    name = located(name)
     place, _, revision = (name, "", "") if os.path.exists(name) else name.partition("@")
     where = {"revision": revision or "main", "trust_remote_code": False}
     config = AutoConfig.from_pretrained(place, **where)

@@ -7,6 +7,7 @@ from typing import Callable
 from torch import Tensor
 
 from cory.config import Config
+from cory.errors import UserError
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, collect_rollout
 from cory.ppo.update import ppo_update
@@ -33,6 +34,7 @@ class Ppo:
             r = task.reward(queries, a.text)
 
             update = ppo_update(agent, a, self.score(agent, a, r, None))
+            agent.adapt_kl_coef(a.kl_B)
             run.finish_iteration(iteration, queries, [Turn("pioneer", agent, a, r, update)], roles=[agent])
 
     def score(self, agent: Agent, rollout: Rollout, reward_B: Tensor, partner_B: Tensor | None) -> Tensor:
@@ -57,6 +59,8 @@ class Cory(Ppo):
         predates the pioneer's update, so its ratios do not start at 1.
         """
         cfg, task = run.cfg, run.task
+        if len(run.roles) != 2:
+            raise UserError("agents", self.agents, "must be two, or `train` must be overridden, too")
         pioneer, observer = run.roles
         for iteration in run.iterations():
             queries, max_new_tokens = task.batch(iteration)
@@ -72,6 +76,8 @@ class Cory(Ppo):
             update1 = ppo_update(pioneer, a1, self.score(pioneer, a1, r1, for_pioneer))
             update2 = ppo_update(observer, a2, self.score(observer, a2, r2, for_observer))
             turns = [Turn("pioneer", pioneer, a1, r1, update1), Turn("observer", observer, a2, r2, update2)]
+            for agent in {pioneer, observer}:
+                agent.adapt_kl_coef(*(turn.rollout.kl_B for turn in turns if turn.agent is agent))
 
             # role exchange: roles move, all state stays with its agent
             if cfg.role_exchange_every and iteration % cfg.role_exchange_every == 0:

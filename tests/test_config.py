@@ -56,6 +56,7 @@ BAD = [                                 # one of each kind
     ("--load_in_4bit --lora_rank 0", "trains nothing"), ("--load_in_4bit --shard", "cannot be divided"),
     ("--llm2 lora_rank=0", "all agents train adapters"), ("--task gsm8k", "has its own script"),
     # flags without effect given the others
+    ("--share_weights true --batch_size 64 --kl_target 6 --kl_horizon 20", "must exceed 0.2 x 128 responses"),
     ("--method ppo --knowledge_transfer false", "only with a method of two agents"),
     ("--role_exchange_every 0 --reset_on_exchange", "only with --role_exchange_every above 0"),
     ("--share_weights --role_exchange_every 3", "only with --share_weights false"),

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from toys import bigram, error_line, read, settings
+from toys import agent_of, bigram, error_line, read, settings
 
 import cory.train
 import train_imdb
+from cory.ppo.sampling import draw
 from cory.run import evaluate, held_out
 from cory.system.files import read_jsonl
 
@@ -43,7 +44,7 @@ def test_held_out_metrics_by_hand():
     got = held_out.evaluate(bigram(logits_UV), bigram(torch.zeros(7, 7)), LETTERS, cfg)
     expected = {"task_reward": 5.0, "kl": 5 * log(7), "combined_reward": 5 - 0.5 * 5 * log(7), "length": 5.0,
                 "longest": 5, "distinct_1": 2 / 80, "distinct_2": 2 / 64,       # of 16 responses
-                "repeated_tokens": 0.6, "base_perplexity": 7.0}                 # 3 of 5 repeat
+                "repeated_tokens": 0.6, "base_perplexity": 7.0, "sampling_gap": 0}  # 3 of 5 repeat
     assert got == pytest.approx(expected, rel=1e-4)
 
 
@@ -75,7 +76,10 @@ def test_runs_are_measured_against_their_base_and_again(rank, small_flags, tmp_p
     held_out = read(run / "eval.json")
     assert held_out["llm1"]["kl"] > 0.01
     evaluate.main([str(run), "--samples", "8", "--device", "cpu"])
-    assert "| pass@8 " in capsys.readouterr().out
+    assert "| pass@8 " in (said := capsys.readouterr().out) and "| observer copies " in said
+    results = read(run / "evaluation" / "results.json")
+    for team in ("base_team", "team"):                      # in the roles played, by the same random numbers
+        assert results[team] == pytest.approx(held_out[team], rel=1e-4)
     for name in ("base", "llm1", "llm2"):
         rewards = [row["rewards"] for row in read_jsonl(run / "evaluation" / f"{name}.jsonl")]
         assert np.mean(rewards) == pytest.approx(held_out[name]["task_reward"], rel=1e-4)
@@ -84,3 +88,17 @@ def test_runs_are_measured_against_their_base_and_again(rank, small_flags, tmp_p
     assert "samples is 0" in error_line(evaluate.main, [run, "--samples", "0"], capsys)
     shutil.rmtree(run / "final")
     assert "is no finished run" in error_line(evaluate.main, [run], capsys)
+
+
+def test_no_value_is_computed_where_none_is_used():
+    agent = agent_of(bigram(torch.zeros(7, 7)))
+    agent.policy.value_head.register_forward_hook(lambda *_: pytest.fail("a value was computed"))
+    held_out.evaluate(agent.policy, agent.base, LETTERS, LETTERS.cfg)
+
+
+def test_another_temperature_in_draw_shows_in_held_out_evaluation(monkeypatch):
+    """Half the logits are drawn from, and log-probabilities are still those of the model."""
+    monkeypatch.setattr("cory.ppo.sampling.draw", lambda logp_BV, uniform_B: draw(
+        (logp_BV / 2).log_softmax(-1), uniform_B))
+    model = bigram(seed=3)
+    assert held_out.evaluate(model, model, LETTERS, LETTERS.cfg)["sampling_gap"] > 0.1

@@ -99,7 +99,8 @@ def test_two_exchanges_are_the_identity_bit_for_bit(monkeypatch):
     the_run = SimpleNamespace(
         cfg=settings(role_exchange_every=1), task=task, roles=pair, iterations=lambda: [1, 2],
         finish_iteration=lambda *_, roles: queued.append([agent.name for agent in roles]))
-    monkeypatch.setattr(train, "collect_rollout", lambda *_, **__: SimpleNamespace(text=["x"]))
+    monkeypatch.setattr(train, "collect_rollout", lambda *_, **__: SimpleNamespace(
+        text=["x"], kl_B=torch.ones(1)))
     monkeypatch.setattr(train, "ppo_update", lambda *_: {})
     Cory().train(the_run)
     assert queued == [["llm2", "llm1"], ["llm1", "llm2"]]
@@ -126,11 +127,15 @@ def test_cory_without_its_three_ideas_is_ppo(whole, flags, tmp_path):
 
 def test_one_model_can_play_both_roles(flags, tmp_path):
     """Its second update is on responses from before the first, so that its first ratio is not 1."""
-    folder = run(flags, tmp_path / "r", "--share_weights", "--role_exchange_every", 5, "--iterations", 1)
+    folder = run(flags, tmp_path / "r", "--share_weights", "--role_exchange_every", 5, "--iterations", 2,
+                 "--kl_horizon", 4)
     row = rows(folder)[1]
     assert row["roles"] == {"pioneer": "llm1", "observer": "llm1"}
     assert row["pioneer/approx_kl"] < 1e-9 < 1e-6 < row["observer/approx_kl"]
     assert row["llm1/task_reward"] == (row["pioneer/task_reward"] + row["observer/task_reward"]) / 2
+    # eta takes one step an iteration, of 8 responses: a KL of 0 is below its target
+    expected = [0.15, 0.15 * (1 - 0.2 * 8 / 4)]
+    assert [row["llm1/kl_coef"] for row in rows(folder)[1:]] == pytest.approx(expected)
 
 
 def test_reset_at_an_exchange_forgets_moments_and_the_kl_coefficients(flags, tmp_path):
@@ -218,6 +223,10 @@ class Stranger(Ppo):
         run.finish_iteration(iteration, ["a film"], [Turn("pioneer", own, a, a.kl_B, {})], [own])
 
 
+class Four(Cory):
+    agents = ("llm1", "llm2", "llm3", "llm4")
+
+
 class Texts(Ppo):
     def team_metrics(self, run):
         return {"pioneer": run.roles[0].name}
@@ -225,7 +234,8 @@ class Texts(Ppo):
 
 @pytest.mark.parametrize("name, says", [
     ("Silent", "stopped after iteration 0; call run.finish_iteration"),
-    ("Stranger", "must be all agents of the run"), ("Texts", "is not one number")])
+    ("Stranger", "must be all agents of the run"), ("Texts", "is not one number"),
+    ("Four", "must be two, or `train` must be overridden")])
 def test_a_method_whose_results_would_be_wrong_is_refused(name, says, flags, tmp_path, capsys):
     words = [*flags, "--method", f"test_methods:{name}", "--iterations", "1", "--run_dir", tmp_path / "r"]
     assert says in error_line(train_imdb.main, words, capsys)

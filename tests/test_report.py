@@ -5,10 +5,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from toys import error_line, read
+from toys import error_line
 
-from cory.assets.best_of_n import bundled_best_of_n
-from cory.config import ASSETS
 from cory.run import plots, report
 from cory.run.tables import results_table
 
@@ -21,7 +19,8 @@ def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
     """A run of 12 iterations. LLM1 ends at held-out reward `reward`, and its base has `base`; LLM2 ends 0.1
     higher, and its base has 0.01.
     """
-    config = {"agents": {"llm1": "base", "llm2": "base_llm2"}, "task": "imdb", "method": "cory", "seed": 0,
+    config = {"config_class": "cory.config:ImdbConfig",
+              "agents": {"llm1": "base", "llm2": "base_llm2"}, "task": "imdb", "method": "cory", "seed": 0,
               "preset": "tiny", "gamma": 1.0, "learning_rate": 0.1} | changes
     bases = {"base": held_out(base), "base_llm2": held_out(0.01)}
     final = {"llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
@@ -67,6 +66,36 @@ def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_and_the_tea
     assert lines_of(figure, "copies", "base") == []
 
 
+@pytest.mark.parametrize("name, constant, other", [("score", 1.5, 3.0), ("kl_coef", 0.1, 0.2)])
+def test_what_is_trained_on_and_an_eta_that_moves_have_a_panel(name, constant, other, tmp_path):
+    """None where the score is the task reward, and where eta stays as it is."""
+    for folder, last in (("alike", constant), ("differs", other)):
+        path = write_run(tmp_path / folder) / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows[1:]:
+            row |= {"llm1/task_reward": 1.5, f"llm1/{name}": constant}
+        rows[-1][f"llm1/{name}"] = last
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for folder, shown in (("alike", 0), ("differs", 1)):
+        figure = plots.draw_runs([tmp_path / folder], tmp_path / "p.png")
+        assert sum(ax.get_title() == plots.TITLES[name] for ax in figure.axes) == shown
+
+
+def test_a_setting_that_a_run_is_older_than_has_its_default(tmp_path, capsys):
+    old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new", seed=1, kl_target=6.0)
+    report.main([str(old), str(new), "--out", str(tmp_path / "c.png")])
+    assert columns_of(capsys.readouterr().out)["runs"] == ["1", "1", "2", "2", "2"]
+    other = write_run(tmp_path / "other", seed=1, kl_target=0.0)
+    assert "differ in kl_target; make a group" in error_line(report.main, [old, other], capsys)
+    report.main([str(old), str(other), "--by", "kl_target", "--out", str(tmp_path / "c.png")])
+    assert "CORY LLM1, kl_target 6.0" in capsys.readouterr().out
+
+
+def test_a_plot_of_no_known_kind_is_refused_before_the_table(tmp_path, capsys):
+    line = error_line(report.main, [write_run(tmp_path / "a"), "--out", "x.xyz"], capsys)
+    assert "out is 'x.xyz': must end in .png" in line
+
+
 def test_bands_and_running_means_by_hand():
     """Seeds 1 and 3 at iteration 5: mean 2, std sqrt(2). Iteration 6, which one lacks, is left out."""
     ax = Figure().subplots()
@@ -76,16 +105,6 @@ def test_bands_and_running_means_by_hand():
     assert extent.intervaly.tolist() == pytest.approx([2 - 2**0.5, 2 + 2**0.5])
     assert plots.smooth(pd.Series([0.0, 3.0, 6.0, 0.0])).tolist() == [1.5, 3.0, 3.0, 3.0]
     assert plots.smooth(pd.Series(range(40)))[[0, 20]].tolist() == [1.0, 20.0]
-
-
-@pytest.mark.parametrize("task", ["imdb", "gsm8k"])
-def test_a_bundled_bases_best_of_n_belongs_to_what_it_was_measured_for(task):
-    known = read(ASSETS / task / "best_of_n.json")
-    config = {name: x.replace(task, f"{ASSETS}/{task}") for name, x in known["settings"].items()}
-    config["task"] = task
-    assert bundled_best_of_n(config).keys() == {"4", "16", "32"}
-    for change in ({"eval_split": "validation"}, {"model": "gpt2"}, {"task": "my:Task"}):
-        assert not bundled_best_of_n(config | change)
 
 
 def test_the_held_out_table_has_every_agent_and_metric_and_the_team_below():
@@ -106,7 +125,9 @@ def test_values_of_a_setting_are_grouped_and_never_averaged(tmp_path, capsys):
     assert "in learning_rate; make a group" in error_line(report.main, runs, capsys)
     out = tmp_path / "new" / "c.pdf"
     report.main([*map(str, runs), "--out", str(out), "--by", "learning_rate"])
-    rewards = {name: cells[0] for name, cells in columns_of(capsys.readouterr().out).items()}
+    cells = columns_of(capsys.readouterr().out)
+    runs_of, rewards = ({name: values[i] for name, values in cells.items()} for i in (0, 1))
+    assert runs_of["held-out"] == "runs" and runs_of["CORY LLM1, learning_rate 1e-05"] == "2"
     assert rewards["CORY LLM1, learning_rate 1e-05"] == "1.50 ± 0.71" and rewards["base_llm2"] == "0.01"
     assert rewards["CORY LLM1, learning_rate 0.0001"] == "3.50 ± 0.71" and len(rewards) == 10
     assert rewards["base, learning_rate 1e-05"] == "0.10" and rewards["base, learning_rate 0.0001"] == "1.00"
@@ -125,6 +146,6 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys):
         assert says in error_line(report.main, words, capsys)
     report.main([str(first), str(write_run(tmp_path / "p", method="my:Chain", base=0.3))])  # another device
     shown = columns_of(capsys.readouterr().out)
-    assert {"CORY LLM1", "CHAIN LLM1"} < {*shown} and shown["base"][0] == "0.15 ± 0.21"        # 0 and 0.3
+    assert {"CORY LLM1", "CHAIN LLM1"} < {*shown} and shown["base"][:2] == ["2", "0.15 ± 0.21"]  # 0, 0.3
     (again / "eval.json").unlink()
     assert "is no finished run" in error_line(report.main, [again], capsys)

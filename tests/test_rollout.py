@@ -26,7 +26,8 @@ def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty,
     agent.policy.value_head.weight.data[0, :3] = 0.5
     response, mask = torch.tensor([[2, 0, 6], [5, 6, 6]]), torch.tensor([[1.0, 1, 1], [1, 0, 0]])
     monkeypatch.setattr(rollout, "sample", lambda *_: Sample(response, mask, torch.zeros(2, 3)))
-    scored = sample_rollout(agent.policy, agent.base, ["ab", "d"], 3, None, penalty, max_rows=1)
+    head = agent.policy.value_head
+    scored = sample_rollout(agent.policy, agent.base, ["ab", "d"], 3, None, penalty, 1, head)
     off = 0.5 * mask * torch.tensor([1.0, -1.0, 1.0])       # apart, though not in the mean
     assert replace(scored, sampling_logp_BT=scored.logp_BT + off).sampling_gap == pytest.approx(0.5)
     logp_UV, ref_UV = (model.lm.head.weight.T.log_softmax(-1) for model in (agent.policy, agent.base))
@@ -128,6 +129,7 @@ def test_a_replay_of_the_last_rollout_trains_on_both():
     kl = (last.kl_BT.sum() + now.kl_BT.sum()).item() / 16
     agent.cfg = replace(agent.cfg, kl_target=kl / 1.1, kl_horizon=4)
     metrics = ppo_update(agent, both, score_B)
+    agent.adapt_kl_coef(last.kl_B, now.kl_B)
     assert metrics["entropy"] == pytest.approx((sum(entropies) / both.mask_BT.sum()).item(), rel=1e-5)
     assert metrics["score"] == 7.5 and metrics["grad_norm"] > 0 and metrics["kl_coef"] == 0.3
     assert agent.kl_coef == pytest.approx(0.42)

@@ -15,7 +15,7 @@ from cory.config import ImdbConfig
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.ppo.update import ppo_update
-from cory.run.checkpoint import checkpoints_of, checksum
+from cory.run.checkpoint import checkpoints_of
 
 TIMES = ("seconds", "_per_second")       # metrics that no two runs share
 LETTERS = "abcdef."                     # ids 0..6; "." is EOS
@@ -132,12 +132,6 @@ def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
 
 def read(path: Path) -> dict:
     return json.loads(path.read_text())
-
-
-def mend_checksum(checkpoint: Path) -> Path:
-    """As one would who edits a checkpoint on purpose. Returns its new name."""
-    stem = checkpoint.stem.partition("-")[0]
-    return checkpoint.rename(checkpoint.with_stem(f"{stem}-{checksum(checkpoint)}"))
 
 
 def stopped(run_dir: Path, copy: Path) -> Path:

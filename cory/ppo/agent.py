@@ -8,6 +8,7 @@ from torch import Tensor
 from cory.config import LR_SCHEDULES, Config
 from cory.names import find
 from cory.ppo.advantages import estimator
+from cory.ppo.formulas import adapted_kl_coef
 from cory.ppo.lora import add_adapter
 from cory.ppo.model import LanguageModel, PolicyWithValue
 from cory.system.sharding import by_placement, shard
@@ -81,6 +82,15 @@ class Agent:
         for group in self.optimizer.param_groups:
             rate = group["is_critic"] and cfg.critic_learning_rate or cfg.learning_rate
             group["lr"] = rate * factor
+
+    def adapt_kl_coef(self, *kl_B: Tensor) -> None:
+        """One step of the KL controller on the KL of an iteration's responses, (B,) in nats for each of the
+        agent's rollouts; none with `--kl_target 0`.
+        """
+        cfg, kl_N = self.cfg, torch.cat(kl_B)
+        if cfg.kl_target:
+            self.kl_coef = adapted_kl_coef(self.kl_coef, kl_N.mean().item(), cfg.kl_target, cfg.kl_horizon,
+                                           len(kl_N))
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps besides Adam's state: trained weights, and its own reference, if any."""

@@ -106,7 +106,7 @@ def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange
 
 # --- KL controller ---
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n: int) -> float:
-    """The adaptive controller of Ziegler et al. 2019, sec. 2.2: one step per update of an agent.
+    """The adaptive controller of Ziegler et al. 2019, sec. 2.2: one step of an agent per iteration.
 
         error = clip(kl / target - 1, -0.2, 0.2)        kl_coef <- kl_coef (1 + error n / horizon)
 

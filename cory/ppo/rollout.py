@@ -2,7 +2,7 @@
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from cory.errors import UserError
@@ -85,7 +85,7 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
 
     def generate_mine(mine: slice) -> list[Rollout]:
         rollout = sample_rollout(policy, reference, prompts[mine], max_new_tokens, uniform_TB[:, mine],
-                                 cfg.kl_penalty, cfg.mini_batch_size)
+                                 cfg.kl_penalty, cfg.mini_batch_size, policy.value_head)
         return [rollout if processes().size == 1 else moved(rollout, "cpu")]
 
     with unsharded(policy, reference):
@@ -101,7 +101,8 @@ def moved(rollout: Rollout, device: torch.device | str) -> Rollout:
 
 @torch.no_grad()
 def sample_rollout(policy: LanguageModel, reference: LanguageModel | None, prompts: list[str],
-                   max_new_tokens: int, uniform_TB: Tensor | None, kl_penalty: str, max_rows: int) -> Rollout:
+                   max_new_tokens: int, uniform_TB: Tensor | None, kl_penalty: str, max_rows: int,
+                   value_head: nn.Module | None = None) -> Rollout:
     """A response to each prompt, sampled with uniform_TB, or greedy without it. With a reference, also with
     what `logprobs_and_values` returns, at most `max_rows` at a time.
     """
@@ -111,21 +112,23 @@ def sample_rollout(policy: LanguageModel, reference: LanguageModel | None, promp
     computed = {}
     if reference is not None:
         with timed("logprob", policy.device):
-            computed = logprobs_and_values(policy, reference, encoded, sampled, kl_penalty, max_rows)
+            computed = logprobs_and_values(policy, reference, encoded, sampled, kl_penalty, max_rows,
+                                           value_head)
     return Rollout(text=decode(policy, encoded, sampled), prompt_BP=encoded.ids_BP,
                    prompt_mask_BP=encoded.mask_BP, response_BT=sampled.response_BT, mask_BT=sampled.mask_BT,
                    sampling_logp_BT=sampled.logp_BT, **computed)
 
 
 def logprobs_and_values(policy: LanguageModel, reference: LanguageModel, prompts: Prompts, sampled: Sample,
-                        kl_penalty: str, max_rows: int) -> dict[str, Tensor]:
-    """logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT of the responses.
+                        kl_penalty: str, max_rows: int,
+                        value_head: nn.Module | None = None) -> dict[str, Tensor]:
+    """logp_BT, ref_logp_BT, kl_BT and, with a value head, value_BT of the responses.
 
     The policy's log-probabilities are recomputed, in passes over whole rows, whose rounding matches that
     of the update: initial ratios are nearly 1 even in bfloat16.
     """
     mask_BT = sampled.mask_BT
-    names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (policy.value_head is not None)
+    names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (value_head is not None)
     computed = {name: torch.zeros_like(mask_BT) for name in names}
     for rows in by_length(prompts.mask_BP, mask_BT, max_rows):
         P, T = max_length(prompts.mask_BP[rows]), max_length(mask_BT[rows])

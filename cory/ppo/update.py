@@ -25,8 +25,7 @@ from cory.system.sharding import as_many_as_others, gradient_norm, is_sharded
 
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
-    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes, then one step of the KL controller,
-    on the mean KL of all rows.
+    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes over the rollout.
 
     Returns metrics; those of `losses` are means over the tokens of all epochs, measured before each optimizer
     step. Raises `UserError` before a gradient that is not finite reaches a parameter.
@@ -52,9 +51,6 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
                 "explained_variance": formulas.explained_variance(value_N, return_N)}
     for name in metrics.keys() & own.keys():
         raise UserError("metric", name, "of `losses` has the name of another one; rename it")
-    if cfg.kl_target:
-        kl, n = rollout.kl_B.mean().item(), len(score_B)
-        agent.kl_coef = formulas.adapted_kl_coef(agent.kl_coef, kl, cfg.kl_target, cfg.kl_horizon, n)
     return metrics | own
 
 

@@ -1,16 +1,15 @@
 """State on disk, so that a killed run continues bit for bit (on a CPU; some CUDA kernels add in varying
 order), and the final models, for plain transformers.
 
-A checkpoint is one file of `torch.save`, `checkpoints/iteration_000012-CHECKSUM.pt`, loaded with
-`weights_only`, so that no code in it can run:
+A checkpoint is one file of `torch.save`, `checkpoints/iteration_000012.pt`, loaded with `weights_only`, so
+that no code in it can run:
 
     {"iteration": 12, "roles": ..., "memory": `run.state`, "agents": {"llm1": what `agent_state` returns}}
 
-CHECKSUM is the start of the file's SHA-256. The file is written under another name and renamed.
+The file is written under another name, read once, and renamed.
 """
-import hashlib
-from io import BytesIO
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from safetensors.torch import save_file
@@ -40,26 +39,19 @@ def agent_state(agent: Agent) -> dict:
 
 
 def write(run_dir: Path, state: dict) -> None:
+    """Raises `UserError` for a file that could not be read again, before it takes the place of another."""
     folder = run_dir / "checkpoints"
     folder.mkdir(exist_ok=True)
     for old in checkpoints_of(run_dir)[1:]:                 # first: the disk never holds three
         old.unlink()
     temporary = folder / "writing"
     torch.save(state, temporary)
-    put_in_place(temporary, folder / f"iteration_{state['iteration']:06d}-{checksum(temporary)}.pt")
-
-
-def require_loadable(memory: dict) -> None:
-    """Raises `UserError` for a value of `run.state` that a resumed run would not find unchanged."""
-    for name, value in memory.items():
-        file = BytesIO()
-        try:
-            torch.save(value, file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except Exception as error:
-            hint = "cannot be restored; keep numbers, text, tensors, lists, tuples and dictionaries of these"
-            raise UserError(f"run.state[{name!r}]", value, hint) from error
+    try:
+        torch.load(temporary, weights_only=True, mmap=True)
+    except UnpicklingError as error:
+        raise UserError("run.state", [*state["memory"]], "has a value that cannot be restored; keep numbers, "
+                        "text, tensors, lists, tuples and dictionaries of these") from error
+    put_in_place(temporary, folder / f"iteration_{state['iteration']:06d}.pt")
 
 
 def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -68,16 +60,10 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.cpu().contiguous() for name, x in whole.items()} if processes().is_main else {}
 
 
-def checksum(path: Path) -> str:
-    """The first 16 digits of a file's SHA-256."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
 # --- load ---
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """The run's checkpoints, newest first."""
-    return sorted((run_dir / "checkpoints").glob("iteration_*-*"), reverse=True)
+    return sorted((run_dir / "checkpoints").glob("iteration_*.pt"), reverse=True)
 
 
 def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
@@ -89,12 +75,13 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
     if not paths:
         return None
     newest = paths[0]
-    if not newest.stem.endswith(f"-{checksum(newest)}"):
+    try:
+        # mapped: each process reads one tensor at a time and keeps its part
+        state = torch.load(newest, weights_only=True, mmap=True, map_location=lambda storage, place:
+                           storage if place == "cpu" else storage.to(device=agents[0].policy.device))
+    except (RuntimeError, EOFError, UnpicklingError) as error:
         hint = f"delete it to go on from {paths[1].name}" if paths[1:] else "start a new run"
-        raise UserError("checkpoint", str(newest), f"is damaged (its checksum does not match); {hint}")
-    # mapped: each process reads one tensor at a time and keeps its part
-    state = torch.load(newest, weights_only=True, mmap=True, map_location=lambda storage, place:
-                       storage if place == "cpu" else storage.to(device=agents[0].policy.device))
+        raise UserError("checkpoint", str(newest), f"is damaged ({str(error)[:100]}); {hint}") from error
     saved = state["agents"]
     for agent in agents:
         if any(name.startswith("reference.") for name in saved.get(agent.name, {"tensors": {}})["tensors"]):

@@ -5,19 +5,21 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from cory.config import Config
+from cory.config import METHODS, Config
 from cory.errors import UserError, exit_on_user_error
 from cory.flags import OneLineParser, load_config, read_config
 from cory.loading import load_language_model, model_errors
+from cory.names import find
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
 from cory.run.held_out import best_of_n, merged, sample_responses
 from cory.run.run import find_task, load_bases
-from cory.run.tables import groups_table
+from cory.run.tables import results_table
 from cory.system.device import prepare_device, resolve_auto
 from cory.system.distributed import launched, processes
-from cory.system.files import write_text
+from cory.system.files import read_jsonl, write_text
 from cory.tasks.task import Task
 
 
@@ -45,6 +47,18 @@ def solved_metrics(model: LanguageModel, task: Task, samples: int, out: Path) ->
     return metrics
 
 
+class Member(NamedTuple):
+    """An agent as `team_metrics` sees it."""
+    policy: LanguageModel
+
+
+class Team(NamedTuple):
+    """A run as `team_metrics` sees it; `roles` are those of its last iteration."""
+    cfg: Config
+    task: Task
+    roles: list[Member]
+
+
 def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
     """Evaluates base and agents of one run into RUN_DIR/evaluation, and prints the table."""
     saved = load_config(run_dir)
@@ -60,12 +74,19 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     task = task_class(replace(cfg, eval_queries=queries), data, bases["base"])
     folder, metrics = run_dir / "evaluation", {}
     folder.mkdir(exist_ok=True)
-    for name in [*bases, *columns]:
-        model = bases[name] if name in bases else final_model(run_dir, name, cfg, bases[columns[name]])
+    models = dict(bases)
+    for name, column in columns.items():
+        models[name] = final_model(run_dir, name, cfg, bases[column])
+    for name, model in models.items():
         metrics[name] = solved_metrics(model, task, samples, folder / f"{name}.jsonl")
+    played = read_jsonl(run_dir / "metrics.jsonl")[-1]["roles"].values()        # in the last iteration
+    for team, members in (("base_team", [columns[name] for name in played]), ("team", played)):
+        roles = [Member(models[name]) for name in members]
+        measured = find("method", cfg.method, METHODS)().team_metrics(Team(cfg, task, roles))
+        metrics |= {team: merged(measured)} if measured else {}
     results = {"queries": queries, "samples": samples, **metrics}
     processes().broadcast(lambda: write_text(folder / "results.json", json.dumps(results, indent=1) + "\n"))
-    print(groups_table(run_dir.name, {name: [values] for name, values in metrics.items()}))
+    print(results_table(metrics, run_dir.name))
     print(f"responses and metrics: {folder}", flush=True)
 
 

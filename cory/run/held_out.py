@@ -52,7 +52,8 @@ def evaluate(model: LanguageModel, reference: LanguageModel, task: Task, cfg: Co
     metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
                "length": tokens / len(ids), "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
                "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
-               "base_perplexity": math.exp(-responses.ref_logp_BT.sum().item() / tokens)}
+               "base_perplexity": math.exp(-responses.ref_logp_BT.sum().item() / tokens),
+               "sampling_gap": responses.sampling_gap}
     metrics = merged(metrics, task.metrics(asked, responses.text))
     if task.greedy:
         greedy = sample_responses(model, task.pioneer_prompts(queries), length, None).text

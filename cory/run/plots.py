@@ -5,7 +5,6 @@ from typing import Sequence
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cory.assets.best_of_n import bundled_best_of_n
 from cory.flags import read_config
 from cory.names import short_name
 from cory.run.tables import grouped
@@ -14,13 +13,14 @@ from cory.system.files import read_jsonl
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")  # Okabe and Ito's
 LINES = ("-", "--", "-.")               # colours repeat with another line style
 TITLES = {"task_reward": "task reward", "kl": "KL per response (nats)", "combined_reward": "combined reward",
-          "entropy": "entropy per token (nats)", "explained_variance": "explained variance"}
+          "score": "score: what is trained on", "entropy": "entropy per token (nats)",
+          "explained_variance": "explained variance", "kl_coef": "KL coefficient eta"}
 # The other metrics of every update and evaluation. One listed neither here nor above gets a panel, too.
 WITHOUT_PANEL = {
-    "task_reward_std", "length", "sampling_gap", "score", "policy_loss", "value_loss", "value_mse",
-    "approx_kl", "clip_fraction", "kl_loss", "grad_norm", "kl_coef", "learning_rate", "distinct_1",
-    "distinct_2", "repeated_tokens", "base_perplexity", "seconds", "sampling_seconds", "logprob_seconds",
-    "update_seconds", "tokens_per_second"}
+    "task_reward_std", "length", "sampling_gap", "policy_loss", "value_loss", "value_mse", "approx_kl",
+    "clip_fraction", "kl_loss", "grad_norm", "learning_rate", "distinct_1", "distinct_2", "repeated_tokens",
+    "base_perplexity", "seconds", "sampling_seconds", "logprob_seconds", "update_seconds",
+    "tokens_per_second"}
 KEY = "(?:(?P<kind>eval|greedy)/)?(?:(?P<who>.+)/)?(?P<metric>.+)"
 DOTS = {"linewidth": 1.6, "marker": "o", "markersize": 6, "zorder": 3}
 KINDS = {"training": {"linewidth": 1.2, "alpha": 0.6},
@@ -43,6 +43,18 @@ def read_curves(run_dir: Path) -> dict[str, pd.DataFrame]:
     return {name: part for name, part in curves.items() if len(part)}
 
 
+def redundant(curves: pd.DataFrame) -> set[str]:
+    """`score` if it is the task reward everywhere, and `kl_coef` if it is constant in each run."""
+    metrics = curves[curves.kind == "training"].pivot_table(
+        index=["group", "seed", "who", "iteration"], columns="metric", values="value")
+    found = set()
+    if "score" in metrics and metrics.score.equals(metrics.task_reward):
+        found.add("score")
+    if "kl_coef" in metrics and metrics.kl_coef.groupby(["group", "seed", "who"]).nunique().max() == 1:
+        found.add("kl_coef")
+    return found
+
+
 def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()) -> Figure:
     """A panel for each metric, and one of held-out reward against KL, of groups as in the tables."""
     config, several = read_config(run_dirs[0]), len(run_dirs) > 1
@@ -53,13 +65,14 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()) -> Figure
     styles = {group: {"label": group + f" (n = {len(seeds)})" * several, "color": COLORS[i % len(COLORS)],
                       "linestyle": LINES[i // len(COLORS) % len(LINES)]}
               for i, (group, seeds) in enumerate(groups.items())}
-    names = sorted(curves.metric.unique(), key=lambda name: [*TITLES, name].index(name))
+    names = [name for name in curves.metric.unique() if name not in redundant(curves)]
+    names.sort(key=lambda name: [*TITLES, name].index(name))
 
     rows = len(names) // 3 + 1
     figure = Figure(figsize=(12.6, 3.2 * rows + 0.9), layout="constrained")
     for place, name in enumerate(names, 1):
         draw_metric(figure.add_subplot(rows, 3, place), name, curves[curves.metric == name], styles)
-    draw_frontier(figure.add_subplot(rows, 3, len(names) + 1), curves[curves.kind == "eval"], styles, config)
+    draw_frontier(figure.add_subplot(rows, 3, len(names) + 1), curves[curves.kind == "eval"], styles)
 
     bands = "; bands: sample std over n seeds" * several
     figure.suptitle(f"{short_name(config['task'])}, preset {config['preset']}\n"
@@ -101,13 +114,10 @@ def band(ax, rows: pd.DataFrame, n: int, **style) -> None:
     ax.fill_between(seeds.index, low, high, color=style["color"], alpha=0.12, linewidth=0)
 
 
-def draw_frontier(ax, held_out: pd.DataFrame, styles: dict[str, dict], config: dict) -> None:
-    """Held-out reward against KL: a line for each seed, a dot for each evaluation; the base's best of n."""
+def draw_frontier(ax, held_out: pd.DataFrame, styles: dict[str, dict]) -> None:
+    """Held-out reward against KL: a line for each seed, a dot for each evaluation."""
     ax.set(title="held-out reward against KL", xlabel=TITLES["kl"], ylabel=TITLES["task_reward"])
     ax.margins(0.1)
     points = held_out.pivot(index=["group", "seed", "iteration"], columns="metric", values="value")
     for (group, _), seed in points.groupby(["group", "seed"]):
         ax.plot(seed["kl"], seed["task_reward"], **styles[group] | KINDS["eval"])
-    for n, (kl, reward) in bundled_best_of_n(config).items():
-        ax.plot(kl, reward, "x", color="gray", zorder=1, label="best of n responses of the base")
-        ax.annotate(f"n = {n}", (kl, reward), (0, -13), textcoords="offset points", ha="center", color="gray")

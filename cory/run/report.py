@@ -44,6 +44,8 @@ def main(argv: list[str]) -> None:
                         help="settings of which each value forms its own group; goes after the folders")
     parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="plot: png, pdf, svg")
     args = parser.parse_args(argv)
+    if args.out.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError("out", str(args.out), "must end in .png, .pdf or .svg")
     runs = []
     for run_dir, config in zip(args.run_dirs, comparable(args.run_dirs, args.by), strict=True):
         held_out = json.loads((run_dir / "eval.json").read_text())

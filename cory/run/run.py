@@ -8,13 +8,14 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
 import numpy as np
 import torch
 
-from cory.config import ASSETS, METHODS, TASKS, Config
+from cory.config import BUNDLED, METHODS, TASKS, Config
 from cory.errors import UserError
 from cory.flags import config_json
 from cory.loading import load_language_model
@@ -24,8 +25,8 @@ from cory.ppo.agent import Agent
 from cory.ppo.lora import adapted_share
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout
-from cory.ppo.sampling import encode_prompts, real_ids
-from cory.run.checkpoint import load_checkpoint, require_loadable, save_checkpoint, save_final
+from cory.ppo.sampling import real_ids
+from cory.run.checkpoint import load_checkpoint, save_checkpoint, save_final
 from cory.run.held_out import evaluate, merged
 from cory.run.log import RunLog
 from cory.run.plots import draw_runs
@@ -90,7 +91,7 @@ class Run(ExitStack):
         self.base_names = cfg.base_names(names)
         self.bases = load_bases(cfg, self.base_names, self.device)
         self.task = task_class(cfg, data, self.bases["base"])
-        self.state, self.probe = {}, probe(self.task, self.bases)
+        self.state = {}
         self.agents = [Agent(name, self.bases[self.base_names[name]], cfg.of_agent(name), i)
                        for i, name in enumerate(names)]
         for agent in self.agents:
@@ -125,7 +126,6 @@ class Run(ExitStack):
         done = state["iteration"]
         cfg.require("iterations", cfg.iterations > done or state["is_last"] and cfg.iterations == done,
                     f"the run has done {done}; ask for more")
-        require_same_probe(cfg, state["probe"], self.probe)
         agents = {agent.name: agent for agent in self.agents}
         self.roles, self.state = [agents[name] for name in state["roles"]], state["memory"]
         return done, state["wandb_id"]
@@ -156,7 +156,6 @@ class Run(ExitStack):
         cfg, last = self.cfg, iteration == self.cfg.iterations
         if {agent.name for agent in roles} != {agent.name for agent in self.agents}:
             raise UserError("roles", [agent.name for agent in roles], "must be all agents of the run")
-        require_loadable(self.state)
         row = merged(self.metrics_of(queries, turns), metrics or {}, self.times(turns))
         samples = self.samples(iteration, queries, turns)
         if last or cfg.eval_every and iteration % cfg.eval_every == 0:
@@ -166,8 +165,8 @@ class Run(ExitStack):
             self.log.iteration(iteration, row, samples, {turn.role: turn.agent.name for turn in turns})
         received = processes().gather([int(number) for number in signals.received])
         if cfg.save_every and (last or received or iteration % cfg.save_every == 0):
-            about = {"probe": self.probe, "wandb_id": self.log.wandb_id if processes().is_main else "",
-                     "is_last": last, "roles": [agent.name for agent in roles]}
+            about = {"wandb_id": self.log.wandb_id if processes().is_main else "", "is_last": last,
+                     "roles": [agent.name for agent in roles]}
             save_checkpoint(self.run_dir, iteration, self.agents, self.state, about)
         if received:
             self.stop(iteration, received[0])
@@ -234,12 +233,13 @@ class Run(ExitStack):
         self.log.bar.close()
         held_out = {"iteration": done, "split": self.cfg.eval_split, "queries": self.cfg.eval_queries,
                     "samples": self.cfg.eval_samples}
-        of_names = [(rows[0], name) for name in self.bases]
-        of_names += [(rows[-1], name) for name in (*self.base_names, "team")]
-        for row, name in of_names:
+        columns = [(name, rows[0], name) for name in self.bases]
+        columns += [(name, rows[-1], name) for name in self.base_names]
+        columns += [("base_team", rows[0], "team"), ("team", rows[-1], "team")]
+        for column, row, name in columns:
             prefix = f"eval/{name}/"
             metrics = {key.removeprefix(prefix): x for key, x in row.items() if key.startswith(prefix)}
-            held_out |= {name: metrics} if metrics else {}
+            held_out |= {column: metrics} if metrics else {}
         write_text(self.run_dir / "eval.json", json.dumps(held_out, indent=1) + "\n")
         draw_runs([self.run_dir], self.run_dir / "curves.png")
         self.log.plot(done, self.run_dir / "curves.png")
@@ -250,9 +250,15 @@ class Run(ExitStack):
 
 
 def new_folder(cfg: Config) -> str:
-    """A new folder under runs/, named by what runs and when."""
+    """Makes a new folder under runs/, named by what runs and when, and returns its name."""
     what = f"{short_name(cfg.task)}-{short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}".lower()
-    return f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = stem = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for again in count(2):
+        try:
+            Path(name).mkdir(parents=True)
+            return name
+        except FileExistsError:                     # of another job that has started in the same second
+            name = f"{stem}-{again}"
 
 
 def require_agents(cfg: Config, names: list[str]) -> None:
@@ -295,37 +301,10 @@ def seed_generators(seed: int, iteration: int) -> None:
     torch.manual_seed(number)
 
 
-@torch.no_grad()
-def probe(task: Task, bases: dict[str, LanguageModel]) -> dict[str, dict]:
-    """What must be unchanged on resume: each base's end tokens, the tokens of the first prompts, in training
-    and held out, and the log-probability of the likeliest next token for each prompt.
-    """
-    seed_generators(task.cfg.seed, 1)
-    queries = task.batch(1).queries[::task.cfg.responses_per_query][:4] + task.held_out_queries[:4]
-    found = {}
-    for column, base in bases.items():
-        prompts = encode_prompts(base, task.pioneer_prompts(queries), 0)
-        hidden = base.response_hidden(*prompts, prompts.ids_BP[:, :1])[:, 0]
-        found[column] = {"end tokens": base.end_ids, "first prompts": real_ids(*prompts),
-                         "probabilities": base.logprobs(hidden).amax(1).tolist()}
-    return found
-
-
-def require_same_probe(cfg: Config, before: dict[str, dict], now: dict[str, dict]) -> None:
-    """Raises `UserError` where a base, its end tokens or its prompts are not what they were."""
-    rounding = 1e-3 if cfg.dtype == "float32" else 0.05                         # devices round differently
-    for column, old in before.items():
-        for what, value in old.items():
-            new = now[column][what]
-            same = np.allclose(value, new, atol=rounding) if what == "probabilities" else value == new
-            cfg.require("model", same, f"the {what} of {column} are not what this run began with; restore "
-                        "model, chat template and data, or start a new run")
-
-
 def first_lines(cfg: Config, agents: list[str], device_: torch.device) -> str:
     models = ", ".join(dict.fromkeys(cfg.of_agent(name).model for name in agents))
     line = (f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
             f"model {models}, data {cfg.dataset}.")
     cpu = f"CPU, {torch.get_num_threads()} threads"
     where = torch.cuda.get_device_name(device_) if device_.type == "cuda" else cpu
-    return line.replace(f"{ASSETS}/", "bundled ") + f"\n{where}, {cfg.dtype}"
+    return line.replace(BUNDLED, "bundled ") + f"\n{where}, {cfg.dtype}"

@@ -30,11 +30,13 @@ def grouped(runs: list[tuple[dict, dict]], by: Sequence[str] = ()) -> dict[str, 
     return bases | groups
 
 
-def results_table(held_out: dict) -> str:
-    """The tables of eval.json: every metric of the base and of each agent, then those of the team."""
+def results_table(held_out: dict, corner: str = "held-out") -> str:
+    """The tables of eval.json: every metric of the base and of each agent, then those of the team, before and
+    after training.
+    """
     columns = {name: [x] for name, x in held_out.items() if isinstance(x, dict)}
-    team = {"team": columns.pop("team")} if "team" in columns else {}
-    return "\n\n".join(groups_table("held-out", groups) for groups in (columns, team) if groups)
+    team = {name: columns.pop(name) for name in ("base_team", "team") if name in columns}
+    return "\n\n".join(groups_table(corner, groups) for groups in (columns, team) if groups)
 
 
 def groups_table(corner: str, groups: dict[str, list[dict]]) -> str:
@@ -49,6 +51,8 @@ def groups_table(corner: str, groups: dict[str, list[dict]]) -> str:
     names = dict.fromkeys(name for members in groups.values() for member in members for name in member)
     rows = [[name.replace("_", " "), *(cell(name, [member.get(name) for member in members])
                                        for members in groups.values())] for name in names]
+    if any(len(members) > 1 for members in groups.values()):
+        rows.insert(0, ["runs", *(str(len(members)) for members in groups.values())])
     rows.insert(0, [corner, *groups])
     return table(rows if len(groups) <= 6 else list(zip(*rows, strict=True)))       # many groups: one per row
 

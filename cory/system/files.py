@@ -42,6 +42,8 @@ def claimed(folder: Path, resume: bool) -> Iterator[None]:
     """The run folder belongs to this process alone until the block ends; it is removed if it is still empty
     then. Raises `UserError`.
     """
+    if folder.exists() and not folder.is_dir():
+        raise UserError("run_dir", str(folder), "is a file; name a folder")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(folder / ".lock").acquire(timeout=0)            # it dies with the process

@@ -1,11 +1,12 @@
 """Rows of text from a local folder or the Hub, divided into train, validation and test."""
 import json
 import random
+import re
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from cory.config import Config
+from cory.config import BUNDLED, Config, located
 from cory.errors import UserError
 
 
@@ -22,11 +23,14 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     A lone .jsonl file is the split `train`. A folder's train.jsonl, validation.jsonl and test.jsonl are
     read. Any other layout (parquet, csv, the Hub) is read by `datasets`; of several subsets, `main`.
     """
-    path = Path(dataset)
+    path = Path(located(dataset))
+    if "/" not in dataset and not path.exists() and not dataset.startswith(BUNDLED):
+        # `datasets` would take a folder of this name that another project has left in its cache
+        raise UserError("dataset", dataset, "is no file or folder here; a Hub name has the form OWNER/NAME")
     files = {"train": path} if path.is_file() else {name: path / f"{name}.jsonl" for name in Data._fields}
     files = {split: file for split, file in files.items() if file.is_file()}
     try:
-        splits = {split: parse_jsonl(file) for split, file in files.items()} or read_with_datasets(dataset)
+        splits = {split: parse_jsonl(file) for split, file in files.items()} or read_with_datasets(str(path))
     except Exception as error:                                  # each file format raises errors of its own
         hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a Hub name"
         raise UserError("dataset", dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
@@ -35,11 +39,17 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     splits = {split: rows for split, rows in splits.items() if split in Data._fields}
     for split, rows in splits.items():
         for number, row in enumerate(rows, start=1):
-            if not all(isinstance(row.get(name), str) and row[name].strip() for name in columns):
+            if not (isinstance(row, dict) and all(is_text(row.get(name)) for name in columns)):
+                found = ", ".join(row) if isinstance(row, dict) else "none"
                 raise UserError("dataset", f"{dataset} ({split}), row {number}",
-                                f"needs texts in its {' and '.join(columns)}; columns found: "
-                                f"{', '.join(row)}; it is {str(row)[:100]}")
+                                f"needs texts in its {' and '.join(columns)}; columns found: {found}; it is "
+                                f"{ascii(row)[:100]}")
     return {split: [*map(itemgetter(*columns), rows)] for split, rows in splits.items()}
+
+
+def is_text(value) -> bool:
+    """Whether a value is a text, not blank, and without lone surrogates, which no tokenizer takes."""
+    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
 
 
 def parse_jsonl(path: Path) -> list[dict]:
@@ -68,7 +78,9 @@ def divided(cfg: Config, splits: dict[str, list]) -> Data:
     for split in ("validation", "test"):
         if split not in splits:
             different = list(dict.fromkeys(splits["train"]))
-            n = min(max(cfg.eval_queries, len(different) // 10), len(different))
+            n = max(cfg.eval_queries, len(different) // 10)
+            cfg.require("eval_queries", n < len(different), f"{cfg.dataset} has {len(different)} different "
+                        f"rows, and {split} would take as many; lower it or provide more data")
             drawn = dict.fromkeys(random.Random(split).sample(different, n))
             rest = [row for row in splits["train"] if row not in drawn]
             splits = {**splits, split: list(drawn), "train": rest}
@@ -77,6 +89,8 @@ def divided(cfg: Config, splits: dict[str, list]) -> Data:
                              ("batch_size", cfg.batch_size // cfg.responses_per_query, splits["train"])):
         cfg.require(name, len(rows) >= need, f"{cfg.dataset} leaves only {len(rows)} rows for its {need} "
                     "queries; lower it or provide more data")
+    print(f"{len(splits['train'])} rows to train on, {len(splits['validation'])} of validation, "
+          f"{len(splits['test'])} of test")
     if repeated := sum(row in trained_on for row in held_out):
         print(f"{repeated} of {len(held_out)} {cfg.eval_split} rows are training rows, too")
     return Data(**splits)
