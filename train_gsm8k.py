@@ -1,7 +1,6 @@
 """PPO and CORY on GSM8K: `python train_gsm8k.py --method cory`; `--help` lists every setting."""
-from cory.config import GSM8K_PRESETS, Gsm8kConfig
+from cory.config import GSM8K_PRESETS, Gsm8kConfig, parse
 from cory.errors import exit_on_user_error
-from cory.flags import parse
 
 
 @exit_on_user_error

@@ -1,7 +1,6 @@
 """PPO and CORY on IMDB sentiment: `python train_imdb.py --method cory`; `--help` lists every setting."""
-from cory.config import IMDB_PRESETS, ImdbConfig
+from cory.config import IMDB_PRESETS, ImdbConfig, parse
 from cory.errors import exit_on_user_error
-from cory.flags import parse
 
 
 @exit_on_user_error

@@ -8,7 +8,7 @@ def main() -> None:
     if command not in ("report", "evaluate"):
         print(__doc__, file=sys.stderr)
         raise SystemExit(2)
-    import_module(f"cory.run.{command}").main(sys.argv[2:])
+    import_module(f"cory.{command}").main(sys.argv[2:])
 
 
 if __name__ == "__main__":

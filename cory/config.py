@@ -1,15 +1,19 @@
-"""All settings. The dataclass is the configuration and the command line; presets hold the paper's tables.
+"""All settings: the dataclass is the configuration and the command line; presets hold the paper's tables.
 
 Nothing here imports PyTorch, so that `--help` and a mistyped flag are answered at once.
 """
-from dataclasses import dataclass, field, fields, replace
+import json
+import os
+import re
+import sys
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import ClassVar, Literal, get_args, get_type_hints
+from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
-from cory.errors import UserError
-from cory.names import unknown
+from cory.errors import UserError, find, guess, unknown
 
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED = "bundled:"            # prefix of models and data in ASSETS: a run does not depend on where that is
@@ -17,11 +21,12 @@ BUNDLED = "bundled:"            # prefix of models and data in ASSETS: a run doe
 # Short names that settings accept; code of your own is named as `module:Name`.
 TASKS = {"imdb": "cory.tasks.imdb:Imdb", "gsm8k": "cory.tasks.gsm8k:Gsm8k"}
 METHODS = {"ppo": "cory.train:Ppo", "cory": "cory.train:Cory"}
-ADVANTAGES = {name: f"cory.ppo.advantages:{name}" for name in ("gae", "rloo", "grpo", "reinforce")}
-CHECKERS = {name: f"cory.tasks.answers:{name}" for name in ("last_number", "strict")}
+ADVANTAGES = {name: f"cory.ppo.advantages:{name}" for name in ("gae", "rloo", "grpo", "dr_grpo", "reinforce")}
+CHECKERS = {name: f"cory.tasks.gsm8k:{name}" for name in ("last_number", "strict")}
 LR_SCHEDULES = {name: f"cory.ppo.formulas:{name}" for name in ("constant", "linear", "cosine")}
+KL_CONTROLLERS = {"adaptive": "cory.ppo.agent:adaptive"}
 NAMED = {"task": TASKS, "method": METHODS, "advantage": ADVANTAGES, "checker": CHECKERS,
-         "lr_schedule": LR_SCHEDULES}
+         "lr_schedule": LR_SCHEDULES, "kl_controller": KL_CONTROLLERS}
 
 ABOVE_0 = 1e-30         # the minimum of settings that must be above 0
 
@@ -32,11 +37,11 @@ def located(name: str) -> str:
 
 
 def setting(default, help: str, min: float = -inf, max: float = inf, per_agent: bool = False):
-    """A field of the settings: its help, a number's range, and whether an agent may have its own value."""
+    """A field of the settings: its help, a number's range, and whether agents may differ in it."""
     return field(default=default, metadata={"help": help, "min": min, "max": max, "per_agent": per_agent})
 
 
-# A setting that each agent may override: `--llm2 learning_rate=3e-5`.
+# A setting in which agents may differ, by a method's `agent_config`.
 own = partial(setting, per_agent=True)
 
 
@@ -63,21 +68,20 @@ class Config:
     role_exchange_every: int = setting(5, "T_REx, iterations between exchanges; 0: never (paper: 5)", min=0)
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
     partner_reward: float = setting(1.0, "weight on the partner's task reward (paper: 1); may be negative")
-    partner_term: Literal["sampled", "sampled_to_pioneer", "critic"] = setting(
-        "sampled", "the partner's reward, for both (paper), for the pioneer alone, or as the critic sees it")
     share_weights: bool = setting(False, "one model plays both roles (paper: mentioned, to save memory)")
     reset_on_exchange: bool = setting(
         False, "each exchange resets Adam's moments and KL coefficients, as in the released code (paper: no)")
-    agent_settings: dict = field(default_factory=dict, metadata={"help": "{agent: {setting: value}}"})
     # rollout
     batch_size: int = setting(256, "responses per iteration and role (paper: 256, GSM8K 32)", min=1)
     responses_per_query: int = setting(1, "k; a batch has batch_size / k queries (paper: 1)", min=1)
     min_response_length: int = setting(
         4, "tokens; lower bound of an iteration's random limit; 0: the maximum (released code: 4)", min=0)
     max_response_length: int = setting(15, "tokens (released code: 15)", min=1)
+    temperature: float = setting(
+        1.0, "divides the logits, in sampling, training and evaluation alike (paper: 1)", min=ABOVE_0)
     chat_template: bool = setting(False, "prompts are user messages in the model's chat template (ours)")
     # the update
-    advantage: str = own("gae", "gae (paper), rloo, grpo, reinforce, or yours as module:function")
+    advantage: str = own("gae", "gae (paper), rloo, grpo, dr_grpo, reinforce, or yours as module:function")
     learning_rate: float = own(1.41e-5, "Adam's step size (paper: 1.41e-5, GSM8K 1e-5)", min=ABOVE_0)
     critic_learning_rate: float = own(0.0, "for the value head; 0: same as learning_rate (paper)", min=0)
     lr_schedule: str = own("constant", "constant (paper), linear, cosine, or yours as module:function")
@@ -89,11 +93,13 @@ class Config:
         "full", "the KL. full: exact, at each state (paper, eq. 2); k1: the sampled token's log-ratio")
     kl_in: Literal["reward", "loss"] = own(
         "reward", "reward: subtract kl_penalty from rewards (paper, eq. 2); loss: add k3 to the loss (GRPO)")
+    kl_controller: str = own("adaptive", "how eta moves: adaptive (TRL), or yours as module:function")
     kl_target: float = own(6.0, "target KL, nats per response; 0: constant eta (TRL: 6)", min=0)
     kl_horizon: float = own(10_000.0, "responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
     gamma: float = own(1.0, "discount per token (paper: 1)", min=0, max=1)
     lam: float = own(0.95, "GAE lambda (paper: 0.95)", min=0, max=1)
     cliprange: float = own(0.2, "policy ratio clip (paper: 0.2)", min=ABOVE_0)
+    cliprange_high: float = own(0.0, "the ratio's upper clip; 0: cliprange (paper), above it: DAPO", min=0)
     cliprange_value: float = own(0.2, "value clip, in units of reward (paper: 0.2)", min=ABOVE_0)
     vf_coef: float = own(0.1, "beta, weight of the value loss (paper: 0.1)", min=0)
     max_grad_norm: float = own(0.0, "clip the gradient's norm to this; 0: off (paper: off)", min=0)
@@ -119,49 +125,27 @@ class Config:
     def rows_per_optimizer_step(self) -> int:
         return self.mini_batch_size * self.gradient_accumulation_steps
 
-    def of_agent(self, name: str) -> "Config":
-        """The settings of one agent: the run's, overridden by its own. Raises `UserError`."""
-        return replace(self, agent_settings={}, **self.agent_settings.get(name, {}))
-
-    def base_names(self, agents: list[str]) -> dict[str, str]:
-        """{agent: its base in logs}: `base` is the first agent's; `base_llm2`, another first used by llm2."""
-        models = {name: self.of_agent(name).model for name in agents}
-        columns = {}
-        for name, model in models.items():
-            columns.setdefault(model, f"base_{name}" if columns else "base")
-        return {name: columns[model] for name, model in models.items()}
-
     def require(self, name: str, holds: bool, hint: str) -> None:
         if not holds:
             raise UserError(name, getattr(self, name), hint)
 
     def __post_init__(self):
-        hints = get_type_hints(type(self))
+        hints, require = get_type_hints(type(self)), self.require
         for f in fields(self):
             value, words = getattr(self, f.name), get_args(hints[f.name])       # of a Literal
-            self.require(f.name, not words or value in words, f"choose from {', '.join(words)}")
+            require(f.name, not words or value in words, f"choose from {', '.join(words)}")
             if type(value) in (int, float):
-                self.require_range(f.name, f.metadata.get("min", -inf), f.metadata.get("max", inf))
+                low, high = f.metadata.get("min", -inf), f.metadata.get("max", inf)
+                least = "above 0" if low == ABOVE_0 else f"{low} or more"
+                most = f" and {high} or less" if high < inf else ""
+                require(f.name, abs(value) < 2**31, "must be a finite number, below 2^31 in magnitude")
+                require(f.name, low <= value <= high, f"must be {least}{most}")
         for name, known in NAMED.items():
             value = getattr(self, name, ":")
-            self.require(name, value in known or ":" in value, unknown(value, known))
+            require(name, value in known or ":" in value, unknown(value, known))
         experiment, _ = EXPERIMENTS.get(self.task, (Config, {}))
-        self.require("task", isinstance(self, experiment), f"has its own script, train_{self.task}.py")
+        require("task", isinstance(self, experiment), f"has its own script, train_{self.task}.py")
         self.require_consistent()
-        allowed = sorted(f.name for f in fields(self) if f.metadata.get("per_agent"))
-        for agent, settings in self.agent_settings.items():
-            for name in settings.keys() - {*allowed}:
-                raise UserError("setting", f"{name}={settings[name]}",
-                                f"is not an agent's own; choose from {', '.join(allowed)}")
-            of_agent = self.of_agent(agent)
-            of_agent.require("lora_rank", (of_agent.lora_rank > 0) == (self.lora_rank > 0),
-                             "all agents train adapters on frozen bases, or all train full copies")
-
-    def require_range(self, name: str, min: float, max: float) -> None:
-        value = getattr(self, name)
-        self.require(name, abs(value) < 2**31, "must be a finite number, below 2^31 in magnitude")
-        self.require(name, value >= min, f"must be {'above 0' if min == ABOVE_0 else f'{min} or more'}")
-        self.require(name, value <= max, f"must be {max} or less")
 
     def require_consistent(self) -> None:
         """Rejects inconsistent limits, uneven divisions and contradictory settings."""
@@ -171,40 +155,35 @@ class Config:
                 f"{self.mini_batch_size} x {self.gradient_accumulation_steps} = {rows}")
         require("responses_per_query", self.batch_size % self.responses_per_query == 0,
                 f"must divide batch_size = {self.batch_size}")
-        responses = self.batch_size * (2 if self.share_weights else 1)          # of an agent's iteration
-        require("kl_horizon", not self.kl_target or self.kl_horizon > 0.2 * responses,
-                f"must exceed 0.2 x {responses} responses = {0.2 * responses:g}, or eta could fall to 0")
         require("min_response_length", self.min_response_length <= self.max_response_length,
                 f"must not exceed max_response_length = {self.max_response_length}")
         require("advantage", self.advantage != "grpo" or self.kl_in == "loss" or self.init_kl_coef == 0,
                 "would also divide the KL penalty by its group's standard deviation; add --kl_in loss")
-        require("gamma", self.gamma == 1 or self.advantage not in ("rloo", "grpo"),
-                f"is not used by {self.advantage}; leave it at 1")
         require("shard", not (self.shard and self.load_in_4bit),
                 "4 bits cannot be divided among processes; add --load_in_4bit false")
         require("load_in_4bit", self.lora_rank > 0 or not self.load_in_4bit,
                 "trains nothing by itself: 4-bit weights are frozen; add --lora_rank 16")
 
     def without_effect(self) -> dict[str, str]:
-        """{setting: the condition under which it has an effect}, for settings that otherwise have none.
-
-        Such flags are rejected. A method or an advantage of your own may read all of them.
+        """{setting: the condition under which it has an effect}, for settings that otherwise have none. A
+        method or an advantage of your own may read all of them.
         """
         own_method = self.method not in METHODS
-        has_critic = self.advantage == "gae" or self.advantage not in ADVANTAGES
-        exchanges = own_method or self.role_exchange_every > 0
+        own_advantage = self.advantage not in ADVANTAGES
         conditions = [
             (self.method != "ppo", "a method of two agents",
-             ["role_exchange_every", "knowledge_transfer", "partner_reward", "partner_term", "share_weights",
+             ["role_exchange_every", "knowledge_transfer", "partner_reward", "share_weights",
               "reset_on_exchange"]),
-            (exchanges, "--role_exchange_every above 0", ["reset_on_exchange"]),
+            (own_method or self.role_exchange_every > 0, "--role_exchange_every above 0",
+             ["reset_on_exchange"]),
             (own_method or not self.share_weights or self.reset_on_exchange, "--share_weights false",
              ["role_exchange_every"]),
-            (own_method or self.partner_reward != 0, "a --partner_reward that is not 0", ["partner_term"]),
             (self.kl_target > 0, "--kl_target above 0", ["kl_horizon"]),
             (self.init_kl_coef > 0 or self.kl_target == 0, "--init_kl_coef above 0", ["kl_target"]),
-            (has_critic, "a critic, as with --advantage gae",
+            (own_advantage or self.advantage == "gae", "a critic, as with --advantage gae",
              ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
+            (own_advantage or self.advantage in ("gae", "reinforce"), "--advantage gae or reinforce",
+             ["gamma"]),
             (self.vf_coef > 0, "--vf_coef above 0", ["cliprange_value", "critic_learning_rate"])]
         return {name: what for holds, what, names in conditions if not holds for name in names}
 
@@ -223,6 +202,16 @@ class ImdbConfig(Config):
                      f"must not exceed max_query_length = {self.max_query_length}")
 
 
+@dataclass
+class Gsm8kConfig(Config):
+    GROUPS: ClassVar[dict[str, str]] = Config.GROUPS | {"checker": "GSM8K"}
+
+    task: str = setting("gsm8k", "gsm8k, or a class of yours as module:Class (ours)")
+    checker: str = setting("last_number", "last_number (paper), strict, or yours as module:function")
+    one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
+
+
+# --- presets ---
 # `tiny`: chosen on validation queries, for PPO.
 IMDB_TINY = dict(model=f"{BUNDLED}imdb/lm", dataset=f"{BUNDLED}imdb/openings",
                  reward_model=f"{BUNDLED}imdb/classifier", iterations=40, batch_size=128,
@@ -240,16 +229,6 @@ IMDB_PRESETS = {
     "gpt2-large": dict(),                       # the paper's setting: the class's own defaults
     "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO with twice the parameters
 }
-
-
-@dataclass
-class Gsm8kConfig(Config):
-    GROUPS: ClassVar[dict[str, str]] = Config.GROUPS | {"checker": "GSM8K"}
-
-    task: str = setting("gsm8k", "gsm8k, or a class of yours as module:Class (ours)")
-    checker: str = setting("last_number", "last_number (paper), strict, or yours as module:function")
-    one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
-
 
 # The paper's table 2, with PPO's learning rate. It does not state the length of responses, nor that the base
 # in 4 bits is trained with LoRA.
@@ -269,3 +248,127 @@ GSM8K_PRESETS = {
 }
 
 EXPERIMENTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
+
+
+# --- the command line ---
+# What may differ in a resumed run, since none of it changes what an iteration computes; files may have moved.
+FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project",
+                  "model", "dataset", "reward_model"}
+
+
+class OneLineParser(ArgumentParser):
+    """argparse with one-line errors."""
+
+    def error(self, message):
+        raise UserError(f"{message} (--help lists every flag)")
+
+    def parse_args(self, args=None, namespace=None):
+        """Reads `--partner_reward -1e-1` as a flag with its value, and expands `--run_dir=~/runs`."""
+        words = []
+        for word in sys.argv[1:] if args is None else args:
+            flag, equals, value = word.partition("=")
+            if words and re.match(r"-\.?\d", word):
+                words[-1] += f"={word}"
+            else:
+                words.append(flag + equals + os.path.expanduser(value))
+        known, others = self.parse_known_args(words, namespace)
+        for word in others[:1]:
+            near = guess(word.partition("=")[0], [f"--{name}" for name in vars(known)])
+            raise UserError("flag", word, f"unknown; {near}--help lists every flag")
+        return known
+
+
+def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None) -> Config:
+    """The command line over a preset, or with --resume over the run's own settings. Raises `UserError`."""
+    argv = sys.argv[1:] if argv is None else argv
+    defaults = {"preset": next(iter(presets))}
+    given = parser_of(config_class, defaults).parse_args([w for w in argv if w not in ("-h", "--help")])
+    if given.resume:
+        return continued(config_class, given.run_dir, argv)
+    if given.preset not in presets:
+        raise UserError("preset", given.preset, f"choose from {', '.join(presets)}")
+    return with_flags(config_class, {"preset": given.preset, **presets[given.preset]}, argv)
+
+
+def parser_of(config_class: type[Config], defaults: dict) -> OneLineParser:
+    """A flag for each setting of a dataclass, `--name VALUE`; for a bool `--name` alone means true."""
+    parser = group = OneLineParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
+    hints = get_type_hints(config_class)
+    for f in fields(config_class):
+        if f.name in config_class.GROUPS:
+            group = parser.add_argument_group(config_class.GROUPS[f.name])
+        if hints[f.name] is bool:
+            options = {"type": true_or_false, "nargs": "?", "const": True}
+        elif get_origin(hints[f.name]) is Literal:
+            options = {"choices": get_args(hints[f.name])}
+        else:
+            options = {"type": hints[f.name]}
+        group.add_argument(f"--{f.name}", default=defaults.get(f.name, f.default),
+                           help=f.metadata.get("help", " "), **options)
+    return parser
+
+
+def true_or_false(word: str) -> bool:
+    if word.lower() not in ("true", "false"):
+        raise ArgumentTypeError(f"{word!r} is neither true nor false")
+    return word.lower() == "true"
+
+
+def with_flags(config_class: type[Config], defaults: dict, argv: list[str]) -> Config:
+    """The command line over `defaults`; says which flags have no effect given the other settings."""
+    parser = parser_of(config_class, defaults)
+    given = parser.parse_args(argv)
+    config = config_class(**vars(given))
+    for name, needs in config.without_effect().items():
+        if getattr(config, name) != parser.get_default(name):
+            print(f"--{name} has no effect here: it needs {needs}", file=sys.stderr)
+    return config
+
+
+def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Config:
+    """The settings of a run, with the changes that the command line may make. Raises `UserError`."""
+    if not run_dir:
+        raise UserError("run_dir", run_dir, "names no run to resume; give the folder of one")
+    saved = load_config(Path(run_dir))
+    if class_name(type(saved)) != class_name(config_class):
+        raise UserError("run_dir", run_dir, f"holds a run of {saved.task}; use its own script")
+    old, config = asdict(saved), with_flags(config_class, asdict(saved), argv)
+    changed = "; ".join(f"{name} was {old[name]!r}, now {new!r}" for name, new in asdict(config).items()
+                        if name not in FREE_ON_RESUME and new != old[name])
+    if changed:
+        raise UserError("resume", run_dir, f"has other settings: {changed}; leave these out, or start afresh")
+    return config
+
+
+# --- config.json ---
+def class_name(config_class: type[Config]) -> str:
+    """`module:Name`; for the script being run, the module is the script's own name."""
+    module = config_class.__module__
+    return f"{Path(sys.argv[0]).stem if module == '__main__' else module}:{config_class.__name__}"
+
+
+def config_json(cfg: Config, bases: dict[str, str]) -> str:
+    """What config.json holds: the settings, their class, and each agent, in order, with the name of its base
+    in logs.
+    """
+    about = {"config_class": class_name(type(cfg)), "agents": bases}
+    return json.dumps(about | asdict(cfg), indent=1) + "\n"
+
+
+def read_config(run_dir: Path) -> dict:
+    """config.json of a run. Settings added to the code since then have their defaults. Raises `UserError` for
+    a folder that holds none.
+    """
+    path = run_dir / "config.json"
+    if not path.exists():
+        raise UserError("run_dir", str(run_dir), "holds no run (no config.json); name the folder of one")
+    saved = json.loads(path.read_text())
+    return asdict(find("config_class", saved["config_class"], {})()) | saved
+
+
+def load_config(run_dir: Path) -> Config:
+    """The settings a run was started with."""
+    saved = read_config(run_dir)
+    config_class = find("config_class", saved.pop("config_class"), {})
+    del saved["agents"]
+    return config_class(**saved)

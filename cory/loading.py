@@ -20,8 +20,8 @@ from transformers.utils import logging as transformers_logging
 
 from cory.config import Config, located
 from cory.errors import UserError
-from cory.ppo.cache import empty_cache
 from cory.ppo.model import LanguageModel, positions
+from cory.ppo.sampling import empty_cache
 
 TEXT = "a good film"            # what models are tested on
 HARD_TEXT = f"{TEXT} of 2023.  DON'T miss Amélie\n\nat 10:45"     # to split, and to normalize
@@ -48,7 +48,8 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
             AutoModelForCausalLM, name, dtype=torch.bfloat16 if low else torch.float32,
             quantization_config=NF4 if cfg.load_in_4bit else None,
             device_map={"": device} if device.type == "cuda" else None)
-        model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template).requires_grad_(False)
+        model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
+        model.requires_grad_(False)
         if tokenizer.eos_token_id is None:
             raise ValueError("its tokenizer has no EOS token; set eos_token in tokenizer_config.json")
         if model.chat_template and not tokenizer.chat_template:
@@ -68,6 +69,8 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
             head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)       # no longer tied
             head.float()
         require_usable_model(model)
+    if model.context_length is None:
+        print(f"{name}: its config.json gives no context length; no prompt is checked against it", flush=True)
     return model
 
 
@@ -139,8 +142,8 @@ def require_usable_model(model: LanguageModel) -> None:
     mask = nn.functional.pad(torch.ones_like(ids_1L), (3, 0))
     position_ids = positions(mask)
     ours = LanguageModel(lm, model.tokenizer)               # in the precision of its weights
-    start, cache = ours.body(padded[:, :-1], mask[:, :-1], position_ids[:, :-1], empty_cache())
-    end, _ = ours.body(padded[:, -1:], mask, position_ids[:, -1:], cache)
+    start, cache = ours.hidden_states(padded[:, :-1], mask[:, :-1], position_ids[:, :-1], empty_cache())
+    end, _ = ours.hidden_states(padded[:, -1:], mask, position_ids[:, -1:], cache)
     logp_LV = ours.logprobs(torch.cat([start, end], dim=1)[0, 3:])
     # its own head multiplies in float32, too
     hook = lm.get_output_embeddings().register_forward_pre_hook(lambda _, args: (args[0].float(),))

@@ -6,134 +6,146 @@ from typing import Callable
 
 from torch import Tensor
 
+from cory.checkpoint import claimed
 from cory.config import Config
-from cory.errors import UserError
+from cory.device import signals_noted
+from cory.distributed import launched
+from cory.evaluate import sample_responses
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, collect_rollout
 from cory.ppo.update import ppo_update
-from cory.run.held_out import sample_responses
-from cory.run.run import Run, Turn
-from cory.system.distributed import launched
+from cory.run import RoleStep, Run, run_folder
+from cory.tasks.task import Task
 
 
 class Ppo:
     """One agent in the pioneer's role: it responds to the bare query and is trained on its own reward.
 
-    A method of your own (`--method module:Name`) is a subclass that overrides what it changes.
+    A method of your own (`--method module:Name`) is a subclass that overrides what it changes. Whatever it
+    must remember between iterations belongs in `memory`, as numbers, text, tensors and collections of these:
+    checkpoints keep it.
     """
     agents = ("llm1",)
+    roles = ("pioneer",)        # in the order in which they respond; with more roles than agents, in turn
+
+    def __init__(self, cfg: Config, task: Task):
+        self.cfg, self.task, self.memory = cfg, task, {}
+
+    @staticmethod
+    def agent_config(cfg: Config, name: str) -> Config:
+        """The settings of one agent: override it to give agents different models, rates, ..."""
+        return cfg
 
     def train(self, run: Run) -> None:
-        """The training loop."""
-        task, (agent,) = run.task, run.roles
-        for iteration in run.iterations():
+        """The training loop, of PPO with one agent and of CORY (the paper's algorithm 1) with two.
+
+        `run.agents` never change; `run.roles` are the agents in the order of the roles they play. With
+        `--share_weights true` both roles are one agent: the observer's rollout predates the pioneer's update,
+        so its ratios do not start at 1.
+        """
+        cfg, task = self.cfg, self.task
+        if run.done == 0:
+            run.evaluate(0)
+        for iteration in range(run.done + 1, cfg.iterations + 1):
+            run.begin(iteration)
+            for agent in run.agents:
+                agent.set_learning_rate(iteration)
             queries, max_new_tokens = task.batch(iteration)
 
-            # a ~ pi(. | s0)
-            a = collect_rollout(agent, task.pioneer_prompts(queries), max_new_tokens)
-            r = task.reward(queries, a.text)
+            # PPO: a1 ~ pi(. | s0)        CORY: a1 ~ pi_pio(. | s0), a2 ~ pi_obs(. | s0, a1)
+            sample = partial(collect_rollout, max_new_tokens=max_new_tokens)
+            rollouts = self.respond(run.roles, queries, sample)
 
-            update = ppo_update(agent, a, self.score(agent, a, r, None))
-            agent.adapt_kl_coef(a.kl_B)
-            run.finish_iteration(iteration, queries, [Turn("pioneer", agent, a, r, update)], roles=[agent])
+            # PPO: r(s0, a1)              CORY: r(s0, a1) + r(s0, a2), for both
+            rewards = [task.reward(queries, a.text) for a in rollouts]
+            scores = self.scores(queries, rollouts, rewards)
+            task.learn(queries, rewards)
 
-    def score(self, agent: Agent, rollout: Rollout, reward_B: Tensor, partner_B: Tensor | None) -> Tensor:
-        """The scalar that each response is trained on, (B,): `r_CORY = r(own) + partner_reward r(partner)`;
-        partner_B is None, not zeros, if the partner contributes nothing. `rollout` is there for overrides.
+            updates = [ppo_update(*of_role) for of_role in zip(run.roles, rollouts, scores, strict=True)]
+            steps = [*map(RoleStep, self.roles, run.roles, rollouts, rewards, updates)]
+            for agent in run.agents:
+                agent.adapt_kl_coef([step.rollout.kl_B for step in steps if step.agent is agent])
+
+            run.log(iteration, queries, steps)
+            if self.evaluation_is_due(iteration):
+                run.evaluate(iteration)
+
+            # role exchange: roles move, all state stays with its agent
+            if cfg.role_exchange_every and iteration % cfg.role_exchange_every == 0:
+                run.roles.append(run.roles.pop(0))
+                if cfg.reset_on_exchange:                   # DIFFERS: the released code always does
+                    for agent in run.agents:
+                        agent.reset()
+
+            if run.saving_is_due(iteration):
+                run.save(iteration)
+            run.stop_if_signalled(iteration)
+
+    def evaluation_is_due(self, iteration: int) -> bool:
+        cfg = self.cfg
+        return iteration == cfg.iterations or cfg.eval_every > 0 and iteration % cfg.eval_every == 0
+
+    def respond(self, roles: list, queries: list[str], sample: Callable) -> list[Rollout]:
+        """A response in each role. `sample(agent, prompts)` returns a `Rollout`, in held-out evaluation one
+        without log-probabilities.
         """
-        return reward_B if partner_B is None else reward_B + agent.cfg.partner_reward * partner_B
+        (agent,) = roles
+        return [sample(agent, self.task.pioneer_prompts(queries))]
 
-    def team_metrics(self, run: Run) -> dict[str, float]:
-        """What the agents do together, measured at each held-out evaluation, logged as `eval/team/NAME`."""
+    def scores(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
+        """The scalar that each response is trained on, (B,) for each role; `rewards` are the task's own."""
+        return rewards
+
+    def team_metrics(self, roles: list) -> dict[str, float]:
+        """What agents do together on the held-out queries, at each evaluation, by name."""
         return {}
 
 
 class Cory(Ppo):
-    """Algorithm 1 of the paper: the observer sees the pioneer's response, both are trained on the sum of
-    their rewards, and they exchange roles.
+    """The observer sees the pioneer's response, both are trained on the sum of their rewards, and they
+    exchange roles.
     """
     agents = ("llm1", "llm2")
+    roles = ("pioneer", "observer")
 
-    def train(self, run: Run) -> None:
-        """The training loop. With `--share_weights true` both roles are one agent: the observer's rollout
-        predates the pioneer's update, so its ratios do not start at 1.
+    def respond(self, roles: list, queries: list[str], sample: Callable) -> list[Rollout]:
+        """Knowledge transfer: the pioneer responds to the query, the observer to the query and that response;
+        in a longer chain, each agent to the query and the response before its own.
         """
-        cfg, task = run.cfg, run.task
-        if len(run.roles) != 2:
-            raise UserError("agents", self.agents, "must be two, or `train` must be overridden, too")
-        pioneer, observer = run.roles
-        for iteration in run.iterations():
-            queries, max_new_tokens = task.batch(iteration)
+        pioneer, *observers = roles
+        bare = self.task.pioneer_prompts(queries)
+        rollouts = [sample(pioneer, bare)]
+        for observer in observers:
+            shown = self.task.observer_prompts(queries, rollouts[-1].text)
+            rollouts.append(sample(observer, shown if self.cfg.knowledge_transfer else bare))
+        return rollouts
 
-            # a1 ~ pi_pio(. | s0), a2 ~ pi_obs(. | s0, a1)
-            a1, a2 = self.respond(run, queries, pioneer, observer,
-                                  partial(collect_rollout, max_new_tokens=max_new_tokens))
+    def scores(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
+        """r_CORY = r(s0, a1) + r(s0, a2) for both; `--partner_reward` weights what is not an agent's own."""
+        lam = self.cfg.partner_reward
+        return [r + lam * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
-            r1 = task.reward(queries, a1.text)
-            r2 = task.reward(queries, a2.text)
-            for_pioneer, for_observer = self.partner_rewards(r1, r2, a2, cfg)
-
-            update1 = ppo_update(pioneer, a1, self.score(pioneer, a1, r1, for_pioneer))
-            update2 = ppo_update(observer, a2, self.score(observer, a2, r2, for_observer))
-            turns = [Turn("pioneer", pioneer, a1, r1, update1), Turn("observer", observer, a2, r2, update2)]
-            for agent in {pioneer, observer}:
-                agent.adapt_kl_coef(*(turn.rollout.kl_B for turn in turns if turn.agent is agent))
-
-            # role exchange: roles move, all state stays with its agent
-            if cfg.role_exchange_every and iteration % cfg.role_exchange_every == 0:
-                pioneer, observer = observer, pioneer
-                if cfg.reset_on_exchange:                   # DIFFERS: the released code always does
-                    pioneer.reset()
-                    observer.reset()
-            run.finish_iteration(iteration, queries, turns, roles=[pioneer, observer])
-
-    def respond(self, run: Run, queries: list[str], pioneer: Agent, observer: Agent,
-                sample: Callable) -> tuple:
-        """Knowledge transfer: the pioneer responds to the query, the observer to the query and that response.
-
-        `sample(agent, prompts)` returns a `Rollout` (without log-probabilities in held-out evaluation).
-        """
-        task, bare = run.task, run.task.pioneer_prompts(queries)
-        a1 = sample(pioneer, bare)
-        shown = task.observer_prompts(queries, [task.cut(text) for text in a1.text])
-        a2 = sample(observer, shown if run.cfg.knowledge_transfer else bare)
-        return a1, a2
-
-    def partner_rewards(self, r1: Tensor, r2: Tensor, a2: Rollout, cfg: Config) -> tuple:
-        """What each agent's partner adds to its score, (B,) or None (`--partner_term`):
-
-            sampled             pioneer: r(s0, a2)      observer: r(s0, a1)      (paper)
-            sampled_to_pioneer  pioneer: r(s0, a2)      observer: nothing
-            critic              pioneer: V(s0, a1)      observer: nothing
-
-        r(s0, a1) does not depend on the observer's action: it adds variance to its gradient, but no signal.
-        V is the observer's critic at the end of its prompt. It estimates the mean of r(s0, a2) without one
-        sample's noise, but is biased, since with `--kl_in reward` it also includes the observer's KL penalty.
-        """
-        if cfg.partner_term == "sampled":
-            return r2, r1
-        if cfg.partner_term == "sampled_to_pioneer":
-            return r2, None
-        return a2.value_BT[:, 0].to(r2), None           # column 0: the state at the end of the prompt
-
-    def team_metrics(self, run: Run) -> dict[str, float]:
-        """How the observer uses the pioneer's responses to the held-out queries; metrics: docs/settings.md.
+    def team_metrics(self, roles: list) -> dict[str, float]:
+        """Mean scores, and how the observer uses the pioneer's responses; metrics: docs/settings.md.
 
         observer_after_*: omitted if the pioneer's rewards are all equal. For rewards of 0 and 1 they are
         P(second right | first right) and P(second right | first wrong).
         """
-        pioneer, observer = run.roles
-        queries, calls = run.task.held_out_queries, []
+        task, length, calls = self.task, self.cfg.max_response_length, []
 
-        def sample(agent: Agent, prompts: list[str]):
+        def sample(agent: Agent, prompts: list[str]) -> Rollout:
             calls.append(agent)         # with equal seeds, identical agents would respond identically
-            return sample_responses(agent.policy, prompts, run.cfg.max_response_length, seed=len(calls))
+            return sample_responses(agent.policy, prompts, length, seed=len(calls))
 
-        a1, a2 = self.respond(run, queries, pioneer, observer, sample)
-        r1, r2 = run.task.reward(queries, a1.text), run.task.reward(queries, a2.text)
-        better = r1 > r1.mean()
+        rollouts = self.respond(roles, task.held_out_queries, sample)
+        rewards = [task.reward(task.held_out_queries, a.text) for a in rollouts]
+        scores = self.scores(task.held_out_queries, rollouts, rewards)
+        metrics = {f"{role}_score": score_B.mean().item()
+                   for role, score_B in zip(self.roles, scores, strict=True)}
+        (a1, *_, a2), (r1, *_, r2) = rollouts, rewards
         copies = [first.strip() == second.strip() for first, second in zip(a1.text, a2.text, strict=True)]
-        metrics = {"observer_copies": fmean(copies)}
+        metrics["observer_copies"] = fmean(copies)
+        better = r1 > r1.mean()
         for name, rows in (("better", better), ("worse", ~better)):
             if better.any() and not better.all():
                 metrics[f"observer_after_{name}"] = r2[rows].mean().item()
@@ -142,7 +154,9 @@ class Cory(Ppo):
 
 def train(cfg: Config) -> Run:
     """Runs the method that `cfg.method` names, from the start or the last checkpoint to the end."""
-    with launched(asdict(cfg)), Run(cfg) as run:
-        run.method.train(run)
-        run.finish()
+    with launched(asdict(cfg)), claimed(run_folder(cfg), cfg.resume) as run_dir:
+        run = Run(cfg, run_dir)
+        with run.logger, signals_noted():
+            run.method.train(run)
+            run.finish()
     return run

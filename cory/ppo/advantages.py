@@ -1,24 +1,43 @@
 """Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
 
-`--advantage` names one of these or one of your own. An estimator asks for what it needs by the names of its
-parameters: reward_BT, mask_BT, value_BT, group_size, gamma, lam; any other parameter needs a default value. B
-is the whole batch; the group_size responses to a query are consecutive rows. It returns the advantages,
-(B, T), 0 on padding. If it asks for value_BT, a critic is trained towards advantage + V.
+`--advantage` names one of these or one of your own, marked by `@estimator`. It is called with keywords:
+reward_BT, mask_BT, value_BT (None without a critic), group_size, gamma and lam; B is the whole batch, and the
+group_size responses to a query are consecutive rows. It returns the advantages, (B, T), 0 on padding.
 """
-import inspect
 from typing import Callable
 
 import torch
 from torch import Tensor
 
 from cory.config import ADVANTAGES, Config
-from cory.errors import UserError
-from cory.names import find
-
-OFFERED = {"reward_BT", "mask_BT", "value_BT", "group_size", "gamma", "lam"}
+from cory.errors import UserError, find
 
 
-def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float) -> Tensor:
+def estimator(critic: bool, whiten: bool, grouped: bool = False) -> Callable:
+    """Marks a function as an advantage estimator.
+
+    critic: the agent has one, which learns advantage + V. whiten: its advantages are whitened over the batch.
+    grouped: it compares the responses to a query, of which there must be two or more.
+    """
+    def mark(function: Callable) -> Callable:
+        function.critic, function.whiten, function.grouped = critic, whiten, grouped
+        return function
+    return mark
+
+
+def find_estimator(cfg: Config) -> Callable[..., Tensor]:
+    """The estimator that `--advantage` names. Raises `UserError`."""
+    function = find("advantage", cfg.advantage, ADVANTAGES)
+    if not hasattr(function, "critic"):
+        raise UserError("advantage", cfg.advantage, "does not say whether it has a critic; put "
+                        "@estimator(critic=False, whiten=True) of cory.ppo.advantages above it, say")
+    cfg.require("responses_per_query", not function.grouped or cfg.responses_per_query >= 2,
+                f"{cfg.advantage} compares the responses to a query; add --responses_per_query 4, say")
+    return function
+
+
+@estimator(critic=True, whiten=True)
+def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, **_) -> Tensor:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16; the paper's eq. 12).
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
@@ -36,7 +55,8 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
     return advantage_BT
 
 
-def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
+@estimator(critic=False, whiten=True)
+def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float, **_) -> Tensor:
     """Reward-to-go, without a critic (Williams 1992): `A_t = sum_{s >= t} gamma^(s - t) r_s`. Whitening then
     gives it the mean over all tokens as baseline.
     """
@@ -44,7 +64,8 @@ def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
     return gae(reward_BT, torch.zeros_like(reward_BT), mask_BT, gamma, lam=1.0)
 
 
-def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
+@estimator(critic=False, whiten=False, grouped=True)
+def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int, **_) -> Tensor:
     """REINFORCE with a leave-one-out baseline (Ahmadian et al., arXiv:2402.14740, sec. 2.3).
 
         R_i = sum_t r_t        A_i = R_i - 1/(k-1) sum_{j != i} R_j
@@ -58,7 +79,8 @@ def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
     return (return_Gk - others_Gk).view(-1, 1) * mask_BT
 
 
-def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
+@estimator(critic=False, whiten=False, grouped=True)
+def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int, **_) -> Tensor:
     """Group-relative advantage (Shao et al., arXiv:2402.03300, sec. 4.1.2), k = `group_size` >= 2.
 
         A_i = (R_i - mean_group R) / (std_group R + 1e-6)        R as in `rloo`
@@ -74,19 +96,16 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
     return (centred_Gk / (std_G1 + 1e-6)).view(-1, 1) * mask_BT
 
 
+@estimator(critic=False, whiten=False, grouped=True)
+def dr_grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int, **_) -> Tensor:
+    """GRPO without the division by the standard deviation (Liu et al., arXiv:2503.20783, sec. 3.2):
+
+        A_i = R_i - mean_group R        R as in `rloo`
+    """
+    return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
+    return (return_Gk - return_Gk.mean(1, keepdim=True)).view(-1, 1) * mask_BT
+
+
 def grouped_returns(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
     """(B / k, k): the sum of each response's token rewards, one row for each query's k responses."""
     return (reward_BT * mask_BT).sum(1).view(-1, group_size)
-
-
-def estimator(cfg: Config) -> tuple[Callable[..., Tensor], set[str]]:
-    """The estimator that `--advantage` names, and what it asks for. Raises `UserError`."""
-    function = find("advantage", cfg.advantage, ADVANTAGES)
-    parameters = inspect.signature(function).parameters.values()
-    asked = {p.name for p in parameters if p.name in OFFERED or p.default is p.empty}
-    if asked - OFFERED:
-        raise UserError("advantage", cfg.advantage, f"asks for {', '.join(sorted(asked - OFFERED))}; it can "
-                        f"have {', '.join(sorted(OFFERED))}")
-    cfg.require("responses_per_query", "group_size" not in asked or cfg.responses_per_query >= 2,
-                f"{cfg.advantage} compares the responses to a query; add --responses_per_query 4, say")
-    return function, asked

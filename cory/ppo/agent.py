@@ -3,53 +3,56 @@ import copy
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from cory.config import LR_SCHEDULES, Config
-from cory.names import find
-from cory.ppo.advantages import estimator
+from cory.config import KL_CONTROLLERS, LR_SCHEDULES, Config
+from cory.distributed import by_placement, shard
+from cory.errors import find
+from cory.ppo.advantages import find_estimator
 from cory.ppo.formulas import adapted_kl_coef
-from cory.ppo.lora import add_adapter
-from cory.ppo.model import LanguageModel, PolicyWithValue
-from cory.system.sharding import by_placement, shard
+from cory.ppo.lora import Lora
+from cory.ppo.model import Critic, LanguageModel, Policy
 
 
 class Agent:
     """One LLM of the team (`llm1`, `llm2`, ...), whichever role it plays.
 
-    policy: what it samples from and trains, with its value head; a copy of its base, or an adapter on it.
+    policy: what it samples from and trains; a copy of its base, or an adapter on it. critic: its V, or None.
     reference: what its KL is measured against, the base unless `move_reference` is called. kl_coef: eta.
     draws: the number of random generators created so far.
 
-    Add no attributes: checkpoints would lose them; use `run.state`.
+    Checkpoints keep every attribute, also one that you add: numbers, text, tensors, collections of these.
     """
-
-    __slots__ = ("name", "cfg", "index", "base", "policy", "own_reference", "optimizer", "kl_coef",
-                 "draws")
+    REBUILT = ("name", "cfg", "index", "base", "policy", "critic", "own_reference", "optimizer")
 
     def __init__(self, name: str, base: LanguageModel, cfg: Config, index: int):
         self.name, self.cfg, self.index, self.base = name, cfg, index, base
         self.own_reference, self.draws = None, 0
-        _, asked = estimator(cfg)
         adapter = None
         if cfg.lora_rank:
             adapter_seed = int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0])
-            adapter = add_adapter(base.lm, name, cfg, adapter_seed)
-        self.policy = PolicyWithValue(base, adapter, "value_BT" in asked, cfg.gradient_checkpointing)
+            adapter = Lora.new(base.lm, name, cfg, adapter_seed)
+        self.policy = Policy(base, adapter, cfg.gradient_checkpointing)
+        self.critic = Critic(base) if find_estimator(cfg).critic else None
         if cfg.shard and not cfg.lora_rank:         # with LoRA the base is sharded, and adapters stay whole
             shard(self.policy, cfg)
         self.reset()
 
     def reset(self) -> None:
         """A new optimizer and the initial KL coefficient; the weights stay."""
-        groups = []
-        for is_critic in (False, True):
-            parameters = [p for name, p in self.policy.trainable_parameters().items()
-                          if name.startswith("value_head.") == is_critic]
-            groups += [{"params": group, "is_critic": is_critic} for group in by_placement(parameters)]
+        of_critic = self.critic.parameters() if self.critic else ()
+        groups = [{"params": group, "is_critic": is_critic}
+                  for is_critic, parameters in ((False, self.policy.weights().values()), (True, of_critic))
+                  for group in by_placement([*parameters])]
         self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
         self.set_learning_rate(iteration=1)
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """By name: `lm.NAME` of all weights or the adapter's, and `critic.NAME`."""
+        of_critic = dict(self.critic.named_parameters()) if self.critic else {}
+        return ({f"lm.{name}": p for name, p in self.policy.weights().items()}
+                | {f"critic.{name}": p for name, p in of_critic.items()})
 
     @property
     def reference(self) -> LanguageModel:
@@ -60,15 +63,22 @@ class Agent:
         policy = self.policy
         if self.own_reference is None:
             if policy.adapter:
-                lm, adapter = policy.lm, add_adapter(policy.lm, f"{self.name}_reference", self.cfg, seed=0)
+                lm, adapter = policy.lm, Lora.new(policy.lm, f"{self.name}_reference", self.cfg, seed=0)
             else:
                 lm, adapter = copy.deepcopy(policy.lm).requires_grad_(False), None
             self.own_reference = LanguageModel(lm, policy.tokenizer, policy.dtype, policy.chat_template,
-                                               adapter)
+                                               policy.temperature, adapter)
         with torch.no_grad():
             old = self.own_reference.weights().values()
             for x, new in zip(old, policy.weights().values(), strict=True):
                 x.copy_(new)
+
+    @torch.no_grad()
+    def is_base(self, prompt: str) -> bool:
+        """Whether its policy computes what its base does, to the bit."""
+        ids = torch.tensor([self.base.encode([prompt])[0]], device=self.base.device)
+        policy, base = (model(ids, torch.ones_like(ids)) for model in (self.policy, self.base))
+        return torch.equal(policy, base)
 
     def generator(self) -> np.random.Generator:
         """A new random generator for each rollout and update, seeded by run seed, agent and a counter."""
@@ -83,19 +93,22 @@ class Agent:
             rate = group["is_critic"] and cfg.critic_learning_rate or cfg.learning_rate
             group["lr"] = rate * factor
 
-    def adapt_kl_coef(self, *kl_B: Tensor) -> None:
-        """One step of the KL controller on the KL of an iteration's responses, (B,) in nats for each of the
-        agent's rollouts; none with `--kl_target 0`.
+    def adapt_kl_coef(self, kl_B: list[Tensor]) -> None:
+        """One step of `--kl_controller` on the KL of an iteration's responses, (B,) in nats for each of the
+        agent's rollouts.
         """
-        cfg, kl_N = self.cfg, torch.cat(kl_B)
-        if cfg.kl_target:
-            self.kl_coef = adapted_kl_coef(self.kl_coef, kl_N.mean().item(), cfg.kl_target, cfg.kl_horizon,
-                                           len(kl_N))
+        if kl_B:
+            controller = find("kl_controller", self.cfg.kl_controller, KL_CONTROLLERS)
+            self.kl_coef = controller(self, torch.cat(kl_B))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps besides Adam's state: trained weights, and its own reference, if any."""
-        reference = self.own_reference.weights() if self.own_reference else {}
-        return self.policy.trainable_parameters() | {f"reference.{name}": x for name, x in reference.items()}
 
-    def numbers(self) -> dict[str, float]:
-        return {"kl_coef": self.kl_coef, "draws": self.draws}
+def adaptive(agent: Agent, kl_N: Tensor) -> float:
+    """The next eta by `adapted_kl_coef`, on the KL (N,) of an agent's responses; constant if `kl_target` is
+    0. A controller of your own has these arguments.
+    """
+    cfg, n = agent.cfg, len(kl_N)
+    if not cfg.kl_target:
+        return agent.kl_coef
+    cfg.require("kl_horizon", cfg.kl_horizon > 0.2 * n,
+                f"must exceed 0.2 x {n} responses of an iteration, or eta could fall to 0")
+    return adapted_kl_coef(agent.kl_coef, kl_N.mean().item(), cfg.kl_target, cfg.kl_horizon, n)

@@ -84,13 +84,15 @@ def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: floa
 
 
 # --- losses ---
-def policy_loss(log_ratio_N: Tensor, advantage_N: Tensor, cliprange: float) -> Tensor:
+def policy_loss(log_ratio_N: Tensor, advantage_N: Tensor, low: float, high: float) -> Tensor:
     """Clipped surrogate (Schulman et al. 2017, eq. 7; the paper's eq. 11), one loss per token.
 
-        ratio = pi(a) / pi_old(a)        loss = -min(ratio A, clip(ratio, 1 - eps, 1 + eps) A)
+        ratio = pi(a) / pi_old(a)        loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)
+
+    The paper has low = high; a larger `high` is DAPO's clip-higher (arXiv:2503.14476, sec. 3.1).
     """
     ratio_N = log_ratio_N.exp()
-    return -torch.min(ratio_N * advantage_N, ratio_N.clamp(1 - cliprange, 1 + cliprange) * advantage_N)
+    return -torch.min(ratio_N * advantage_N, ratio_N.clamp(1 - low, 1 + high) * advantage_N)
 
 
 def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange_value: float) -> Tensor:

@@ -2,7 +2,7 @@
 adapters off, the model is the reference.
 
 An adapted layer computes `W x + 2 B A x` with W frozen (lora_alpha is twice the rank). B starts at 0, so that
-every agent starts as the base.
+every agent starts as the base. Another kind of adapter is a class with the same methods, in place of `Lora`.
 """
 import re
 import warnings
@@ -14,42 +14,56 @@ from torch import nn
 from cory.config import Config
 
 
-def add_adapter(lm: nn.Module, name: str, cfg: Config, seed: int) -> str:
-    """Puts a new adapter on the model's linear layers, in place, in float32; A is drawn with `seed`. Returns
-    its name.
-    """
-    # here: the import takes 2 s and 100 MiB
-    from peft import LoraConfig
+class Lora:
+    """An agent's adapter on a model that it shares with others."""
 
-    settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
-                          target_modules="all-linear", lora_dropout=0.0)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
-        torch.default_generator.manual_seed(seed)
-        lm.add_adapter(settings, name)
-    for parameter in adapter_parameters(lm, name).values():
-        parameter.data = parameter.data.float()
-    rules = lm.peft_config[name]
-    if Path(lm.name_or_path).exists():                  # to be found from any folder
-        rules.base_model_name_or_path = str(Path(lm.name_or_path).resolve())
-    else:
-        rules.revision = cfg.model.partition("@")[2] or None
-    switch_to(lm, None)
-    return name
+    def __init__(self, lm: nn.Module, name: str):
+        self.lm, self.name = lm, name
+
+    @classmethod
+    def new(cls, lm: nn.Module, name: str, cfg: Config, seed: int) -> "Lora":
+        """Puts a new adapter on the model's linear layers, in place, in float32; A is drawn with `seed`."""
+        # here: the import takes 2 s and 100 MiB
+        from peft import LoraConfig
+
+        settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
+                              target_modules="all-linear", lora_dropout=0.0)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+            torch.default_generator.manual_seed(seed)
+            lm.add_adapter(settings, name)
+        adapter = cls(lm, name)
+        for parameter in adapter.weights().values():
+            parameter.data = parameter.data.float()
+        rules = lm.peft_config[name]
+        if Path(lm.name_or_path).exists():                  # to be found from any folder
+            rules.base_model_name_or_path = str(Path(lm.name_or_path).resolve())
+        else:
+            rules.revision = cfg.model.partition("@")[2] or None
+        switch_to(lm, None)
+        return adapter
+
+    @classmethod
+    def load(cls, lm: nn.Module, name: str, folder: Path) -> "Lora":
+        """Adds an adapter that `save` has written. Raises `ValueError` for files that lack a part of it."""
+        info = lm.load_adapter(str(folder), adapter_name=name, use_safetensors=True)
+        if missing := [path for path in info.missing_keys if f".{name}." in path]:
+            raise ValueError(f"{folder} lacks {missing[0]}")
+        switch_to(lm, None)
+        return cls(lm, name)
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """What is trained, by name."""
+        return {path: p for path, p in self.lm.named_parameters()
+                if re.search(rf"\.lora_[AB]\.{self.name}\.", path)}
+
+    def save(self, folder: Path) -> None:
+        activate(self.lm, self)
+        self.lm.save_pretrained(folder)
 
 
-def load_adapter(lm: nn.Module, name: str, folder: Path) -> str:
-    """Adds an adapter saved by a run to the model's layers, in place. Returns its name. Raises
-    `ValueError` for files that lack a part of it.
-    """
-    info = lm.load_adapter(str(folder), adapter_name=name, use_safetensors=True)
-    if missing := [path for path in info.missing_keys if f".{name}." in path]:
-        raise ValueError(f"{folder} lacks {missing[0]}")
-    switch_to(lm, None)
-    return name
-
-
-def activate(lm: nn.Module, name: str | None) -> None:
+def activate(lm: nn.Module, adapter: Lora | None) -> None:
     """Makes the model compute with one adapter, or with none. A model without adapters stays as it is."""
+    name = adapter.name if adapter else None
     if getattr(lm, "adapter_in_use", None) != name:
         switch_to(lm, name)
 
@@ -61,14 +75,10 @@ def switch_to(lm: nn.Module, name: str | None) -> None:
         lm.enable_adapters()
         lm.set_adapter(name)
     # peft freezes inactive adapters, but a pending backward pass may still need them
-    for adapter in lm.peft_config:
-        for parameter in adapter_parameters(lm, adapter).values():
+    for path, parameter in lm.named_parameters():
+        if ".lora_" in path:
             parameter.requires_grad_(True)
     lm.adapter_in_use = name
-
-
-def adapter_parameters(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    return {path: p for path, p in lm.named_parameters() if re.search(rf"\.lora_[AB]\.{name}\.", path)}
 
 
 def adapted_share(layers: nn.Module) -> float:

@@ -1,4 +1,4 @@
-"""A causal LM used as a policy; agents add a value head.
+"""A causal LM as a policy, and its critic.
 
 Capitals at the end of a tensor's name are its shape: B rows, P prompt tokens (padded on the left), T response
 tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens gathered from
@@ -8,28 +8,31 @@ tokens and 0 for padding.
 import copy
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from cory.ppo import formulas
-from cory.ppo.lora import activate, adapter_parameters
+from cory.ppo.lora import Lora, activate
 
 
 class LanguageModel(nn.Module):
     """Any Hugging Face causal LM with its tokenizer; logits only where a response token is predicted.
 
+    `lm` is shared by a base and all adapters on it: call this module, which computes with its own adapter.
     Dropout is off: sampling, the rollout and the update see the same pi. DIFFERS: the released code samples
     and trains with dropout after its first update.
     """
 
     def __init__(self, lm: nn.Module, tokenizer, dtype: str = "float32", chat_template: bool = False,
-                 adapter: str | None = None):
+                 temperature: float = 1.0, adapter: Lora | None = None):
         super().__init__()
         self.lm, self.tokenizer, self.dtype = lm.eval(), tokenizer, dtype
-        self.chat_template, self.adapter, self.value_head = chat_template, adapter, None
+        self.chat_template, self.temperature, self.adapter = chat_template, temperature, adapter
 
     @property
     def device(self) -> torch.device:
@@ -48,15 +51,16 @@ class LanguageModel(nn.Module):
                         getattr(config, "original_max_position_embeddings", None)]
         return min((length for length in lengths if length), default=None)
 
-    def weights(self) -> dict[str, nn.Parameter]:
-        """The adapter's weights by name, or all weights if there is no adapter."""
-        return adapter_parameters(self.lm, self.adapter) if self.adapter else dict(self.lm.named_parameters())
-
     @property
     def layers(self) -> nn.ModuleList:
         """The transformer's layers: the list that holds most of the parameters."""
         lists = [module for module in self.lm.base_model.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+
+    @property
+    def head(self) -> nn.Linear:
+        """The last layer, from hidden states to logits."""
+        return self.lm.get_output_embeddings()
 
     @property
     def end_ids(self) -> list[int]:
@@ -66,6 +70,10 @@ class LanguageModel(nn.Module):
         more = getattr(getattr(self.lm, "generation_config", None), "eos_token_id", None)
         more = more if isinstance(more, list) else [] if more is None else [more]
         return sorted({self.tokenizer.eos_token_id, *more})
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """The adapter's weights by name, or all weights if there is no adapter."""
+        return self.adapter.weights() if self.adapter else dict(self.lm.named_parameters())
 
     def autocast(self):
         """Matrix products in bfloat16 where `dtype` says so."""
@@ -78,6 +86,18 @@ class LanguageModel(nn.Module):
         return [self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], return_dict=False,
                                                    add_generation_prompt=True) for prompt in prompts]
 
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """The logits (B, L, V) after each token of rows that are padded on the left."""
+        return self.logits(self.hidden_states(ids, mask, positions(mask))[0])
+
+    def hidden_states(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache=None) -> tuple:
+        """The transformer without its head, with this model's adapter: (last hidden states, cache)."""
+        activate(self.lm, self.adapter)
+        with self.autocast():
+            out = self.lm.base_model(input_ids=ids, attention_mask=mask, position_ids=position_ids,
+                                     past_key_values=cache, use_cache=cache is not None)
+        return out.last_hidden_state, out.past_key_values
+
     def response_hidden(self, prompt_BP: Tensor, prompt_mask_BP: Tensor, response_BT: Tensor) -> Tensor:
         """The (B, T, H) last hidden states from which each response token is predicted.
 
@@ -86,22 +106,17 @@ class LanguageModel(nn.Module):
         """
         response_in = response_BT[:, :-1]
         mask = torch.cat([prompt_mask_BP, torch.ones_like(response_in)], dim=1)
-        hidden = self.body(torch.cat([prompt_BP, response_in], dim=1), mask, positions(mask))[0]
+        ids = torch.cat([prompt_BP, response_in], dim=1)
+        hidden, _ = self.hidden_states(ids, mask, positions(mask))
         return hidden[:, prompt_BP.shape[1] - 1:]
 
-    def body(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache=None) -> tuple[Tensor, object]:
-        """The transformer without its head, with this model's adapter: (last hidden states, cache)."""
-        activate(self.lm, self.adapter)
-        with self.autocast():
-            out = self.lm.base_model(input_ids=ids, attention_mask=mask, position_ids=position_ids,
-                                     past_key_values=cache, use_cache=cache is not None)
-        return out.last_hidden_state, out.past_key_values
-
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V), in float32: GPT-2's lie near -100, where bfloat16 numbers are 0.5 apart."""
-        head = self.lm.get_output_embeddings()
+        """(N, V), divided by the temperature, in float32: GPT-2's lie near -100, where bfloat16 numbers are
+        0.5 apart.
+        """
         with torch.autocast(self.device.type, enabled=False):
-            return nn.functional.linear(hidden_NH.float(), head.weight, head.bias)
+            logits_NV = nn.functional.linear(hidden_NH.float(), self.head.weight, self.head.bias)
+        return logits_NV if self.temperature == 1 else logits_NV / self.temperature
 
     @torch.no_grad()
     def logprobs(self, hidden_NH: Tensor) -> Tensor:
@@ -116,37 +131,21 @@ class LanguageModel(nn.Module):
 
     def cast_once(self) -> None:
         """With bfloat16, casts a frozen model's matrices once; autocast would recast them at each call."""
-        head = self.lm.get_output_embeddings()
         for layer in self.lm.modules() if self.dtype == "bfloat16" else ():
-            if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head:
+            if isinstance(layer, (nn.Linear, Conv1D)) and layer is not self.head:
                 layer.weight.data = layer.weight.data.bfloat16()
 
 
-class PolicyWithValue(LanguageModel):
-    """The policy, a copy of the base or an adapter on it, and, where the advantage needs one, its critic: a
-    linear value head on the last hidden state (paper, sec. 3), in float32, whose gradient also reaches the
-    transformer. It starts at 0 (the paper does not say).
-    """
+class Policy(LanguageModel):
+    """What an agent samples from and trains: a copy of its base, or an adapter on it."""
 
-    def __init__(self, base: LanguageModel, adapter: str | None = None, critic: bool = True,
-                 gradient_checkpointing: bool = False):
+    def __init__(self, base: LanguageModel, adapter: Lora | None, gradient_checkpointing: bool):
         lm = base.lm if adapter else copy.deepcopy(base.lm)
-        super().__init__(lm, base.tokenizer, base.dtype, base.chat_template, adapter)
-        if critic:
-            width = self.lm.get_output_embeddings().in_features
-            self.value_head = nn.utils.skip_init(nn.Linear, width, 1, device=base.device, dtype=torch.float32)
-            nn.init.zeros_(self.value_head.weight)
-            nn.init.zeros_(self.value_head.bias)
+        super().__init__(lm, base.tokenizer, base.dtype, base.chat_template, base.temperature, adapter)
         if gradient_checkpointing:
             self.recompute_layers()
-        for parameter in self.trainable_parameters().values():
+        for parameter in self.weights().values():
             parameter.requires_grad_(True)
-
-    def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """By name: all weights or the adapter's, as `lm.NAME`, and those of the value head."""
-        head = {} if self.value_head is None else dict(self.value_head.named_parameters())
-        trained = {f"lm.{name}": p for name, p in self.weights().items()}
-        return trained | {f"value_head.{name}": p for name, p in head.items()}
 
     def recompute_layers(self) -> None:
         """Gradient checkpointing by layer; transformers' own needs training mode, which enables dropout."""
@@ -155,9 +154,32 @@ class PolicyWithValue(LanguageModel):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                         preserve_rng_state=False)
 
-    def values(self, hidden: Tensor) -> Tensor:
-        """V(s) in units of reward for each hidden state (..., H) -> (...)."""
-        return self.value_head(hidden.float()).squeeze(-1)
+
+class Critic(nn.Module):
+    """V(s): a linear value head on the policy's last hidden state (paper, sec. 3), in float32, whose gradient
+    also reaches the transformer. It starts at 0 (the paper does not say).
+
+    Another critic is a module with these methods, in its place in `cory.ppo.agent`.
+    """
+
+    def __init__(self, base: LanguageModel):
+        super().__init__()
+        width = base.head.in_features
+        self.linear = nn.utils.skip_init(nn.Linear, width, 1, device=base.device, dtype=torch.float32)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, rows, hidden: Tensor) -> Tensor:
+        """Values in units of reward, of the states in which `rows`, a `Rollout`, chose their tokens.
+
+        hidden: the policy's hidden states there: (B, T, H) in an update, which gives (B, T), or (N, H) of the
+        N real tokens in a rollout, which gives (N,).
+        """
+        return self.linear(hidden.float()).squeeze(-1)
+
+    def save(self, folder: Path) -> None:
+        weights = {name.removeprefix("linear."): x for name, x in self.state_dict().items()}
+        save_file(weights, folder / "value_head.safetensors")
 
 
 def positions(mask: Tensor) -> Tensor:

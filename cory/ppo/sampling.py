@@ -3,11 +3,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
 
 from cory.errors import UserError
 from cory.ppo import formulas
-from cory.ppo.batches import max_length
-from cory.ppo.cache import empty_cache
 from cory.ppo.model import LanguageModel, positions
 
 # Tokens between checks for finished rows, the loop's only GPU sync.
@@ -101,7 +100,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
     cache = empty_cache()
     with model.autocast():                      # once for all tokens, so that each weight is cast once
         for t in range(max_new_tokens):
-            hidden_RLH, cache = model.body(ids_RL, mask_RL, position_ids_RL, cache)
+            hidden_RLH, cache = model.hidden_states(ids_RL, mask_RL, position_ids_RL, cache)
             logp_RV = model.logprobs(hidden_RLH[:, -1])
             if uniform_TB is None:
                 drawn_logp_R, token_R = logp_RV.max(-1)
@@ -132,3 +131,47 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
                        "checkpoint or start again, with a lower --learning_rate or with --max_grad_norm 1")
     T = max_length(mask_BT)
     return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])
+
+
+def max_length(mask: Tensor) -> int:
+    """The largest number of real tokens in a row."""
+    return int(mask.sum(1).max())
+
+
+def empty_cache() -> Cache:
+    """The keys and values of one call of the sampling loop."""
+    return Cache(layer_class_to_replicate=GrowingLayer)
+
+
+class GrowingLayer(DynamicLayer):
+    """One layer's keys and values (R, heads, L, D), views of buffers with room to grow: transformers' own
+    layer copies all of them for every new token. Layers with a sliding window keep all keys, too: the
+    model's mask hides those outside it. Written for transformers 5.17 to 5.23.
+    """
+
+    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        keys = keys.to(values.dtype)            # rotary embeddings leave them in float32
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            self.buffers = [x[:, :, :0] for x in (keys, values)]
+            # Only transformers' masks read this flag: without it they check at each new token whether all
+            # of the mask is 1, and wait for the GPU. Nothing is compiled.
+            self.is_compileable = keys.device.type == "cuda"
+        start = self.get_seq_length()
+        end = start + keys.shape[2]
+        if end > self.buffers[0].shape[2]:
+            room = end + max(32, end // 4)
+            grown = [b.new_empty(*b.shape[:2], room, b.shape[3]) for b in self.buffers]
+            for new, old in zip(grown, self.buffers, strict=True):
+                new[:, :, :start] = old[:, :, :start]
+            self.buffers = grown
+        for buffer, new in zip(self.buffers, (keys, values), strict=True):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = (b[:, :, :end] for b in self.buffers)
+        return self.keys, self.values
+
+    def keep(self, rows: Tensor, first: int) -> None:
+        """Keeps only these rows (indices), their columns from `first` on, and the room after them."""
+        length = self.get_seq_length() - first
+        self.buffers = [b[rows, :, first:] for b in self.buffers]
+        self.keys, self.values = (b[:, :, :length] for b in self.buffers)

@@ -12,16 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cory.device import timed
+from cory.distributed import as_many_as_others, gradient_norm, is_sharded, processes
 from cory.errors import UserError
 from cory.ppo import formulas
-from cory.ppo.advantages import estimator
+from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
-from cory.ppo.batches import by_length, lm_head_tokens
 from cory.ppo.lora import activate
-from cory.ppo.rollout import Rollout, take
-from cory.system.device import timed
-from cory.system.distributed import processes
-from cory.system.sharding import as_many_as_others, gradient_norm, is_sharded
+from cory.ppo.rollout import Rollout, by_length, lm_head_tokens, take
 
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
@@ -32,16 +30,16 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
     """
     cfg, rng = agent.cfg, agent.generator()
     rollout = with_advantages(rollout, score_B, agent)
-    sums, tokens, grad_norms = defaultdict(float), 0.0, []
+    sums, counts, grad_norms = defaultdict(float), defaultdict(float), []
     with timed("update", agent.policy.device):
         for _ in range(cfg.num_ppo_epochs):
-            for mini_batches in optimizer_steps(rollout, agent, rng):
-                step_tokens = processes().sum(sum(rows.mask_BT.sum() for rows in mini_batches))
-                tokens += step_tokens.item()
-                for rows in mini_batches:
-                    add_gradient(agent, rows, step_tokens, sums)
-                grad_norms.append(optimizer_step(agent))
-    metrics = {name: processes().sum(total).item() / tokens for name, total in sums.items()}
+            for batch in mini_batches(rollout, agent, rng):
+                # what the loss is divided by: the real tokens of the optimizer step, in all processes
+                divisor = processes().sum(sum(rows.mask_BT.sum() for rows in batch))
+                for rows in batch:
+                    add_gradient(agent, rows, divisor, sums, counts)
+                grad_norms.append(apply_gradient(agent))
+    metrics = {name: (processes().sum(sums[name]) / processes().sum(counts[name])).item() for name in sums}
     own = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "grad_norm": fmean(grad_norms),
            "learning_rate": agent.optimizer.param_groups[0]["lr"]}
     if rollout.value_BT is not None:
@@ -61,45 +59,42 @@ def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
     kl_coef = agent.kl_coef if cfg.kl_in == "reward" else 0.0
     reward_BT = formulas.token_rewards(score_B.to(mask_BT), rollout.kl_BT, mask_BT, kl_coef)
 
-    offered = {"reward_BT": reward_BT, "mask_BT": mask_BT, "value_BT": value_BT, "gamma": cfg.gamma,
-               "lam": cfg.lam, "group_size": cfg.responses_per_query}
-    estimate, asked = estimator(cfg)
-    advantage_BT = estimate(**{name: offered[name] for name in asked})
+    estimate = find_estimator(cfg)
+    advantage_BT = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=value_BT, gamma=cfg.gamma,
+                            lam=cfg.lam, group_size=cfg.responses_per_query)
     require_shape(f"advantage {cfg.advantage}", advantage_BT, mask_BT.shape, "like reward_BT")
     advantage_BT = advantage_BT.to(mask_BT)             # an estimator may return integers
 
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
-    if "group_size" not in asked:                       # group-relative ones stay as they are
+    if estimate.whiten:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     return replace(rollout, advantage_BT=advantage_BT, return_BT=return_BT)
 
 
-def optimizer_steps(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> Iterator[list[Rollout]]:
+def mini_batches(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> Iterator[list[Rollout]]:
     """For each optimizer step of a shuffled epoch, this process's mini-batches (one backward pass each)."""
     cfg = agent.cfg
     order = torch.from_numpy(rng.permutation(len(rollout.mask_BT))).to(rollout.mask_BT.device)
     for rows in order.split(cfg.rows_per_optimizer_step):
-        rows = rows[processes().rows(len(rows))]
-        groups = by_length(rollout.prompt_mask_BP[rows], rollout.mask_BT[rows], cfg.mini_batch_size)
+        of_step = take(rollout, rows[processes().rows(len(rows))])
+        groups = by_length(of_step, cfg.mini_batch_size)
         groups = as_many_as_others(groups) if is_sharded(agent.policy.lm) else groups
-        yield [take(rollout, rows[group]) for group in groups]
+        yield [take(of_step, group) for group in groups]
 
 
-def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
+           value_BT: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The objective for complete responses: the loss of each token, (B, T), and metrics, each (B, T).
 
         loss = policy_loss + kl_coef k3 [--kl_in loss] + vf_coef value_loss [with a critic]
 
-    hidden_BTH: the policy's last hidden states, from which each response token is predicted. The loss is
-    averaged over the real tokens of an optimizer step, a metric over those of the update; add a key here to
-    log and plot another one.
+    logp_BT, entropy_BT, value_BT: of the present policy and critic, differentiable; on padding logp_BT is the
+    rollout's. The loss is averaged over the real tokens of an optimizer step, a metric over those of the
+    update, or, if it is a pair (metric, mask), over the mask's. Add a key here to log and plot another one.
     """
-    policy, cfg, real = agent.policy, agent.cfg, rows.mask_BT.nonzero(as_tuple=True)
-    logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)      # ratio 1 on padding
-    logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
-
+    cfg, high = agent.cfg, agent.cfg.cliprange_high or agent.cfg.cliprange
     log_ratio_BT = logp_BT - rows.logp_BT
-    policy_loss_BT = loss_BT = formulas.policy_loss(log_ratio_BT, rows.advantage_BT, cfg.cliprange)
+    policy_loss_BT = loss_BT = formulas.policy_loss(log_ratio_BT, rows.advantage_BT, cfg.cliprange, high)
     metrics = {"policy_loss": policy_loss_BT, "entropy": entropy_BT,
                "clip_fraction": policy_loss_BT != -log_ratio_BT.exp() * rows.advantage_BT,
                "approx_kl": formulas.kl_k3(rows.logp_BT, logp_BT)}         # of KL(pi_old || pi)
@@ -107,19 +102,18 @@ def losses(agent: Agent, rows: Rollout, hidden_BTH: Tensor) -> tuple[Tensor, dic
         kl_loss_BT = formulas.kl_k3(logp_BT, rows.ref_logp_BT)
         loss_BT = loss_BT + agent.kl_coef * kl_loss_BT
         metrics["kl_loss"] = kl_loss_BT
-    if policy.value_head is not None:
-        value_BT = policy.values(hidden_BTH)
+    if value_BT is not None:
         value_loss_BT = formulas.value_loss(value_BT, rows.value_BT, rows.return_BT, cfg.cliprange_value)
         loss_BT = loss_BT + cfg.vf_coef * value_loss_BT
         metrics["value_loss"] = value_loss_BT
     return loss_BT, metrics
 
 
-def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: dict[str, Tensor]) -> None:
-    """Adds the gradient of `sum_t loss_t / step_tokens` over a mini-batch, and its metrics to their sums.
+def add_gradient(agent: Agent, mini_batch: Rollout, divisor: Tensor, sums: dict, counts: dict) -> None:
+    """Adds the gradient of `sum_t loss_t / divisor` over a mini-batch, and its metrics to their sums.
 
-    LM head and losses run forward and backward for a few rows at a time, so that few logits exist at once;
-    the transformer's backward pass then runs once.
+    LM head, critic and losses run forward and backward for a few rows at a time, so that few logits exist at
+    once; the transformer's backward pass then runs once.
     """
     policy = agent.policy
     hidden_BTH = policy.response_hidden(mini_batch.prompt_BP, mini_batch.prompt_mask_BP,
@@ -128,20 +122,28 @@ def add_gradient(agent: Agent, mini_batch: Rollout, step_tokens: Tensor, sums: d
     B, T = mini_batch.mask_BT.shape
     for index in torch.arange(B, device=policy.device).split(max(1, lm_head_tokens(policy) // T)):
         rows = take(mini_batch, index)
-        loss_BT, metrics = losses(agent, rows, leaf_BTH[index, :rows.mask_BT.shape[1]])
         real = rows.mask_BT.nonzero(as_tuple=True)      # its length is read from the GPU once
-        for name, x_BT in {"loss": loss_BT, **metrics}.items():
-            require_shape(name, x_BT, rows.mask_BT.shape, "one value per token; take no mean or sum")
-        (loss_BT[real].sum() / step_tokens).backward()
+        hidden = leaf_BTH[index, :rows.mask_BT.shape[1]]
+        logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)      # ratio 1 on padding
+        logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden[real], rows.response_BT[real])
+        value_BT = agent.critic(rows, hidden) if agent.critic else None
+
+        loss_BT, metrics = losses(agent, rows, logp_BT, entropy_BT, value_BT)
+        require_shape("loss", loss_BT, rows.mask_BT.shape, "one value per token; take no mean or sum")
+        (loss_BT[real].sum() / divisor).backward()
         for name, x_BT in metrics.items():
-            sums[name] = sums[name] + x_BT.detach()[real].double().sum()
+            x_BT, mask_BT = x_BT if isinstance(x_BT, tuple) else (x_BT, rows.mask_BT)
+            require_shape(name, x_BT, rows.mask_BT.shape, "one value per token; take no mean or sum")
+            counted = (mask_BT * rows.mask_BT).bool()
+            sums[name] = sums[name] + x_BT.detach()[counted].double().sum()
+            counts[name] = counts[name] + counted.sum()
     activate(policy.lm, policy.adapter)     # checkpointed layers are recomputed now, with this adapter
     hidden_BTH.backward(leaf_BTH.grad)
 
 
-def optimizer_step(agent: Agent) -> float:
+def apply_gradient(agent: Agent) -> float:
     """Sums gradients over processes, clips, steps, clears. Returns the norm before clipping."""
-    parameters = [*agent.policy.trainable_parameters().values()]
+    parameters = [*agent.trainable_parameters().values()]
     processes().sum_gradients(parameters)
     parameters = [p for p in parameters if p.grad is not None]
     norm = gradient_norm(parameters)

@@ -8,8 +8,7 @@ from transformers import AutoModelForSequenceClassification
 from cory.config import ImdbConfig
 from cory.loading import load_pretrained, model_errors
 from cory.ppo.model import LanguageModel
-from cory.tasks.data import Data
-from cory.tasks.task import Task
+from cory.tasks.task import Data, Task
 
 
 class SentimentReward:

@@ -1,18 +1,111 @@
-"""What every task shares: the stream of queries, held-out queries, and the check of rewards."""
+"""What every task shares: rows from a local folder or the Hub, divided into train, validation and test; the
+stream of queries; held-out queries; the check of rewards.
+"""
+import json
 import random
+import re
 from functools import lru_cache
+from operator import itemgetter
+from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cory.config import Config
-from cory.errors import UserError
+from cory.config import BUNDLED, TASKS, Config, located
+from cory.distributed import processes
+from cory.errors import UserError, find
 from cory.ppo.model import LanguageModel
-from cory.system.distributed import processes
-from cory.tasks.data import Data, divided, load_columns
 
 
+# --- data ---
+class Data(NamedTuple):
+    """Rows to make queries from: strings, tuples, or whatever hashable thing the task's `query` takes."""
+    train: list
+    validation: list            # to choose settings by
+    test: list                  # to report
+
+
+def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
+    """{split: the text of the column in each row, or a tuple of several}. Raises `UserError`.
+
+    A lone .jsonl file is the split `train`. A folder's train.jsonl, validation.jsonl and test.jsonl are
+    read. Any other layout (parquet, csv, the Hub) is read by `datasets`; of several subsets, `main`.
+    """
+    path = Path(located(dataset))
+    if "/" not in dataset and not path.exists() and not dataset.startswith(BUNDLED):
+        # `datasets` would take a folder of this name that another project has left in its cache
+        raise UserError("dataset", dataset, "is no file or folder here; a Hub name has the form OWNER/NAME")
+    files = {"train": path} if path.is_file() else {name: path / f"{name}.jsonl" for name in Data._fields}
+    files = {split: file for split, file in files.items() if file.is_file()}
+    try:
+        splits = {split: parse_jsonl(file) for split, file in files.items()} or read_with_datasets(str(path))
+    except Exception as error:                                  # each file format raises errors of its own
+        hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a Hub name"
+        raise UserError("dataset", dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
+    if "train" not in splits:
+        raise UserError("dataset", dataset, f"has no split named train, only {', '.join(splits)}")
+    splits = {split: rows for split, rows in splits.items() if split in Data._fields}
+    for split, rows in splits.items():
+        for number, row in enumerate(rows, start=1):
+            if not (isinstance(row, dict) and all(is_text(row.get(name)) for name in columns)):
+                found = ", ".join(row) if isinstance(row, dict) else "none"
+                raise UserError("dataset", f"{dataset} ({split}), row {number}",
+                                f"needs texts in its {' and '.join(columns)}; columns found: {found}; it is "
+                                f"{ascii(row)[:100]}")
+    return {split: [*map(itemgetter(*columns), rows)] for split, rows in splits.items()}
+
+
+def is_text(value) -> bool:
+    """Whether a value is a text, not blank, and without lone surrogates, which no tokenizer takes."""
+    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
+
+
+def parse_jsonl(path: Path) -> list[dict]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"{path.name}, line {number}: {error}") from error
+    return rows
+
+
+def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
+    from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
+    disable_progress_bars()
+    main = Path(dataset) / "main"                               # the Hub's layout: a folder for each subset
+    place = str(main if main.is_dir() else dataset)
+    splits = load_dataset(place, "main" if "main" in get_dataset_config_names(place) else None)
+    return {split: rows.to_list() for split, rows in splits.items()}
+
+
+def divided(cfg: Config, splits: dict[str, list]) -> Data:
+    """The splits. Where validation or test is missing, it is drawn from train and not trained on: a tenth of
+    the distinct rows, at least `eval_queries`, the same for every seed. Raises `UserError`.
+    """
+    for split in ("validation", "test"):
+        if split not in splits:
+            different = list(dict.fromkeys(splits["train"]))
+            n = max(cfg.eval_queries, len(different) // 10)
+            cfg.require("eval_queries", n < len(different), f"{cfg.dataset} has {len(different)} different "
+                        f"rows, and {split} would take as many; lower it or provide more data")
+            drawn = dict.fromkeys(random.Random(split).sample(different, n))
+            rest = [row for row in splits["train"] if row not in drawn]
+            splits = {**splits, split: list(drawn), "train": rest}
+    trained_on, held_out = set(splits["train"]), splits[cfg.eval_split]
+    for name, need, rows in (("eval_queries", cfg.eval_queries, held_out),
+                             ("batch_size", cfg.batch_size // cfg.responses_per_query, splits["train"])):
+        cfg.require(name, len(rows) >= need, f"{cfg.dataset} leaves only {len(rows)} rows for its {need} "
+                    "queries; lower it or provide more data")
+    print(f"{len(splits['train'])} rows to train on, {len(splits['validation'])} of validation, "
+          f"{len(splits['test'])} of test")
+    if repeated := sum(row in trained_on for row in held_out):
+        print(f"{repeated} of {len(held_out)} {cfg.eval_split} rows are training rows, too")
+    return Data(**splits)
+
+
+# --- tasks ---
 class Batch(NamedTuple):
     queries: list[str]          # batch_size of them; each is repeated responses_per_query times in a row
     max_new_tokens: int         # the limit of a response's length
@@ -23,26 +116,18 @@ class Task:
 
     A task of your own defines `observer_prompts` and `reward_of`, and may define `columns`, `query`,
     `pioneer_prompts` and `metrics`. A response counts as solved (greedy accuracy, pass@k) if its reward is
-    above 0. `data` are the rows that `load_data` returns, `model` is the first agent's base.
+    above 0. `data` are the rows that `load_data` returns, `model` is the first agent's base. Checkpoints keep
+    `memory`, for a task that learns.
     """
     columns: ClassVar[list[str]] = ["text"]     # what is read from each row of the data set
     greedy: ClassVar[bool] = False              # whether held-out evaluation also responds greedily
 
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
-        self.cfg, self.train = cfg, data.train
+        self.cfg, self.train, self.memory = cfg, data.train, {}
         self.tokenizer, self.device = model.tokenizer, model.device
         rng = random.Random("held-out queries")             # the same for every seed
         rows = getattr(data, cfg.eval_split)
         self.held_out_queries = [self.query(row, rng) for row in rng.sample(rows, cfg.eval_queries)]
-
-        longest = sorted(sum(data, []), key=lambda row: len(str(row)))[-1000:]
-        queries = [self.query(row, rng) for row in longest]
-        prompts = model.encode(self.observer_prompts(queries, [""] * len(queries)))
-        need = max(map(len, prompts)) + 8       # a text may gain tokens where it is cut or joined to another
-        context, limit = model.context_length or 10**9, cfg.max_response_length
-        self.room = context - need - limit      # tokens of another's response that a prompt can show
-        cfg.require("max_response_length", self.room >= limit, f"two responses and up to {need} tokens of a "
-                    f"prompt exceed the context of {context}; shorten them")
 
     @classmethod
     def load_data(cls, cfg: Config) -> Data:
@@ -64,6 +149,11 @@ class Task:
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float] | Tensor:
         """The task reward of each response, which depends on its own query and response alone."""
         raise NotImplementedError
+
+    def learn(self, queries: list[str], rewards: list[Tensor]) -> None:
+        """For a task that learns: what an iteration's responses earned, (B,) for each role, in all processes.
+        What it learns belongs in `memory`.
+        """
 
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
         """What else a task measures, by name: means over the responses."""
@@ -87,29 +177,29 @@ class Task:
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError`."""
-        def rewards(rows: slice) -> list[float]:
-            values, n = self.reward_of(queries[rows], responses[rows]), len(responses[rows])
-            try:
-                return torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
-            except (TypeError, ValueError, RuntimeError) as error:
-                hint = f"({error}): a task returns one number for each of its {n} responses"
-                raise UserError("reward", str(values)[:60], hint) from error
-
-        reward_B = torch.tensor(processes().gather_parts(len(responses), rewards), device=self.device)
+        mine = processes().rows(len(responses))
+        values, n = self.reward_of(queries[mine], responses[mine]), len(responses[mine])
+        try:
+            rewards = torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
+        except (TypeError, ValueError, RuntimeError) as error:
+            hint = f"({error}): a task returns one number for each of its {n} responses"
+            raise UserError("reward", str(values)[:60], hint) from error
+        reward_B = torch.tensor(processes().gather(rewards), device=self.device)
         for i in (~reward_B.isfinite()).nonzero().flatten().tolist():
             text = queries[i] + responses[i]
             raise UserError("reward", reward_B[i].item(), f"of {text[:80]!r} must be a finite number")
         return reward_B
-
-    def cut(self, response: str) -> str:
-        """A response, cut to the room in a prompt: its text may have more tokens than were sampled."""
-        ids = self.tokenizer(response, add_special_tokens=False)["input_ids"]
-        if len(ids) <= self.room:
-            return response
-        return self.tokenizer.decode(ids[:self.room], clean_up_tokenization_spaces=False)
 
 
 @lru_cache(maxsize=4)
 def shuffled(n: int, seed: int, epoch: int) -> list[int]:
     """The order in which an epoch visits n rows."""
     return random.Random(f"epoch {seed} {epoch}").sample(range(n), n)
+
+
+def find_task(cfg: Config) -> type[Task]:
+    """The class that `--task` names. Raises `UserError`."""
+    task = find("task", cfg.task, TASKS)
+    is_task = isinstance(task, type) and issubclass(task, Task)
+    cfg.require("task", is_task, "is not a subclass of cory.tasks.task.Task; make it one")
+    return task

@@ -11,15 +11,15 @@ from cory.train import Cory, Ppo
 class Zero:
     """No reward: whatever moves the policy is noise, and the KL penalty."""
 
-    def score(self, agent, rollout, reward_B, partner_B):
-        return torch.zeros_like(reward_B)
+    def scores(self, queries, rollouts, rewards):
+        return [torch.zeros_like(reward_B) for reward_B in rewards]
 
 
 class Shuffled:
     """The score of the next response, to another query: as much reward, of which nothing is learned."""
 
-    def score(self, agent, rollout, reward_B, partner_B):
-        return next_row(super().score(agent, rollout, reward_B, partner_B), agent.cfg)
+    def scores(self, queries, rollouts, rewards):
+        return [next_row(score_B, self.cfg) for score_B in super().scores(queries, rollouts, rewards)]
 
 
 class ZeroPpo(Zero, Ppo):
@@ -41,32 +41,38 @@ class ShuffledCory(Shuffled, Cory):
 class StrangersCory(Cory):
     """The partner's reward is that of its response to another query: a partner's noise alone."""
 
-    def partner_rewards(self, r1, r2, a2, cfg):
-        require_sampled(cfg)
-        return next_row(r2, cfg), next_row(r1, cfg)
+    def scores(self, queries, rollouts, rewards):
+        (r1, r2), lam = rewards, self.cfg.partner_reward
+        return [r1 + lam * next_row(r2, self.cfg), r2 + lam * next_row(r1, self.cfg)]
 
 
 class CentredCory(Cory):
     """The partner's reward less its batch mean: the shared reward without what it adds to every response."""
 
-    def partner_rewards(self, r1, r2, a2, cfg):
-        require_sampled(cfg)
-        return r2 - r2.mean(), r1 - r1.mean()
+    def scores(self, queries, rollouts, rewards):
+        (r1, r2), lam = rewards, self.cfg.partner_reward
+        return [r1 + lam * (r2 - r2.mean()), r2 + lam * (r1 - r1.mean())]
+
+
+class CriticCory(Cory):
+    """The partner's reward as the observer's critic expects it, for the pioneer alone: V at the end of the
+    observer's prompt. It has no sample's noise, but a bias, since with `--kl_in reward` it includes the
+    observer's KL penalty.
+    """
+
+    def scores(self, queries, rollouts, rewards):
+        (r1, r2), (_, a2), lam = rewards, rollouts, self.cfg.partner_reward
+        if a2.value_BT is None:             # held-out responses have no values
+            return super().scores(queries, rollouts, rewards)
+        return [r1 + lam * a2.value_BT[:, 0].to(r2), r2]
 
 
 class EarlyEvaluations:
     """Evaluated every second iteration up to the tenth, and every tenth from there on."""
 
-    def train(self, run):
-        all_iterations = run.iterations
-
-        def iterations():
-            for iteration in all_iterations():
-                run.cfg.eval_every = 2 if iteration <= 10 else 10
-                yield iteration
-
-        run.iterations = iterations
-        super().train(run)
+    def evaluation_is_due(self, iteration):
+        every = 2 if iteration <= 10 else 10
+        return iteration == self.cfg.iterations or iteration % every == 0
 
 
 class FrontierPpo(EarlyEvaluations, Ppo):
@@ -82,8 +88,3 @@ def next_row(x_B: Tensor, cfg) -> Tensor:
     hint = "puts responses to one query beside each other, and this method takes neighbours; use 1"
     cfg.require("responses_per_query", cfg.responses_per_query == 1, hint)
     return x_B.roll(-1)
-
-
-def require_sampled(cfg) -> None:
-    hint = "this method changes the sampled partner's reward; leave it out"
-    cfg.require("partner_term", cfg.partner_term == "sampled", hint)

@@ -1,7 +1,10 @@
-"""The device of a run, its precision, its memory and its time."""
+"""The device of a run, its precision, its memory and its time; and the signals that end a run."""
 import ctypes
+import os
 import resource
+import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -10,8 +13,11 @@ from typing import Iterator
 import torch
 
 from cory.config import Config
+from cory.distributed import processes
 
-seconds: dict[str, float] = {}          # by phase, since `Run` cleared it: see `timed`
+seconds: dict[str, float] = {}          # by phase, since the iteration began: see `timed`
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)       # Ctrl-C; a scheduler's end, and its warning
+received: list[int] = []                # signals, since `signals_noted` began
 
 
 def resolve_auto(cfg: Config) -> tuple[Config, torch.device]:
@@ -34,12 +40,8 @@ def prepare_device(cfg: Config, device: torch.device) -> None:
         torch.backends.cuda.matmul.fp32_precision = "ieee" if cfg.dtype == "float32" else "tf32"
         # cuDNN's backward pass gives NaN for left padding (pytorch issue 196678), and new shapes are slow
         torch.backends.cuda.enable_cudnn_sdp(False)
-    else:
-        keep_freed_memory()
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks: the kernel would zero each page of the next (N, V) tensor anew."""
+        return
+    # glibc keeps freed blocks: the kernel would zero each page of the next (N, V) tensor anew
     with suppress(OSError):                     # another libc
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)                     # M_MMAP_MAX
@@ -62,3 +64,29 @@ def timed(phase: str, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+@contextmanager
+def signals_noted() -> Iterator[None]:
+    """A block in which the first of `SIGNALS` is noted in `received`, and a second one ends the program at
+    once. Outside the main thread, where Python sets no handlers, signals do what they did.
+    """
+    received.clear()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, note_signal) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def note_signal(number: int, frame) -> None:
+    if received and processes().size == 1:                  # torchrun repeats the first one
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+    if not received and processes().is_main:
+        os.write(2, b"\nfinishing this iteration first\n")  # `print` may be what has been interrupted
+    received.append(number)

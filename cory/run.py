@@ -1,0 +1,263 @@
+"""A run as a method's loop sees it: agents with roles, made from the settings; log, evaluation and saving."""
+import copy
+import json
+import math
+import random
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import fields
+from itertools import count, cycle, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cory import device
+from cory.checkpoint import load_checkpoint, save_checkpoint, save_final
+from cory.config import BUNDLED, METHODS, Config, config_json
+from cory.distributed import processes, shard
+from cory.errors import find, short_name
+from cory.evaluate import evaluate, merged
+from cory.loading import load_language_model
+from cory.log import Logger, read_jsonl, write_text
+from cory.ppo.advantages import find_estimator
+from cory.ppo.agent import Agent
+from cory.ppo.lora import adapted_share
+from cory.ppo.rollout import Rollout
+from cory.ppo.sampling import real_ids
+from cory.report import draw_runs, held_out_parts, results_table
+from cory.tasks.task import Task, find_task
+
+SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
+
+
+class RoleStep(NamedTuple):
+    """What one agent did in one role in one iteration."""
+    role: str                       # pioneer, observer, ...
+    agent: Agent
+    rollout: Rollout
+    reward_B: Tensor                # the task reward of its own responses, whatever it was trained on
+    update: dict[str, float]        # metrics of its update
+
+    def metrics(self, task: Task, queries: list[str]) -> dict[str, float]:
+        """Metrics of the rollout, the update and the task."""
+        rollout, reward, cfg = self.rollout, self.reward_B.mean().item(), self.agent.cfg
+        kl = rollout.kl_B.mean().item()
+        own = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
+               f"kl_{cfg.kl_penalty}": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
+               "length": rollout.mask_BT.sum(1).mean().item(), "sampling_gap": rollout.sampling_gap}
+        return merged(own, self.update, task.metrics(queries, rollout.text))
+
+
+class Run:
+    """agents: all of them, always in the same order. roles: the agents in the order of the roles they play.
+    done: iterations that the checkpoint has done which the run continues from, or 0.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path):
+        self.cfg, self.device = device.resolve_auto(cfg)
+        cfg, self.run_dir = self.cfg, run_dir
+        device.prepare_device(cfg, self.device)
+        method_class, task_class = find("method", cfg.method, METHODS), find_task(cfg)
+        names = method_class.agents[:1] if cfg.share_weights else method_class.agents
+        configs = {name: method_class.agent_config(cfg, name) for name in names}
+        require_agents(cfg, configs)
+        print(first_lines(cfg, configs, self.device), flush=True)
+        data = task_class.load_data(cfg)
+        self.base_of = base_names(configs)
+        self.bases = {}
+        for name, base in self.base_of.items():         # agents with the same base share it
+            if base not in self.bases:
+                self.bases[base] = load_language_model(configs[name].model, configs[name], self.device)
+        self.task = task_class(cfg, data, self.bases["base"])
+        self.method = method_class(cfg, self.task)
+        self.agents = [Agent(name, self.bases[self.base_of[name]], configs[name], i)
+                       for i, name in enumerate(names)]
+        self.roles = [*islice(cycle(self.agents), len(self.method.roles))]
+        trained = {p for agent in self.agents for p in agent.trainable_parameters().values()}
+        for name, base in self.bases.items():
+            if not cfg.lora_rank:
+                base.cast_once()                    # after agents have had their copies
+            elif (share := adapted_share(base.layers)) < 1:
+                print(f"{name}: {share:.1%} of its layers' weights have an adapter", flush=True)
+            if cfg.shard:
+                shard(base, cfg, whole=trained)
+        self.done, wandb_id = self.resume() if cfg.resume else (0, "")
+        if processes().is_main:
+            write_text(run_dir / "config.json", config_json(cfg, self.base_of))
+        self.logger = Logger(cfg, names, run_dir, self.done, wandb_id)
+
+    def resume(self) -> tuple[int, str]:
+        """Restores the last checkpoint's state. Returns (iterations done, W&B id), or (0, "")."""
+        cfg, state = self.cfg, load_checkpoint(self.run_dir, self.agents)
+        if state is None:
+            cfg.require("resume", not (self.run_dir / "final").exists(), "the run is finished, and has no "
+                        "checkpoint to continue from")
+            print("no checkpoint has been made yet: the run starts from the beginning", flush=True)
+            return 0, ""
+        done, before = state["iteration"], state["iterations"]
+        falling = {agent.cfg.lr_schedule for agent in self.agents} - {"constant"}
+        cfg.require("iterations", not falling or cfg.iterations == before,
+                    f"the run has {before}, and --lr_schedule {', '.join(falling)} falls over them")
+        cfg.require("iterations", cfg.iterations > done or cfg.iterations == done == before,
+                    f"the run has done {done}; ask for more")
+        agents = {agent.name: agent for agent in self.agents}
+        self.roles = [agents[name] for name in state["roles"]]
+        self.method.memory, self.task.memory = state["method"], state["task"]
+        return done, state["wandb_id"]
+
+    def begin(self, iteration: int) -> None:
+        """Starts the iteration's clock, and seeds the global generators, for tasks and methods that draw from
+        them; agents have their own.
+        """
+        # a spawn key, so that no adapter of an agent starts from this seed
+        seed = np.random.SeedSequence(self.cfg.seed, spawn_key=(iteration,)).generate_state(1)[0]
+        random.seed(int(seed))
+        np.random.seed(seed)
+        torch.manual_seed(int(seed))
+        device.seconds.clear()
+        self.clock = time.perf_counter()
+
+    def log(self, iteration: int, queries: list[str], steps: list[RoleStep],
+            metrics: dict[str, float] | None = None) -> None:
+        """Logs an iteration: each metric as NAME/AGENT, the mean over the roles that the agent played, and
+        `role/AGENT`, its first role by number; `metrics` are whatever else the method measured.
+        """
+        of_agents = {}
+        for agent in dict.fromkeys(step.agent for step in steps):
+            played = [step.metrics(self.task, queries) for step in steps if step.agent is agent]
+            of_agents[f"role/{agent.name}"] = [step.agent for step in steps].index(agent)
+            for name in played[0]:
+                of_agents[f"{name}/{agent.name}"] = statistics.fmean(values[name] for values in played)
+        phases = {f"{phase}_seconds": seconds for phase, seconds in device.seconds.items()}
+        tokens = sum(step.rollout.mask_BT.sum().item() for step in steps)
+        times = {"seconds": time.perf_counter() - self.clock, **phases,
+                 "tokens_per_second": tokens / phases.get("sampling_seconds", math.inf)}
+        row = merged(of_agents, metrics or {}, times)
+        self.logger.iteration(iteration, row, self.samples(iteration, queries, steps))
+
+    def samples(self, iteration: int, queries: list[str], steps: list[RoleStep]) -> list[dict]:
+        """A few different queries, with each role's prompt, response, agent and reward."""
+        rows = []
+        for i in range(0, len(queries), self.cfg.responses_per_query)[:SAMPLES]:
+            row = {"iteration": iteration, "query": queries[i]}
+            for step in steps:
+                (prompt,) = real_ids(step.rollout.prompt_BP[i:i + 1], step.rollout.prompt_mask_BP[i:i + 1])
+                row |= {step.role: step.rollout.text[i], f"{step.role}_agent": step.agent.name,
+                        f"{step.role}_reward": step.reward_B[i].item(),
+                        f"{step.role}_prompt": step.agent.policy.tokenizer.decode(prompt)}
+            rows.append(row)
+        return rows
+
+    def evaluate(self, iteration: int) -> None:
+        """Logs held-out metrics as eval_NAME/AGENT: of each agent against its base, whatever its reference
+        has become, and of the team in the roles it plays. At iteration 0 of the bases, too, and only of
+        agents that do not start as their base. It leaves what the method remembers as it was.
+        """
+        models, agents, row = {}, self.agents, {}
+        if iteration == 0:
+            models = {name: (base, base, self.cfg) for name, base in self.bases.items()}
+            agents = [agent for agent in agents if not agent.is_base(self.task.held_out_queries[0])]
+        models |= {agent.name: (agent.policy, agent.base, agent.cfg) for agent in agents}
+        for name, of_model in models.items():
+            for metric, value in evaluate(*of_model, self.task).items():
+                row[f"eval_{metric}/{name}"] = value
+        memory = copy.deepcopy(self.method.memory)
+        team = merged(self.method.team_metrics(self.roles))
+        self.method.memory = memory
+        row |= {f"eval_{metric}/team": value for metric, value in team.items()}
+        self.logger.evaluation(iteration, row)
+
+    def saving_is_due(self, iteration: int) -> bool:
+        """Every `save_every` iterations, at the end, and where a signal has been received."""
+        every = self.cfg.save_every
+        return every > 0 and (iteration == self.cfg.iterations or iteration % every == 0 or self.signal() > 0)
+
+    def save(self, iteration: int) -> None:
+        """Writes a checkpoint, for the iterations that follow."""
+        about = {"iterations": self.cfg.iterations, "roles": [agent.name for agent in self.roles],
+                 "method": self.method.memory, "task": self.task.memory, "wandb_id": self.logger.wandb_id}
+        save_checkpoint(self.run_dir, iteration, self.agents, about)
+
+    def signal(self) -> int:
+        """The first signal that any process has received, or 0."""
+        return next(iter(processes().gather([int(number) for number in device.received])), 0)
+
+    def stop_if_signalled(self, iteration: int) -> None:
+        number = self.signal()
+        if not number:
+            return
+        folder, launcher = shlex.quote(str(self.run_dir)), processes().launcher
+        hint = f"go on with: {launcher} {sys.argv[0]} --resume --run_dir {folder}"
+        if not self.cfg.save_every:
+            hint = "nothing is saved, as --save_every 0 asks"
+        print(f"\nstopped after iteration {iteration}; {hint}", flush=True)
+        raise SystemExit(128 + number)
+
+    def finish(self) -> None:
+        """Writes the final models, eval.json and curves.png, and prints the held-out table."""
+        save_final(self.run_dir, self.agents)
+        if not processes().is_main:
+            return
+        cfg, rows = self.cfg, read_jsonl(self.run_dir / "metrics.jsonl")
+        done = rows[-1]["iteration"]
+        about = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
+                 "samples": cfg.eval_samples}
+        held_out = held_out_parts(rows)
+        write_text(self.run_dir / "eval.json", json.dumps(about | held_out, indent=1) + "\n")
+        draw_runs([self.run_dir], self.run_dir / "curves.png")
+        self.logger.plot(done, self.run_dir / "curves.png")
+        seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
+        print(f"{results_table(held_out)}\n{seconds:.2f} s per iteration (median of {done}), peak memory "
+              f"{device.peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: metrics.jsonl, "
+              "samples.jsonl, eval.json, curves.png, final/", flush=True)
+
+
+def run_folder(cfg: Config) -> Path:
+    """The run's folder: `cfg.run_dir`, or a new one under runs/, named by what runs and when."""
+    if cfg.run_dir or not processes().is_main:
+        return Path(processes().broadcast(cfg.run_dir))
+    what = f"{short_name(cfg.task)}-{short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}".lower()
+    name = stem = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for again in count(2):
+        try:
+            Path(name).mkdir(parents=True)
+            return Path(processes().broadcast(name))
+        except FileExistsError:                     # of another job that has started in the same second
+            name = f"{stem}-{again}"
+
+
+def require_agents(cfg: Config, configs: dict[str, Config]) -> None:
+    """Raises `UserError` unless the settings of each agent can be used."""
+    shared = [f.name for f in fields(cfg) if not f.metadata.get("per_agent")]
+    for name, own in configs.items():
+        find_estimator(own)
+        for setting in shared:
+            alike = getattr(own, setting) == getattr(cfg, setting)
+            own.require(setting, alike, f"is {name}'s alone; it is a setting in which agents cannot differ")
+        own.require("lora_rank", (own.lora_rank > 0) == (cfg.lora_rank > 0),
+                    "all agents train adapters on frozen bases, or all train full copies")
+        own.require("mini_batch_size", own.rows_per_optimizer_step % processes().size == 0,
+                    f"{own.rows_per_optimizer_step} rows of an optimizer step cannot be divided among "
+                    f"{processes().size} processes; make them a multiple")
+
+
+def base_names(configs: dict[str, Config]) -> dict[str, str]:
+    """{agent: its base in logs}: `base` is the first agent's; `base_llm2`, another first used by llm2."""
+    columns = {}
+    for name, cfg in configs.items():
+        columns.setdefault(cfg.model, f"base_{name}" if columns else "base")
+    return {name: columns[cfg.model] for name, cfg in configs.items()}
+
+
+def first_lines(cfg: Config, configs: dict[str, Config], device_: torch.device) -> str:
+    models = ", ".join(dict.fromkeys(own.model for own in configs.values()))
+    line = (f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
+            f"model {models}, data {cfg.dataset}.")
+    cpu = f"CPU, {torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name(device_) if device_.type == "cuda" else cpu
+    return line.replace(BUNDLED, "bundled ") + f"\n{where}, {cfg.dtype}"
