@@ -43,14 +43,14 @@ def test_explained_variance_by_hand_and_for_nearly_constant_returns():
 
 # --- losses ---
 def test_policy_loss_by_hand_and_no_gradient_where_the_clip_wins():
-    logp = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5, 1.1]).log().requires_grad_()
+    logp = torch.tensor([1.25, 1.5, 0.5, 1.5, 0.75, 1.1]).log().requires_grad_()
     advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
-    # -min(ratio A, clip(ratio, 0.8, 1.2) A):
-    # -2;  -min(3, 2.4);  -min(1, 1.6);  -min(-3, -2.4);  -min(-1, -1.6);  -min(-2.2, -2.2)
-    loss = f.policy_loss(logp, advantage, 0.2)
-    close(loss.detach(), [-2.0, -2.4, -1.0, 3.0, 1.6, 2.2])
+    # -min(ratio A, clip(ratio, 0.8, 1.3) A):
+    # -min(2.5, 2.5);  -min(3, 2.6);  -min(1, 1.6);  -min(-3, -2.6);  -min(-1.5, -1.6);  -min(-2.2, -2.2)
+    loss = f.policy_loss(logp, advantage, 0.2, 0.3)
+    close(loss.detach(), [-2.5, -2.6, -1.0, 3.0, 1.6, 2.2])
     loss.sum().backward()
-    close(logp.grad[[1, 2, 3, 4, 5]], [0.0, -1.0, 3.0, 0.0, 2.2])           # -ratio A, or 0
+    close(logp.grad, [-2.5, 0.0, -1.0, 3.0, 0.0, 2.2])                      # -ratio A, or 0
 
 
 def test_value_loss_by_hand_and_its_gradient():
@@ -84,7 +84,7 @@ def test_kl_in_the_reward_and_in_the_loss_have_their_gradients_on_a_one_step_ban
 
     def charged(kl_N):
         reward_N1 = f.token_rewards(torch.zeros(4), kl_N.detach()[:, None], torch.ones(4, 1), kl_coef=0.7)
-        return gradient(p * f.policy_loss(logp - logp.detach(), reward_N1[:, 0], 0.2))
+        return gradient(p * f.policy_loss(logp - logp.detach(), reward_N1[:, 0], 0.2, 0.2))
 
     close(charged(f.kl_k1(logp, ref)), gradient(0.7 * exact))
     close(charged(exact.expand(4)), torch.zeros(4))             # the same whichever action was drawn
