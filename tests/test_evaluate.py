@@ -13,7 +13,7 @@ import cory.train
 import train_imdb
 from cory.ppo.sampling import draw
 from cory.run import evaluate, held_out
-from cory.system.files import read_jsonl
+from cory.log import read_jsonl
 
 
 def test_pass_at_k_and_best_of_n_are_means_over_all_subsets():
