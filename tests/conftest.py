@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items):
 def no_plots():
     """A plot takes as long as three iterations of a small model: runs do not draw it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cory.run.run.draw_runs", lambda *_: None)
+        patch.setattr("cory.run.draw_runs", lambda *_: None)
         yield
 
 

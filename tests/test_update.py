@@ -3,6 +3,7 @@ import copy
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ import torch
 from toys import PROMPTS, agent_of, bigram, generator, moved, same_tensors, settings, tiny_gpt2
 
 from cory.errors import UserError
-from cory.ppo import batches, formulas, update
+from cory.ppo import formulas, update
+from cory.ppo import rollout as rollouts
 from cory.ppo.agent import Agent
-from cory.ppo.batches import by_length
 from cory.ppo.lora import activate
-from cory.ppo.rollout import collect_rollout
+from cory.ppo.rollout import by_length, collect_rollout
 from cory.ppo.update import losses, ppo_update
 from cory.train import Cory, Ppo
 
@@ -30,46 +31,47 @@ def ragged(**changes):
 # --- the whole update ---
 def plain_update(agent, rollout, score_B, of_sequence) -> tuple[dict, dict]:
     """The update of a copy of the agent, one row at a time and without padding: (weights, metrics)."""
-    cfg, eta, policy = agent.cfg, agent.kl_coef, copy.deepcopy(agent.policy)
-    lm, head, parameters = policy.lm, policy.value_head, policy.trainable_parameters()
+    cfg, eta, agent = agent.cfg, agent.kl_coef, copy.deepcopy(agent)
+    lm, critic, parameters = agent.policy.lm, agent.critic, agent.trainable_parameters()
+    high = 1 + (cfg.cliprange_high or cfg.cliprange)
     optimizer = torch.optim.Adam(parameters.values(), lr=cfg.learning_rate)
-    activate(lm, policy.adapter)
+    activate(lm, agent.policy.adapter)
     rows = []
     for b, score in enumerate(score_B.tolist()):
         P, n = int(rollout.prompt_mask_BP[b].sum()), int(rollout.mask_BT[b].sum())
         ids = torch.cat([rollout.prompt_BP[b, -P:], rollout.response_BT[b, :n]])[None]
         old, ref, kl = (x[b, :n] for x in (rollout.logp_BT, rollout.ref_logp_BT, rollout.kl_BT))
-        value = torch.zeros(n) if head is None else rollout.value_BT[b, :n]
+        value = torch.zeros(n) if critic is None else rollout.value_BT[b, :n]
         reward = -eta * kl if cfg.kl_in == "reward" else 0 * kl
         reward[-1] += score
-        advantage, lam = torch.zeros(n + 1), 1.0 if head is None else cfg.lam
+        advantage, lam = torch.zeros(n + 1), 1.0 if critic is None else cfg.lam
         for t in reversed(range(n)):
             next_value = value[t + 1] if t + 1 < n else 0.0
             advantage[t] = reward[t] + cfg.gamma * next_value - value[t] + cfg.gamma * lam * advantage[t + 1]
         rows.append((ids, P, old, ref, value, advantage[:n], advantage[:n] + value))
     every, values, returns = (torch.cat([row[i] for row in rows]) for i in (5, 4, 6))
-    sums, norms, rng = defaultdict(float), [], np.random.default_rng((cfg.seed, agent.index, agent.draws + 1))
+    sums, norms, rng = defaultdict(float), [], agent.generator()
     for _ in range(cfg.num_ppo_epochs):
         for step in np.split(rng.permutation(8), 8 // cfg.rows_per_optimizer_step):
             loss, tokens = 0.0, sum(len(rows[b][2]) for b in step)
             for ids, P, old, ref, old_value, advantage, target in (rows[b] for b in step):
-                logp_TV = lm(ids).logits[0, P - 1:-1].log_softmax(-1)
+                logp_TV = (lm(ids).logits[0, P - 1:-1] / cfg.temperature).log_softmax(-1)
                 logp = logp_TV.gather(1, ids[0, P:, None])[:, 0]
                 entropy = -(logp_TV.exp() * logp_TV).sum(1)
                 log_ratio = (logp - old).mean().expand_as(old) if of_sequence else logp - old
                 A = (advantage - every.mean()) / (every.var(correction=0) + 1e-8).sqrt()
                 ratio = log_ratio.exp()
-                better, worse = A * ratio.clamp(max=1 + cfg.cliprange), A * ratio.clamp(min=1 - cfg.cliprange)
+                better, worse = A * ratio.clamp(max=high), A * ratio.clamp(min=1 - cfg.cliprange)
                 k3 = (ref - logp).exp() - 1 - (ref - logp)
                 parts = {"policy_loss": -torch.where(A > 0, better, worse), "entropy": entropy,
-                         "approx_kl": ratio - 1 - log_ratio, "clip_fraction": torch.where(
-                             A > 0, ratio > 1 + cfg.cliprange, ratio < 1 - cfg.cliprange)}
+                         "approx_kl": ratio - 1 - log_ratio,
+                         "clip_fraction": torch.where(A > 0, ratio > high, ratio < 1 - cfg.cliprange)}
                 loss = loss + (parts["policy_loss"] - 0.1 * of_sequence * entropy).sum() / tokens
                 if cfg.kl_in == "loss":
                     parts["kl_loss"] = k3
                     loss = loss + eta * k3.sum() / tokens
-                if head is not None:
-                    value = head(lm.base_model(ids).last_hidden_state[0, P - 1:-1])[:, 0]
+                if critic is not None:
+                    value = critic.linear(lm.base_model(ids).last_hidden_state[0, P - 1:-1])[:, 0]
                     near = old_value + (value - old_value).clamp(-cfg.cliprange_value, cfg.cliprange_value)
                     parts["value_loss"] = torch.maximum((value - target) ** 2, (near - target) ** 2) / 2
                     loss = loss + cfg.vf_coef * parts["value_loss"].sum() / tokens
@@ -81,21 +83,19 @@ def plain_update(agent, rollout, score_B, of_sequence) -> tuple[dict, dict]:
             for p in parameters.values():
                 p.grad *= min(1.0, (cfg.max_grad_norm or 1e9) / norms[-1])
             optimizer.step()
-    if head is not None:
+    if critic is not None:
         sums["value_mse"] = ((values - returns) ** 2).mean().item()
         sums["explained_variance"] = 1 - ((returns - values).var() / returns.var()).item()
     return parameters, sums | {"grad_norm": np.mean(norms), "kl_coef": eta, "score": 3.5}
 
 
-def gspo(agent, rows, hidden_BTH):
+def gspo(agent, rows, logp_BT, entropy_BT, value_BT):
     """`losses` with GSPO's ratio (Zheng et al., arXiv:2507.18071, eq. 7), the response's geometric mean, and
     an entropy bonus.
     """
-    real, logp_BT, entropy_BT = rows.mask_BT.bool(), rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)
-    logp_BT[real], entropy_BT[real] = agent.policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
     log_ratio_B1 = (logp_BT - rows.logp_BT).sum(1, keepdim=True) / rows.mask_BT.sum(1)[:, None]
     log_ratio_BT = log_ratio_B1.expand_as(logp_BT)
-    policy_loss_BT = formulas.policy_loss(log_ratio_BT, rows.advantage_BT, agent.cfg.cliprange)
+    policy_loss_BT = formulas.policy_loss(log_ratio_BT, rows.advantage_BT, 0.2, 0.2)
     metrics = {"entropy": entropy_BT, "approx_kl": formulas.kl_k3(0.0, log_ratio_BT)}
     return policy_loss_BT - 0.1 * entropy_BT, metrics | {"policy_loss": policy_loss_BT}
 
@@ -113,6 +113,7 @@ CASES = {
     "whole": dict(), "accumulated": dict(mini_batch_size=2, gradient_accumulation_steps=4),
     "clipped": dict(mini_batch_size=1, gradient_accumulation_steps=4, max_grad_norm=0.05),
     "kl_in_loss": dict(mini_batch_size=4, kl_in="loss", gamma=0.9, cliprange_value=0.05),
+    "temperature": dict(mini_batch_size=4, temperature=0.6, cliprange_high=0.5),
     "no_critic": dict(mini_batch_size=2, advantage="reinforce", kl_penalty="k1"),
     "lora": dict(mini_batch_size=2, gradient_accumulation_steps=2, lora_rank=2),
     "checkpointed": dict(lora_rank=2, gradient_checkpointing=True),
@@ -124,8 +125,11 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, flo
     """Over two epochs, on ragged rows whose padding holds anything. The policy has moved since, so
     that ratios and values are clipped.
     """
-    agent = agent_of(tiny_gpt2(), num_ppo_epochs=2, learning_rate=0.01, **CASES[case])
-    agent.policy.double()
+    base = tiny_gpt2().double()
+    base.temperature = CASES[case].get("temperature", 1.0)
+    agent = agent_of(base, num_ppo_epochs=2, learning_rate=0.01, **CASES[case])
+    for p in agent.trainable_parameters().values():
+        p.data = p.data.double()
     rollout = collect_rollout(moved(agent), PROMPTS, 12)
     assert len(set(rollout.mask_BT.sum(1).tolist())) > 3
     junk = {"prompt_BP": rollout.prompt_BP.where(rollout.prompt_mask_BP == 1, 3),
@@ -143,7 +147,7 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, flo
     if case != "whole":                                     # a few rows at a time through the LM head
         monkeypatch.setattr(update, "lm_head_tokens", lambda model: 30)
     found = ppo_update(agent, rollout, SCORE.double())
-    for name, p in agent.policy.trainable_parameters().items():
+    for name, p in agent.trainable_parameters().items():
         torch.testing.assert_close(p, expected[name], atol=1e-9, rtol=1e-9)
     assert {name: found[name] for name in metrics} == pytest.approx(metrics, rel=1e-8, abs=1e-10)
     assert all(torch.equal(x, kept.tensors()[name]) for name, x in rollout.tensors().items())
@@ -151,10 +155,11 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, flo
 
 
 def test_mini_batches_hold_each_row_once_and_rows_of_like_length_together(monkeypatch):
-    monkeypatch.setitem(batches.MAX_TOKENS_PER_PASS, "cpu", 30)
+    monkeypatch.setitem(rollouts.MAX_TOKENS_PER_PASS, "cpu", 30)
     P, T = torch.tensor([3, 1, 9, 2, 3, 8, 30, 1, 2]), torch.tensor([2, 1, 6, 3, 2, 7, 10, 1, 3])
-    masks = (torch.arange(30) >= 30 - P[:, None]).long(), (torch.arange(10) < T[:, None]).float()
-    groups = by_length(*masks, max_rows=3)
+    masks = SimpleNamespace(prompt_mask_BP=(torch.arange(30) >= 30 - P[:, None]).long(),
+                            mask_BT=(torch.arange(10) < T[:, None]).float())
+    groups = by_length(masks, max_rows=3)
     assert sorted(torch.cat(groups).tolist()) == list(range(9))
     # 9 + 6 and 8 + 7 together are 2 x 16 with padding; 40 is too much alone
     assert [(P + T)[group].tolist() for group in groups] == [[2, 2, 5], [5, 5, 5], [15], [15], [40]]
@@ -178,10 +183,10 @@ def test_the_first_ratio_is_1(dtype):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_stops_before_any_parameter_changes(value):
     agent, rollout = ragged()
-    before = copy.deepcopy(agent.policy.trainable_parameters())
+    before = copy.deepcopy(agent.trainable_parameters())
     with pytest.raises(UserError, match="llm1 has diverged; the gradient was not applied"):
         ppo_update(agent, rollout, torch.tensor([value] + [0.0] * 7))
-    assert same_tensors(before, agent.policy.trainable_parameters())
+    assert same_tensors(before, agent.trainable_parameters())
 
 
 @pytest.mark.parametrize("name, factors", [
@@ -206,15 +211,15 @@ def test_with_lora_another_models_pass_before_the_backward_pass_loses_no_gradien
         rollout = collect_rollout(moved(agent), PROMPTS, 6)
         rows = rollout.prompt_BP, rollout.prompt_mask_BP, rollout.response_BT
 
-        def asking(agent, rows, hidden_BTH):
+        def asking(agent, rows, *of_policy):
             for model in (base, agent.reference, other.policy):
                 model.response_hidden(rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT)
-            return losses(agent, rows, hidden_BTH)
+            return losses(agent, rows, *of_policy)
 
         monkeypatch.setattr(update, "losses", asking if asks else losses)
-        idle = copy.deepcopy(other.policy.trainable_parameters())
-        found.append((ppo_update(agent, rollout, SCORE), agent.policy.trainable_parameters()))
-        assert same_tensors(idle, other.policy.trainable_parameters())
+        idle = copy.deepcopy(other.trainable_parameters())
+        found.append((ppo_update(agent, rollout, SCORE), agent.trainable_parameters()))
+        assert same_tensors(idle, other.trainable_parameters())
     (metrics, one), (again, two) = found
     assert metrics == again and metrics["grad_norm"] > 0 and same_tensors(one, two)
     if not checkpointing:                                   # in a step of one's own, too
@@ -236,44 +241,67 @@ def test_a_mean_taken_too_early_or_a_name_that_is_taken_is_one_line(edit, says, 
         ppo_update(agent, rollout, SCORE)
 
 
+def test_a_metric_with_a_mask_is_the_mean_over_its_real_tokens(monkeypatch):
+    """From the fifth token on, which some responses do not have; two rows at a time."""
+    def with_pair(agent, rows, *of_policy):
+        loss_BT, metrics = losses(agent, rows, *of_policy)
+        late_BT = torch.zeros_like(rows.mask_BT)
+        late_BT[:, 4:] = 1
+        return loss_BT, metrics | {"late_kl": (1 + rows.kl_BT, late_BT)}
+
+    monkeypatch.setattr(update, "losses", with_pair)
+    agent, rollout = ragged(mini_batch_size=2)
+    real = rollout.mask_BT[:, 4:] == 1
+    assert 0 < real[:, 0].sum() < 8
+    kl = rollout.kl_BT[:, 4:][real].mean().item()
+    assert ppo_update(agent, rollout, SCORE)["late_kl"] == pytest.approx(1 + kl)
+
+
 # --- what an agent is trained on ---
-def played(method, **changes) -> list:
-    """The turns of two iterations on a task whose reward is the length of a response."""
-    turns, queries, cfg = [], ["a", "b"] * 4, settings(**changes)
-    agents = [moved(Agent(name, bigram(), cfg, i)) for i, name in enumerate(method.agents)]
-    task = SimpleNamespace(
-        batch=lambda iteration: (queries, 3), pioneer_prompts=list, cut=lambda text: text[:2],
-        observer_prompts=lambda queries, shown: [query + text for query, text in zip(queries, shown)],
-        reward=lambda queries, texts: torch.tensor([float(len(text)) for text in texts]))
-    method.train(SimpleNamespace(cfg=cfg, task=task, roles=agents, iterations=lambda: (1, 2),
-                                 finish_iteration=lambda _, __, played, roles: turns.extend(played)))
-    return turns
+def played(method_class, **changes) -> list:
+    """The two agents' steps of two iterations on a task whose reward is the length of a response."""
+    cfg = settings(**changes)
+    agents = [moved(Agent(name, bigram(), cfg, i)) for i, name in enumerate(method_class.agents)]
+    task = Mock(pioneer_prompts=list)
+    task.batch.return_value = ["a", "b"] * 4, 3
+    task.observer_prompts.side_effect = lambda queries, shown: [q + s for q, s in zip(queries, shown)]
+    task.reward.side_effect = lambda queries, texts: torch.tensor([float(len(text)) for text in texts])
+    if cfg.share_weights:
+        agents = agents[:1] * 2
+    run = Mock(done=0, agents=[*dict.fromkeys(agents)], roles=agents)
+    method_class(cfg, task).train(run)
+    return [step for call in run.log.call_args_list for step in call.args[2]]
 
 
-@pytest.mark.parametrize("term", ["sampled", "sampled_to_pioneer", "critic"])
-def test_an_agent_trains_on_its_own_reward_and_its_share_of_its_partners(term):
-    first, second = played(Cory(), partner_reward=0.5, partner_term=term)[:2]
-    rewards = first.reward_B, second.reward_B, second.rollout.value_BT[:, 0]
-    r1, r2, value = (x.mean().item() for x in rewards)
-    assert len({r1, r2, value, 0.0}) == 4
-    expected = {"sampled": (r1 + r2 / 2, r2 + r1 / 2), "sampled_to_pioneer": (r1 + r2 / 2, r2),
-                "critic": (r1 + value / 2, r2)}
-    assert (first.update["score"], second.update["score"]) == pytest.approx(expected[term])
-    alone, _ = played(Ppo())
+def test_an_agent_trains_on_its_own_reward_and_its_share_of_its_partners():
+    first, second = played(Cory, partner_reward=0.5, iterations=1)
+    r1, r2 = (step.reward_B.mean().item() for step in (first, second))
+    assert r1 != r2
+    assert first.update["score"] == pytest.approx(r1 + r2 / 2)
+    assert second.update["score"] == pytest.approx(r2 + r1 / 2)
+    (alone,) = played(Ppo, iterations=1)
     assert alone.update["score"] == pytest.approx(alone.reward_B.mean().item())
 
 
-def test_score_knows_its_agent_so_that_each_has_moments_of_its_own():
-    class Centred(Cory):
-        def score(self, agent, rollout, reward_B, partner_B):
-            seen.setdefault(agent.name, []).append(reward_B)
-            return reward_B - torch.cat(seen[agent.name]).mean()
+CONTROLLED = []                                             # (agent, its KL) of each call
 
-    seen = {}
-    turns = played(Centred(), role_exchange_every=1)
-    assert [turn.agent.name for turn in turns] == ["llm1", "llm2", "llm2", "llm1"]
-    for name in ("llm1", "llm2"):
-        first, second = (turn for turn in turns if turn.agent.name == name)
-        mean = torch.cat([first.reward_B, second.reward_B]).mean()
-        assert first.update["score"] == pytest.approx(0, abs=1e-6)
-        assert second.update["score"] == pytest.approx((second.reward_B.mean() - mean).item(), abs=1e-6)
+
+def one_more(agent, kl_N):
+    CONTROLLED.append((agent.name, kl_N))
+    return agent.kl_coef + 1
+
+
+@pytest.mark.parametrize("share_weights", [False, True])
+def test_a_controller_of_ones_own_is_called_once_an_agent_and_iteration(share_weights):
+    """On the KL of all responses, of both roles where one agent plays them; after both updates."""
+    CONTROLLED.clear()
+    steps = played(Cory, kl_controller="test_update:one_more", iterations=2, share_weights=share_weights,
+                   role_exchange_every=0)
+    assert [step.update["kl_coef"] for step in steps] == [0.3, 0.3, 1.3, 1.3]
+    kl = [step.rollout.kl_B for step in steps]
+    if share_weights:
+        names, kl = ["llm1"] * 2, [torch.cat(kl[:2]), torch.cat(kl[2:])]
+    else:
+        names = ["llm1", "llm2"] * 2
+    assert [name for name, _ in CONTROLLED] == names
+    assert all(torch.equal(seen, expected) for (_, seen), expected in zip(CONTROLLED, kl, strict=True))

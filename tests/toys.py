@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig
 
+from cory.checkpoint import checkpoints_of
 from cory.config import ImdbConfig
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
-from cory.ppo.update import ppo_update
-from cory.run.checkpoint import checkpoints_of
 
 TIMES = ("seconds", "_per_second")       # metrics that no two runs share
 LETTERS = "abcdef."                     # ids 0..6; "." is EOS
@@ -96,15 +95,9 @@ PROMPTS = ["a", "abcdef", "dd", "fedcba"] * 2           # of letters
 
 def moved(agent: Agent) -> Agent:
     """The agent with a policy that is no longer its reference, and a critic that says something."""
-    for p in agent.policy.trainable_parameters().values():
+    for p in agent.trainable_parameters().values():
         p.data += 0.1 * torch.randn(p.shape, generator=generator(2))
     return agent
-
-
-def train_on(agent: Agent, rollout, score_B, cfg: ImdbConfig) -> dict[str, float]:
-    """`ppo_update` of the agent with these settings."""
-    agent.cfg = cfg
-    return ppo_update(agent, rollout, score_B)
 
 
 def close(x, expected, tolerance=1e-6) -> None:
