@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from cory.tasks.answers import gold_answer, last_number, strict
+from cory.tasks.gsm8k import gold_answer, last_number, strict
 
 NUMBERS = [             # what a response's last number is
     ("42.", 42), ("$42", 42), ("1,234", 1234), ("$1,234.", 1234), ("12,345,678", 12345678),

@@ -1,20 +1,26 @@
-"""Settings: the paper's tables, what may not stand together, flags without an effect."""
+"""Settings and the command line: the paper's tables, flags over presets and over a resumed run, what may not
+stand together or has no effect, agents' own settings, names of code.
+"""
+import json
 import re
-from dataclasses import fields
+import sys
+from dataclasses import dataclass, fields, replace
 
 import pytest
-from test_flags import imdb
-from toys import error_line
+from toys import error_line, read, settings
 
+import train_gsm8k
 import train_imdb
-from cory.config import ASSETS, GSM8K_PRESETS, IMDB_PRESETS, Gsm8kConfig, ImdbConfig
-from cory.errors import UserError
-from cory.flags import parse
+from cory import config
+from cory.config import IMDB_PRESETS, Gsm8kConfig, ImdbConfig, config_json, load_config, parse
+from cory.errors import UserError, exit_on_user_error, find
+from cory.run import base_names, require_agents
+from cory.train import Cory
 
 # Tables of the paper; PPO and CORY alike.
 OF_BOTH = dict(gamma=1.0, lam=0.95, cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, role_exchange_every=5,
                iterations=100, kl_penalty="full", kl_in="reward", advantage="gae", partner_reward=1.0,
-               partner_term="sampled", knowledge_transfer=True, max_grad_norm=0.0)
+               knowledge_transfer=True, max_grad_norm=0.0, temperature=1.0, cliprange_high=0.0)
 GPT2_LARGE = OF_BOTH | dict(
     model="gpt2-large", reward_model="lvwerra/distilbert-imdb", dataset="stanfordnlp/imdb", batch_size=256,
     learning_rate=1.41e-5, mini_batch_size=256, gradient_accumulation_steps=1, num_ppo_epochs=4,
@@ -24,60 +30,87 @@ LLAMA2_7B = OF_BOTH | dict(
     batch_size=32, mini_batch_size=2, gradient_accumulation_steps=16, init_kl_coef=.01, checker="last_number")
 
 
-@pytest.mark.parametrize("config, presets, name, expected", [
-    (ImdbConfig, IMDB_PRESETS, "gpt2-large", GPT2_LARGE),
-    (Gsm8kConfig, GSM8K_PRESETS, "llama2-7b", LLAMA2_7B | {"learning_rate": 1e-5}),
-    (Gsm8kConfig, GSM8K_PRESETS, "llama2-7b-lr1e-4", LLAMA2_7B | {"learning_rate": 1e-4})])
-def test_presets_are_the_papers_settings(config, presets, name, expected):
+@exit_on_user_error
+def imdb(argv: list[str]) -> ImdbConfig:
+    return parse(ImdbConfig, IMDB_PRESETS, argv)
+
+
+# --- settings ---
+@pytest.mark.parametrize("task, name, expected", [
+    ("imdb", "gpt2-large", GPT2_LARGE), ("gsm8k", "llama2-7b", LLAMA2_7B | {"learning_rate": 1e-5}),
+    ("gsm8k", "llama2-7b-lr1e-4", LLAMA2_7B | {"learning_rate": 1e-4})])
+def test_presets_are_the_papers_settings(task, name, expected):
     for method in ("ppo", "cory"):
-        cfg = parse(config, presets, ["--method", method, "--preset", name])
+        cfg = parse(*config.EXPERIMENTS[task], ["--method", method, "--preset", name])
         assert {setting: getattr(cfg, setting) for setting in expected} == expected
 
 
 def test_every_setting_has_help_and_is_read_somewhere():
-    files = [path for path in ASSETS.parent.rglob("*.py") if path.name != "config.py"]
+    files = [path for path in config.ASSETS.parent.rglob("*.py") if path.name != "config.py"]
     read = {*re.findall(r"(?:cfg|\))\.(\w+)", "".join(path.read_text() for path in files))}
     by_property = {"gradient_accumulation_steps"}
     for f in (*fields(ImdbConfig), *fields(Gsm8kConfig)):
         assert f.metadata["help"] and f.name in read | by_property, f.name
 
 
+# --- flags ---
+def test_a_flag_overrides_the_preset_and_leaves_the_rest():
+    changed = imdb("--preset gpt2 --learning_rate 3e-5 --knowledge_transfer false --shard".split())
+    old, new = vars(imdb(["--preset", "gpt2"])), vars(changed)
+    assert {name: new[name] for name in new if new[name] != old[name]} == {
+        "learning_rate": 3e-5, "knowledge_transfer": False, "shard": True}
+    assert ImdbConfig().preset == "defaults" and imdb([]).preset == "tiny"
+
+
+def test_a_negative_number_and_a_home_are_read_as_one_means_them(monkeypatch):
+    monkeypatch.setenv("HOME", "/h")
+    cfg = imdb("--partner_reward -1e-1 --run_dir=~/x".split())
+    assert (cfg.partner_reward, cfg.run_dir) == (-0.1, "/h/x")
+
+
+def test_ctrl_c_while_models_are_loaded_is_one_line(capsys):
+    @exit_on_user_error
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_help_has_every_flag_with_the_presets_own_default(capsys):
+    with pytest.raises(SystemExit):
+        imdb(["--preset", "gpt2-xl", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"--{f.name}" in shown for f in fields(ImdbConfig))
+    assert "(default: gpt2-xl)" in shown and "(default: gpt2-large)" not in shown
+
+
 BAD = [                                 # one of each kind
+    ("--learning_rat 1", "flag is '--learning_rat': unknown; did you mean --learning_rate?"),
+    ("--learning_rat=1", "flag is '--learning_rat=1': unknown; did you mean --learning_rate?"),
+    ("model=x", "flag is 'model=x': unknown"), ("--kl_in rewards", "'rewards'"),
+    ("--learning_rate x", "--learning_rate: invalid float value: 'x'"),
+    ("--knowledge_transfer maybe", "error: argument --knowledge_transfer: 'maybe' is neither true nor false"),
+    ("--preset huge", "preset is 'huge': choose from tiny, smollm2"), ("--preset", "--preset: expected one"),
+    ("--resume", "run_dir is '': names no run"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run"),
     ("--method grpo", "method is 'grpo': unknown; choose from ppo, cory, or"),
     ("--lr_schedule liner", "did you mean linear?"), ("--learning_rate nan", "must be a finite number"),
-    ("--cliprange 0", "must be above 0"), ("--gamma 1.1", "must be 1 or less"),
+    ("--cliprange 0", "must be above 0"), ("--gamma 1.1", "must be 0 or more and 1 or less"),
     # sizes
     ("--batch_size 100 --mini_batch_size 32", "batch_size is 100: must be a multiple"),
-    ("--responses_per_query 3", "must divide batch_size"), ("--kl_target 6 --kl_horizon 6", "must exceed"),
+    ("--responses_per_query 3", "must divide batch_size"),
     ("--min_response_length 16", "must not exceed max_response_length = 15"),
     ("--min_query_length 9", "must not exceed max_query_length = 8"),
     # settings that contradict each other
     ("--advantage grpo --responses_per_query 4", "add --kl_in loss"),
     ("--load_in_4bit --lora_rank 0", "trains nothing"), ("--load_in_4bit --shard", "cannot be divided"),
-    ("--llm2 lora_rank=0", "all agents train adapters"), ("--task gsm8k", "has its own script"),
-    # flags without effect given the others
-    ("--share_weights true --batch_size 64 --kl_target 6 --kl_horizon 20", "must exceed 0.2 x 128 responses"),
-    ("--method ppo --knowledge_transfer false", "only with a method of two agents"),
-    ("--role_exchange_every 0 --reset_on_exchange", "only with --role_exchange_every above 0"),
-    ("--share_weights --role_exchange_every 3", "only with --share_weights false"),
-    ("--partner_reward 0 --partner_term critic", "only with a --partner_reward that is not 0"),
-    ("--advantage rloo --responses_per_query 4 --gamma 0.9", "is not used by rloo"),
-    ("--vf_coef 0 --cliprange_value 1", "only with --vf_coef above 0"),
-    ("--kl_horizon 99", "--kl_target above 0"), ("--init_kl_coef 0 --kl_target 3", "--init_kl_coef above 0"),
-    ("--advantage reinforce --lam 0.5", "only with a critic")]
+    ("--task gsm8k", "has its own script")]
 
 
 @pytest.mark.parametrize("argv, says", BAD, ids=[argv for argv, _ in BAD])
-def test_bad_settings_are_one_line(argv, says, capsys):
+def test_bad_command_lines_are_one_line(argv, says, capsys):
     assert says in error_line(imdb, argv.split(), capsys)
-
-
-@pytest.mark.parametrize("argv", [
-    "--kl_horizon 99 --llm2 kl_target=3", "--init_kl_coef 0 --kl_target 0",
-    "--advantage grpo --responses_per_query 4 --kl_in loss",
-    "--method mine:Method --share_weights true --role_exchange_every 2 --advantage mine:own --lam 0.5"])
-def test_flags_that_something_may_read_are_taken(argv):
-    imdb(argv.split())
 
 
 def test_a_misspelt_word_in_a_preset_is_refused():
@@ -85,11 +118,101 @@ def test_a_misspelt_word_in_a_preset_is_refused():
         parse(ImdbConfig, {"mine": {"kl_in": "Loss"}}, [])
 
 
-@pytest.mark.parametrize("more", ["--advantage own_advantage:plain", "--llm2 advantage=reinforce"])
-def test_the_partners_critic_needs_one(more, small_flags, tmp_path, monkeypatch, capsys):
-    """An estimator that asks for no value has no critic: refused before the first iteration."""
-    (tmp_path / "own_advantage.py").write_text("def plain(reward_BT, mask_BT):\n    return reward_BT\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    flags = [*small_flags, "--partner_term", "critic", *more.split(), "--run_dir", tmp_path / "run"]
-    assert "partner_term is 'critic': needs a critic" in error_line(train_imdb.main, flags, capsys)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+@pytest.mark.parametrize("argv, needs", [
+    ("--method ppo --knowledge_transfer false", "a method of two agents"),
+    ("--role_exchange_every 0 --reset_on_exchange", "--role_exchange_every above 0"),
+    ("--share_weights --role_exchange_every 3", "--share_weights false"),
+    ("--advantage rloo --responses_per_query 4 --gamma 0.9", "--advantage gae or reinforce"),
+    ("--advantage reinforce --lam 0.5", "a critic, as with --advantage gae"),
+    ("--vf_coef 0 --cliprange_value 1", "--vf_coef above 0"), ("--kl_horizon 99", "--kl_target above 0"),
+    ("--init_kl_coef 0 --kl_target 3", "--init_kl_coef above 0"),
+    ("--kl_target 0 --init_kl_coef 0", ""),
+    ("--share_weights --role_exchange_every 3 --reset_on_exchange", ""),
+    ("--method mine:Method --share_weights --role_exchange_every 2 --advantage mine:own --lam 0.5", "")])
+def test_a_flag_that_nothing_would_read_is_said(argv, needs, capsys):
+    imdb(argv.split())
+    flag = re.findall(r"--\w+", argv)[-1]
+    assert capsys.readouterr().err == (f"{flag} has no effect here: it needs {needs}\n" if needs else "")
+
+
+def test_a_run_with_a_flag_without_effect_goes_on(small_flags, tmp_path, capsys):
+    flags = "--iterations 1 --eval_queries 2 --num_ppo_epochs 1 --kl_target 0 --kl_horizon 99"
+    train_imdb.main([*small_flags, *flags.split(), "--run_dir", str(tmp_path)])
+    assert capsys.readouterr().err.count("--kl_horizon has no effect here") == 1
+    assert (tmp_path / "eval.json").exists()
+
+
+# --- config.json ---
+def saved(folder, flags: list[str]) -> list[str]:
+    """The command line that resumes a run which was started with these flags."""
+    (folder / "config.json").write_text(config_json(imdb(flags), {"llm1": "base"}))
+    return ["--resume", "--run_dir", str(folder)]
+
+
+def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkeypatch, capsys):
+    """Of flags without effect it speaks no second time."""
+    resume = saved(tmp_path, ["--learning_rate", "3e-5", "--kl_horizon", "99"])
+    monkeypatch.setitem(IMDB_PRESETS["tiny"], "vf_coef", 9.0)
+    capsys.readouterr()
+    cfg = imdb([*resume, "--iterations", "99", "--wandb", "offline"])
+    assert (cfg.learning_rate, cfg.vf_coef, cfg.iterations, cfg.wandb) == (3e-5, 0.1, 99, "offline")
+    assert cfg.kl_horizon == 99 and capsys.readouterr().err == ""
+    assert "has other settings: lam was 0.95, now 0.0;" in error_line(imdb, [*resume, "--lam", "0"], capsys)
+    assert "holds a run of imdb" in error_line(train_gsm8k.main, resume, capsys)
+
+
+def test_a_resumed_run_whose_rate_falls_keeps_its_iterations(small_flags, tmp_path, monkeypatch, capsys):
+    resume = saved(tmp_path, [*small_flags, "--lr_schedule", "cosine"])
+    monkeypatch.setattr("cory.run.load_checkpoint", lambda *_: {"iteration": 2, "iterations": 5})
+    line = error_line(train_imdb.main, [*resume, "--iterations", "9"], capsys)
+    assert "iterations is 9: the run has 5, and --lr_schedule cosine falls over them" in line
+
+
+@dataclass
+class WithBonus(ImdbConfig):
+    bonus: float = config.setting(0.0, "added to each reward", min=0)
+
+
+def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
+    cfg = parse(WithBonus, {"mine": {"model": "m"}}, ["--bonus", "2"])
+    assert (cfg.bonus, cfg.preset, cfg.model, cfg.lam) == (2.0, "mine", "m", 0.95)
+    (tmp_path / "config.json").write_text(config_json(cfg, {"llm1": "base"}))
+    assert load_config(tmp_path) == cfg and type(load_config(tmp_path)) is WithBonus
+    older = read(tmp_path / "config.json")
+    del older["bonus"]                                  # a setting that was added since has its default
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    assert load_config(tmp_path).bonus == 0.0
+
+
+@pytest.mark.parametrize("changes, says", [
+    ({"model": "n", "learning_rate": 1.0, "advantage": "reinforce", "kl_in": "loss"}, ""),
+    ({"seed": 3}, "seed is 3: is llm2's alone; it is a setting in which agents cannot differ"),
+    ({"dtype": "bfloat16"}, "dtype is 'bfloat16': is llm2's alone"),
+    ({"lora_rank": 2}, "lora_rank is 2: all agents train adapters"),
+    ({"advantage": "rloo"}, "rloo compares the responses to a query"),
+    ({"advantage": "builtins:abs"}, "does not say whether it has a critic")])
+def test_agents_may_differ_in_what_concerns_one_agent_alone(changes, says):
+    cfg = settings()
+    configs = {"llm1": cfg, "llm2": replace(cfg, **changes), "llm3": cfg}
+    if says:
+        with pytest.raises(UserError, match=says):
+            require_agents(cfg, configs)
+    else:
+        require_agents(cfg, configs)
+        assert base_names(configs) == {"llm1": "base", "llm2": "base_llm2", "llm3": "base"}
+
+
+def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
+    (tmp_path / "present.py").write_text("x = 7")
+    (tmp_path / "lacking.py").write_text("import lack")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    known = config.ADVANTAGES
+    assert find("method", "cory", config.METHODS) is Cory and find("advantage", "present:x", known) == 7
+    for name, says in (("rlo", "advantage is 'rlo': unknown; did you mean rloo? choose from gae, rloo"),
+                       ("present:", "unknown"), ("present:y", "the module present has no y"),
+                       ("nowhere:x", "there is no module nowhere"), ("present.py:x", "name it without .py")):
+        with pytest.raises(UserError, match=re.escape(says)):
+            find("advantage", name, known)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'lack'"):
+        find("task", "lacking:Mine", {})

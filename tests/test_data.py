@@ -7,7 +7,7 @@ from toys import error_line, settings
 import train_imdb
 from cory.config import Gsm8kConfig, ImdbConfig
 from cory.errors import UserError
-from cory.tasks.data import divided, load_columns
+from cory.tasks.task import divided, load_columns
 from cory.tasks.gsm8k import Gsm8k
 from cory.tasks.imdb import Imdb
 
@@ -86,7 +86,7 @@ def test_a_slip_is_one_line_before_any_model_is_loaded(files, says, small_flags,
 def test_a_name_without_an_owner_is_never_taken_from_a_cache(name, tmp_path, monkeypatch):
     """`datasets` takes the folder `data` of another project from its cache, where none is here."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cory.tasks.data.read_with_datasets", lambda name: {"train": [{"text": "another"}]})
+    monkeypatch.setattr("cory.tasks.task.read_with_datasets", lambda name: {"train": [{"text": "another"}]})
     with pytest.raises(UserError, match=f"dataset is '{name}': is no file or folder here"):
         load_columns(name, ["text"])
     assert load_columns(f"owner/{name}", ["text"]) == {"train": ["another"]}

@@ -7,7 +7,7 @@ from toys import rows, settings
 
 import train_imdb
 from cory.errors import UserError
-from cory.system.device import prepare_device, resolve_auto
+from cory.device import prepare_device, resolve_auto
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 3)         # the fourth of several
 

@@ -1,5 +1,6 @@
 """Held-out metrics by hand, and evaluation of finished runs: pass@k, best of n, what is refused."""
 import shutil
+from dataclasses import replace
 from itertools import combinations, product
 from math import log
 from types import SimpleNamespace
@@ -7,25 +8,25 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from toys import agent_of, bigram, error_line, read, settings
+from conftest import save_gpt2
+from toys import bigram, error_line, read, settings
 
-import cory.train
 import train_imdb
+from cory import evaluate, train
+from cory.log import read_jsonl
 from cory.ppo.sampling import draw
-from cory.run import evaluate, held_out
-from cory.system.files import read_jsonl
 
 
 def test_pass_at_k_and_best_of_n_are_means_over_all_subsets():
     """Rewards 4, 1, 2, 3: the best of their 6 pairs is 2 once, 3 twice, 4 three times, in the mean 20 / 6. Of
-    0, 6, 0, 0 it is 6 in three pairs, in the mean 3. KL <= log 2 - 1/2.
+    0, 6, 0, 0 it is 6 in three pairs, in the mean 3.
     """
     for right, k in product(range(6), range(1, 6)):
         solved = [any(subset) for subset in combinations([True] * right + [False] * (5 - right), k)]
         rewards = np.array([[1] * right + [0] * (5 - right)])
-        assert held_out.best_of_n(rewards, k)[1] == pytest.approx(sum(solved) / len(solved))
-    best = held_out.best_of_n(np.array([[4.0, 1, 2, 3], [0, 6, 0, 0]]), 2)
-    assert best == pytest.approx((log(2) - 0.5, (20 / 6 + 3) / 2))
+        assert evaluate.best_of_n(rewards, k) == pytest.approx(sum(solved) / len(solved))
+    best = evaluate.best_of_n(np.array([[4.0, 1, 2, 3], [0, 6, 0, 0]]), 2)
+    assert best == pytest.approx((20 / 6 + 3) / 2)
 
 
 # A task of eight queries whose reward counts letters.
@@ -37,11 +38,11 @@ LETTERS = SimpleNamespace(
 
 def test_held_out_metrics_by_hand():
     """A model that surely says "bcbcb" after "a", against a base that is uniform over 7 tokens."""
-    assert held_out.distinct([[1, 1, 2], [1, 2]], 2) == 2 / 3                 # (1,1), (1,2), (1,2)
+    assert evaluate.distinct([[1, 1, 2], [1, 2]], 2) == 2 / 3                 # (1,1), (1,2), (1,2)
     logits_UV = torch.full((7, 7), -99.0)
     logits_UV[[0, 1, 2], [1, 2, 1]] = 99.0
     cfg = settings(max_response_length=5, init_kl_coef=0.5, eval_samples=2)
-    got = held_out.evaluate(bigram(logits_UV), bigram(torch.zeros(7, 7)), LETTERS, cfg)
+    got = evaluate.evaluate(bigram(logits_UV), bigram(torch.zeros(7, 7)), cfg, LETTERS)
     expected = {"task_reward": 5.0, "kl": 5 * log(7), "combined_reward": 5 - 0.5 * 5 * log(7), "length": 5.0,
                 "longest": 5, "distinct_1": 2 / 80, "distinct_2": 2 / 64,       # of 16 responses
                 "repeated_tokens": 0.6, "base_perplexity": 7.0, "sampling_gap": 0}  # 3 of 5 repeat
@@ -61,18 +62,27 @@ def test_solved_metrics_by_hand(tmp_path, monkeypatch):
                                      **pass_at, "best_of_4": 0.5})
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_runs_are_measured_against_their_base_and_again(rank, small_flags, tmp_path, capsys, monkeypatch):
+class TwoBases(train.Cory):
+    @staticmethod
+    def agent_config(cfg, name):
+        return replace(cfg, model=f"{cfg.model}_of_llm2") if name == "llm2" else cfg
+
+
+@pytest.mark.parametrize("method, rank", [("cory", 0), ("test_evaluate:TwoBases", 2)])
+def test_runs_are_measured_against_their_bases_and_again(method, rank, small_flags, tmp_path, capsys,
+                                                         monkeypatch):
     """Full copies and adapters, also where references move. `evaluate` draws the same responses again."""
-    def update_and_move(agent, rollout, score_B, update=cory.train.ppo_update):
+    def update_and_move(agent, rollout, score_B, update=train.ppo_update):
         metrics = update(agent, rollout, score_B)
         agent.move_reference()
         return metrics
 
-    monkeypatch.setattr(cory.train, "ppo_update", update_and_move)
-    run, small = tmp_path / "run", f"--num_ppo_epochs 1 --iterations 1 --eval_queries 4 --lora_rank {rank}"
-    flags = [*small_flags, *small.split(), "--eval_samples", "8", "--learning_rate", "0.1"]
-    train_imdb.main([*flags, "--run_dir", str(run)])
+    monkeypatch.setattr(train, "ppo_update", update_and_move)
+    save_gpt2(tmp_path / "lm")
+    save_gpt2(tmp_path / "lm_of_llm2", n_layer=1)
+    run, more = tmp_path / "run", "--num_ppo_epochs 1 --iterations 1 --eval_queries 4 --eval_samples 8"
+    own = f"--learning_rate 0.1 --model {tmp_path}/lm --method {method} --lora_rank {rank} --run_dir {run}"
+    train_imdb.main([*small_flags, *more.split(), *own.split()])
     held_out = read(run / "eval.json")
     assert held_out["llm1"]["kl"] > 0.01
     evaluate.main([str(run), "--samples", "8", "--device", "cpu"])
@@ -80,7 +90,9 @@ def test_runs_are_measured_against_their_base_and_again(rank, small_flags, tmp_p
     results = read(run / "evaluation" / "results.json")
     for team in ("base_team", "team"):                      # in the roles played, by the same random numbers
         assert results[team] == pytest.approx(held_out[team], rel=1e-4)
-    for name in ("base", "llm1", "llm2"):
+    names = {"base", "llm1", "llm2", *["base_llm2"] * (rank > 0)}
+    assert {path.stem for path in run.glob("evaluation/*.jsonl")} == names < {*held_out}
+    for name in names:
         rewards = [row["rewards"] for row in read_jsonl(run / "evaluation" / f"{name}.jsonl")]
         assert np.mean(rewards) == pytest.approx(held_out[name]["task_reward"], rel=1e-4)
     evaluate.main([str(run), "--samples", "1", "--device", "cpu", "--queries", "99"])
@@ -90,15 +102,9 @@ def test_runs_are_measured_against_their_base_and_again(rank, small_flags, tmp_p
     assert "is no finished run" in error_line(evaluate.main, [run], capsys)
 
 
-def test_no_value_is_computed_where_none_is_used():
-    agent = agent_of(bigram(torch.zeros(7, 7)))
-    agent.policy.value_head.register_forward_hook(lambda *_: pytest.fail("a value was computed"))
-    held_out.evaluate(agent.policy, agent.base, LETTERS, LETTERS.cfg)
-
-
 def test_another_temperature_in_draw_shows_in_held_out_evaluation(monkeypatch):
     """Half the logits are drawn from, and log-probabilities are still those of the model."""
     monkeypatch.setattr("cory.ppo.sampling.draw", lambda logp_BV, uniform_B: draw(
         (logp_BV / 2).log_softmax(-1), uniform_B))
     model = bigram(seed=3)
-    assert held_out.evaluate(model, model, LETTERS, LETTERS.cfg)["sampling_gap"] > 0.1
+    assert evaluate.evaluate(model, model, LETTERS.cfg, LETTERS)["sampling_gap"] > 0.1

@@ -19,7 +19,7 @@ from transformers import (
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import Sample, decode, encode_prompts
-from cory.tasks.data import Data
+from cory.tasks.task import Data
 from cory.tasks.imdb import Imdb, SentimentReward
 
 CPU, END = torch.device("cpu"), "<|endoftext|>"

@@ -17,12 +17,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from cory import loading
 from cory.config import IMDB_PRESETS, ImdbConfig
 from cory.errors import UserError
-from cory.flags import parse
+from cory.config import parse
 from cory.loading import load_language_model
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts, sample
-from cory.run.checkpoint import save_final
-from cory.run.run import Run
+from cory.checkpoint import save_final
+from cory.run import Run
 
 CPU, END = torch.device("cpu"), "<|endoftext|>"
 LOW = dict(dtype="bfloat16", lora_rank=2)               # weights in bfloat16

@@ -1,5 +1,7 @@
 """Tables and plots of one run, and of several over seeds and settings."""
 import json
+import re
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -7,32 +9,35 @@ import pytest
 from matplotlib.figure import Figure
 from toys import error_line
 
-from cory.run import plots, report
-from cory.run.tables import results_table
+import train_imdb
+from cory import report
+from cory.log import read_jsonl
 
 
 def held_out(reward: float) -> dict:
     return {"task_reward": reward, "kl": 10 * reward, "accuracy": 0.5, "greedy_accuracy": 0.75}
 
 
-def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
+def write_run(folder: Path, reward=1.0, base=0.0, starts=None, **changes) -> Path:
     """A run of 12 iterations. LLM1 ends at held-out reward `reward`, and its base has `base`; LLM2 ends 0.1
-    higher, and its base has 0.01.
+    higher, and its base has 0.01. starts: LLM1's reward at iteration 0, if it does not start as its base.
     """
     config = {"config_class": "cory.config:ImdbConfig",
               "agents": {"llm1": "base", "llm2": "base_llm2"}, "task": "imdb", "method": "cory", "seed": 0,
               "preset": "tiny", "gamma": 1.0, "learning_rate": 0.1} | changes
-    bases = {"base": held_out(base), "base_llm2": held_out(0.01)}
-    final = {"llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
-    rows = [{"iteration": 0, "eval/team/copies": 0.1}]
-    rows += [{"iteration": i, "roles": {"pioneer": "llm1"}, "pioneer/kl": 1, "llm1/kl": 1, "llm2/kl": 2,
-              "spread": 0.1 * i, "seconds": 1.0, "broken": float("nan")} for i in range(1, 13)]
-    for row, parts in ((rows[0], bases), (rows[-1], final)):
-        row |= {f"eval/{who}/{key}": x for who, part in parts.items() for key, x in part.items()}
+    first = {"base": held_out(base), "base_llm2": held_out(0.01), "team": {"copies": 0.1}}
+    first |= {"llm1": held_out(starts)} if starts else {}
+    last = {"llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
+    rows = [{"iteration": i, "role/llm1": 0, "kl_full/llm1": 1.0, "kl_full/llm2": 2.0, "spread": 0.1 * i,
+             "seconds": 1.0, "broken": float("nan")} for i in range(1, 13)]
+    for at, parts, iteration in ((0, first, 0), (len(rows) + 1, last, 12)):
+        values = {f"eval_{key}/{who}": x for who, part in parts.items() for key, x in part.items()}
+        rows.insert(at, {"iteration": iteration} | values)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "eval.json").write_text(json.dumps({"iteration": 12, **bases, **final}))
+    parts = report.held_out_parts(rows)
+    (folder / "eval.json").write_text(json.dumps({"iteration": 12} | parts))
     return folder
 
 
@@ -49,7 +54,7 @@ def lines_of(figure, title: str, label: str) -> list[list]:
 
 
 def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_and_the_team(tmp_path):
-    figure = plots.draw_runs([write_run(tmp_path / "run")], tmp_path / "p.png")
+    figure = report.draw_runs([write_run(tmp_path / "run")], tmp_path / "p.png")
     assert [ax.get_title() for ax in figure.axes] == [
         "task reward", "KL per response (nats)", "accuracy", "copies", "spread", "held-out reward against KL"]
     assert {text.get_text() for text in figure.legends[0].get_texts()} == {
@@ -66,25 +71,37 @@ def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_and_the_tea
     assert lines_of(figure, "copies", "base") == []
 
 
-@pytest.mark.parametrize("name, constant, other", [("score", 1.5, 3.0), ("kl_coef", 0.1, 0.2)])
-def test_what_is_trained_on_and_an_eta_that_moves_have_a_panel(name, constant, other, tmp_path):
-    """None where the score is the task reward, and where eta stays as it is."""
-    for folder, last in (("alike", constant), ("differs", other)):
-        path = write_run(tmp_path / folder) / "metrics.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows[1:]:
-            row |= {"llm1/task_reward": 1.5, f"llm1/{name}": constant}
-        rows[-1][f"llm1/{name}"] = last
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for folder, shown in (("alike", 0), ("differs", 1)):
-        figure = plots.draw_runs([tmp_path / folder], tmp_path / "p.png")
-        assert sum(ax.get_title() == plots.TITLES[name] for ax in figure.axes) == shown
+def test_an_agent_that_does_not_start_as_its_base_has_a_curve_from_where_it_starts(tmp_path):
+    curves = report.read_curves(write_run(tmp_path / "run", starts=0.5))
+    for name, points in (("llm1", [[0, 0.5], [12, 1.0]]), ("llm2", [[0, 0.01], [12, 1.1]])):
+        rewards = curves[name].query("metric == 'task_reward' and kind == 'eval'")
+        assert rewards[["iteration", "value"]].to_numpy().tolist() == points
 
 
-def test_a_setting_that_a_run_is_older_than_has_its_default(tmp_path, capsys):
+def test_what_is_trained_on_and_an_eta_have_a_panel_where_they_say_more():
+    """The score has one where it is not the task reward, eta where it moves."""
+    for score, eta in product((1.5, 3.0), (0.1, 0.2)):
+        values = {"task_reward": [1.5, 1.5], "score": [1.5, score], "kl_coef": [0.1, eta]}
+        curves = pd.DataFrame([("training", "CORY LLM1", 0, "llm1", i, name, value)
+                               for name, pair in values.items() for i, value in enumerate(pair)],
+                              columns=["kind", "group", "seed", "who", "iteration", "metric", "value"])
+        assert report.redundant(curves) == {*["score"] * (score == 1.5), *["kl_coef"] * (eta == 0.1)}
+
+
+def test_each_metric_of_an_update_and_of_an_evaluation_has_a_title_or_no_panel(small_flags, tmp_path):
+    """And all that are named there are logged."""
+    flags = f"--iterations 1 --num_ppo_epochs 1 --kl_in loss --method ppo --run_dir {tmp_path}"
+    train_imdb.main([*small_flags, *flags.split()])
+    names = {key for row in read_jsonl(tmp_path / "metrics.jsonl") for key in row} - {"iteration"}
+    metrics = {re.fullmatch(report.KEY, name)["metric"].replace("kl_k1", "kl") for name in names}
+    assert metrics == {*report.TITLES} | report.WITHOUT_PANEL
+
+
+def test_a_setting_that_a_run_is_older_than_has_its_default(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "draw_runs", lambda *_: None)
     old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new", seed=1, kl_target=6.0)
     report.main([str(old), str(new), "--out", str(tmp_path / "c.png")])
-    assert columns_of(capsys.readouterr().out)["runs"] == ["1", "1", "2", "2", "2"]
+    assert columns_of(capsys.readouterr().out)["runs"] == ["1", "1", "2", "2", "2", "2"]
     other = write_run(tmp_path / "other", seed=1, kl_target=0.0)
     assert "differ in kl_target; make a group" in error_line(report.main, [old, other], capsys)
     report.main([str(old), str(other), "--by", "kl_target", "--out", str(tmp_path / "c.png")])
@@ -99,45 +116,47 @@ def test_a_plot_of_no_known_kind_is_refused_before_the_table(tmp_path, capsys):
 def test_bands_and_running_means_by_hand():
     """Seeds 1 and 3 at iteration 5: mean 2, std sqrt(2). Iteration 6, which one lacks, is left out."""
     ax = Figure().subplots()
-    plots.band(ax, pd.DataFrame({"iteration": [5, 6, 5], "value": [1.0, 9.0, 3.0]}), 2, color="red")
+    report.band(ax, pd.DataFrame({"iteration": [5, 6, 5], "value": [1.0, 9.0, 3.0]}), 2, color="red")
     assert ax.lines[0].get_xydata().tolist() == [[5.0, 2.0]]
     extent = ax.collections[0].get_paths()[0].get_extents()
     assert extent.intervaly.tolist() == pytest.approx([2 - 2**0.5, 2 + 2**0.5])
-    assert plots.smooth(pd.Series([0.0, 3.0, 6.0, 0.0])).tolist() == [1.5, 3.0, 3.0, 3.0]
-    assert plots.smooth(pd.Series(range(40)))[[0, 20]].tolist() == [1.0, 20.0]
+    assert report.smooth(pd.Series([0.0, 3.0, 6.0, 0.0])).tolist() == [1.5, 3.0, 3.0, 3.0]
+    assert report.smooth(pd.Series(range(40)))[[0, 20]].tolist() == [1.0, 20.0]
 
 
 def test_the_held_out_table_has_every_agent_and_metric_and_the_team_below():
     parts = {"base": {"task_reward": 0.126, "kl": 0.0}, "llm1": {"task_reward": 1.0, "kl": 2.3},
              "judge": {"kl": 1.0, "greedy_accuracy": 0.5}, "iteration": 3, "team": {"copies": 0.25}}
-    first, team = map(columns_of, results_table(parts).split("\n\n"))
+    first, team = map(columns_of, report.results_table(parts).split("\n\n"))
     assert first == {"held-out": ["base", "llm1", "judge"], "task reward": ["0.13", "1.00", "–"],
                      "kl": ["0.0", "2.3", "1.0"], "greedy accuracy": ["–", "–", "0.500"]}
     assert team == {"held-out": ["team"], "copies": ["0.250"]}
 
 
-def test_values_of_a_setting_are_grouped_and_never_averaged(tmp_path, capsys):
+def test_values_of_a_setting_are_grouped_and_never_averaged(tmp_path, capsys, monkeypatch):
     """Two rates, two seeds each: llm1's held-out reward ends at 1 and 2, 3 and 4; the std is 1 / sqrt(2). One
     base has another reward with each rate; the other stands once.
     """
     runs = [write_run(tmp_path / str(end), learning_rate=rate, seed=seed, reward=end, base=1e4 * rate)
             for rate, seed, end in ((1e-5, 0, 1.0), (1e-5, 1, 2.0), (1e-4, 0, 3.0), (1e-4, 1, 4.0))]
     assert "in learning_rate; make a group" in error_line(report.main, runs, capsys)
+    figures, draw = [], report.draw_runs
+    monkeypatch.setattr(report, "draw_runs", lambda *args: figures.append(draw(*args)))
     out = tmp_path / "new" / "c.pdf"
     report.main([*map(str, runs), "--out", str(out), "--by", "learning_rate"])
     cells = columns_of(capsys.readouterr().out)
     runs_of, rewards = ({name: values[i] for name, values in cells.items()} for i in (0, 1))
     assert runs_of["held-out"] == "runs" and runs_of["CORY LLM1, learning_rate 1e-05"] == "2"
     assert rewards["CORY LLM1, learning_rate 1e-05"] == "1.50 ± 0.71" and rewards["base_llm2"] == "0.01"
-    assert rewards["CORY LLM1, learning_rate 0.0001"] == "3.50 ± 0.71" and len(rewards) == 10
+    assert rewards["CORY LLM1, learning_rate 0.0001"] == "3.50 ± 0.71" and len(rewards) == 12
     assert rewards["base, learning_rate 1e-05"] == "0.10" and rewards["base, learning_rate 0.0001"] == "1.00"
     assert out.read_bytes()[:4] == b"%PDF"
-    figure = plots.draw_runs(runs, tmp_path / "c.png", ["learning_rate"])
-    (mean,) = lines_of(figure, "task reward", "CORY LLM1, learning_rate 0.0001 (n = 2)")
+    (mean,) = lines_of(figures[0], "task reward", "CORY LLM1, learning_rate 0.0001 (n = 2)")
     assert mean == [[0, 1], [12, 3.5]]
 
 
-def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys):
+def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report, "draw_runs", lambda *_: None)
     first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b", device="cuda", wandb="offline")
     other = write_run(tmp_path / "c", gamma=0.9)
     for words, says in (([first, again], "has the seed of"), ([first, first], "has the seed of"),

@@ -13,7 +13,7 @@ from toys import close, read, settings
 
 import train_imdb
 from cory.config import EXPERIMENTS
-from cory.flags import parse
+from cory.config import parse
 from docs.studies import grid, methods, table
 
 

@@ -8,7 +8,7 @@ import torch
 from toys import bigram, settings
 
 from cory.errors import UserError
-from cory.tasks.data import Data
+from cory.tasks.task import Data
 from cory.tasks.task import Task
 
 WORDS = ["abcdef"[i % 6] * (1 + i // 6) for i in range(36)]         # a b c d e f aa bb ... ffffff
