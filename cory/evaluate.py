@@ -77,12 +77,12 @@ def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: 
 
 
 def merged(*parts: dict[str, float]) -> dict[str, float]:
-    """All metrics together. Raises `UserError` where one would hide another, or is not a number."""
+    """All metrics together, none of which may hide another."""
     metrics = {}
     for part in parts:
         for name, value in part.items():
-            if name in metrics or isinstance(value, (str, list, dict, tuple)) or value is None:
-                raise UserError("metric", name, "is another metric's name, or its value is not one number")
+            if name in metrics:
+                raise UserError("metric", name, "is another metric's name, too; rename it")
             metrics[name] = float(value)
     return metrics
 

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    DynamicCache,
     GenerationConfig,
     PreTrainedTokenizerFast,
 )
@@ -21,7 +22,6 @@ from transformers.utils import logging as transformers_logging
 from cory.config import Config, located
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel, positions
-from cory.ppo.sampling import empty_cache
 
 TEXT = "a good film"            # what models are tested on
 HARD_TEXT = f"{TEXT} of 2023.  DON'T miss Amélie\n\nat 10:45"     # to split, and to normalize
@@ -142,7 +142,7 @@ def require_usable_model(model: LanguageModel) -> None:
     mask = nn.functional.pad(torch.ones_like(ids_1L), (3, 0))
     position_ids = positions(mask)
     ours = LanguageModel(lm, model.tokenizer)               # in the precision of its weights
-    start, cache = ours.hidden_states(padded[:, :-1], mask[:, :-1], position_ids[:, :-1], empty_cache())
+    start, cache = ours.hidden_states(padded[:, :-1], mask[:, :-1], position_ids[:, :-1], DynamicCache())
     end, _ = ours.hidden_states(padded[:, -1:], mask, position_ids[:, -1:], cache)
     logp_LV = ours.logprobs(torch.cat([start, end], dim=1)[0, 3:])
     # its own head multiplies in float32, too

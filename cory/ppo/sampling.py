@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import DynamicCache
 
 from cory.errors import UserError
 from cory.ppo import formulas
@@ -97,7 +97,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
     # the rows that are computed, and whether each of them still runs
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
     ids_RL, mask_RL, position_ids_RL = prompts.ids_BP, prompts.mask_BP, positions(prompts.mask_BP)
-    cache = empty_cache()
+    cache = DynamicCache()          # keeps all keys of a sliding window, too: the model's mask hides the rest
     with model.autocast():                      # once for all tokens, so that each weight is cast once
         for t in range(max_new_tokens):
             hidden_RLH, cache = model.hidden_states(ids_RL, mask_RL, position_ids_RL, cache)
@@ -123,7 +123,7 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
             if count <= 3 / 4 * len(row_R):
                 keep = torch.nonzero_static(running_R, size=count).squeeze(1)
                 for layer in cache.layers:
-                    layer.keep(keep, first_column)
+                    layer.keys, layer.values = (x[keep, :, first_column:] for x in (layer.keys, layer.values))
                 row_R, running_R, mask_RL = row_R[keep], running_R[keep], mask_RL[keep, first_column:]
                 ids_RL, position_ids_RL = ids_RL[keep], position_ids_RL[keep]
     if logp_BT.isnan().any():                               # one NaN or +inf logit makes all of its row NaN
@@ -136,42 +136,3 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
 def max_length(mask: Tensor) -> int:
     """The largest number of real tokens in a row."""
     return int(mask.sum(1).max())
-
-
-def empty_cache() -> Cache:
-    """The keys and values of one call of the sampling loop."""
-    return Cache(layer_class_to_replicate=GrowingLayer)
-
-
-class GrowingLayer(DynamicLayer):
-    """One layer's keys and values (R, heads, L, D), views of buffers with room to grow: transformers' own
-    layer copies all of them for every new token. Layers with a sliding window keep all keys, too: the
-    model's mask hides those outside it. Written for transformers 5.17 to 5.23.
-    """
-
-    def update(self, keys: Tensor, values: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        keys = keys.to(values.dtype)            # rotary embeddings leave them in float32
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-            self.buffers = [x[:, :, :0] for x in (keys, values)]
-            # Only transformers' masks read this flag: without it they check at each new token whether all
-            # of the mask is 1, and wait for the GPU. Nothing is compiled.
-            self.is_compileable = keys.device.type == "cuda"
-        start = self.get_seq_length()
-        end = start + keys.shape[2]
-        if end > self.buffers[0].shape[2]:
-            room = end + max(32, end // 4)
-            grown = [b.new_empty(*b.shape[:2], room, b.shape[3]) for b in self.buffers]
-            for new, old in zip(grown, self.buffers, strict=True):
-                new[:, :, :start] = old[:, :, :start]
-            self.buffers = grown
-        for buffer, new in zip(self.buffers, (keys, values), strict=True):
-            buffer[:, :, start:end] = new
-        self.keys, self.values = (b[:, :, :end] for b in self.buffers)
-        return self.keys, self.values
-
-    def keep(self, rows: Tensor, first: int) -> None:
-        """Keeps only these rows (indices), their columns from `first` on, and the room after them."""
-        length = self.get_seq_length() - first
-        self.buffers = [b[rows, :, first:] for b in self.buffers]
-        self.keys, self.values = (b[:, :, :length] for b in self.buffers)

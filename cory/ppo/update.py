@@ -55,15 +55,12 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
 def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
     """Turns scores (B,) and the KL into token rewards, then into advantages and value targets."""
     cfg, mask_BT, value_BT = agent.cfg, rollout.mask_BT, rollout.value_BT
-    require_shape("score", score_B, mask_BT.shape[:1], "a number for each response")
     kl_coef = agent.kl_coef if cfg.kl_in == "reward" else 0.0
     reward_BT = formulas.token_rewards(score_B.to(mask_BT), rollout.kl_BT, mask_BT, kl_coef)
 
     estimate = find_estimator(cfg)
     advantage_BT = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=value_BT, gamma=cfg.gamma,
-                            lam=cfg.lam, group_size=cfg.responses_per_query)
-    require_shape(f"advantage {cfg.advantage}", advantage_BT, mask_BT.shape, "like reward_BT")
-    advantage_BT = advantage_BT.to(mask_BT)             # an estimator may return integers
+                            lam=cfg.lam, group_size=cfg.responses_per_query).to(mask_BT)
 
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
     if estimate.whiten:
@@ -129,11 +126,9 @@ def add_gradient(agent: Agent, mini_batch: Rollout, divisor: Tensor, sums: dict,
         value_BT = agent.critic(rows, hidden) if agent.critic else None
 
         loss_BT, metrics = losses(agent, rows, logp_BT, entropy_BT, value_BT)
-        require_shape("loss", loss_BT, rows.mask_BT.shape, "one value per token; take no mean or sum")
         (loss_BT[real].sum() / divisor).backward()
         for name, x_BT in metrics.items():
             x_BT, mask_BT = x_BT if isinstance(x_BT, tuple) else (x_BT, rows.mask_BT)
-            require_shape(name, x_BT, rows.mask_BT.shape, "one value per token; take no mean or sum")
             counted = (mask_BT * rows.mask_BT).bool()
             sums[name] = sums[name] + x_BT.detach()[counted].double().sum()
             counts[name] = counts[name] + counted.sum()
@@ -157,10 +152,3 @@ def apply_gradient(agent: Agent) -> float:
     agent.optimizer.step()
     agent.optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-def require_shape(name: str, x: Tensor, shape: torch.Size, what: str) -> None:
-    """Raises `UserError` unless an edited function returned a tensor of that shape."""
-    actual = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-    if actual != tuple(shape):
-        raise UserError(name, actual, f"must be a tensor of shape {tuple(shape)}: {what}")
