@@ -61,7 +61,8 @@ def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
     estimate = find_estimator(cfg)
     advantage_BT = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=value_BT, gamma=cfg.gamma,
                             lam=cfg.lam, group_size=cfg.responses_per_query).to(mask_BT)
-
+    if advantage_BT.shape != mask_BT.shape:
+        raise UserError("advantage", cfg.advantage, f"must return {tuple(mask_BT.shape)}, one value a token")
     return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
     if estimate.whiten:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
