@@ -61,7 +61,8 @@ class Ppo:
             scores = self.scores(queries, rollouts, rewards)
             task.learn(queries, rewards)
 
-            updates = [ppo_update(*of_role) for of_role in zip(run.roles, rollouts, scores, strict=True)]
+            updates = [ppo_update(agent, a, score_B)
+                       for agent, a, score_B in zip(run.roles, rollouts, scores, strict=True)]
             steps = [*map(RoleStep, self.roles, run.roles, rollouts, rewards, updates)]
             for agent in run.agents:
                 agent.adapt_kl_coef([step.rollout.kl_B for step in steps if step.agent is agent])
@@ -71,7 +72,8 @@ class Ppo:
                 run.evaluate(iteration)
 
             # role exchange: roles move, all state stays with its agent
-            if cfg.role_exchange_every and iteration % cfg.role_exchange_every == 0:
+            exchange = len(run.roles) > 1 and cfg.role_exchange_every > 0
+            if exchange and iteration % cfg.role_exchange_every == 0:
                 run.roles.append(run.roles.pop(0))
                 if cfg.reset_on_exchange:                   # DIFFERS: the released code always does
                     for agent in run.agents:
