@@ -72,10 +72,11 @@ def signals_noted() -> Iterator[None]:
     once. Outside the main thread, where Python sets no handlers, signals do what they did.
     """
     received.clear()
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, note_signal) for number in SIGNALS}
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.getsignal(number) for number in SIGNALS if is_main}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:                   # a job in a script's background
+            signal.signal(number, note_signal)
     try:
         yield
     finally:

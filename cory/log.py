@@ -2,8 +2,12 @@
 import json
 import os
 import shlex
+import textwrap
+from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
+from typing import Callable
 
 import pandas as pd
 from tqdm import tqdm
@@ -39,7 +43,7 @@ class Logger:
     """
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, done: int, wandb_id: str):
-        self.agents, self.wandb_id = agents, wandb_id
+        self.agents, self.wandb, self.wandb_id, self.failures = agents, None, wandb_id, set()
         self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
         if not processes().is_main:
             return
@@ -47,23 +51,23 @@ class Logger:
         for path in (self.metrics, self.samples):
             kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
             write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.wandb = start_wandb(cfg, run_dir, wandb_id)
-        self.wandb_id = self.wandb.id if self.wandb else wandb_id
+        self.guard(self.start_wandb, cfg, run_dir)
         self.bar = tqdm(total=cfg.iterations, initial=done, desc=short_name(cfg.method), dynamic_ncols=True)
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
+        """Waits for W&B's upload, for a minute at most."""
         if processes().is_main:
             self.bar.close()
-            if self.wandb:
-                self.wandb.finish(exit_code=int(kind is not None))
+        if self.wandb:
+            self.guard(self.wandb.finish, exit_code=int(kind is not None))
 
     def iteration(self, iteration: int, row: dict[str, float], samples: list[dict]) -> None:
         """A row of training metrics, by `NAME/AGENT` or `NAME`, and some texts."""
         if processes().is_main:
-            self.write(iteration, row)
+            self.write({"iteration": iteration} | row)
             append_jsonl(self.samples, samples)
             self.bar.set_postfix_str(bar_text(row, self.agents, self.rounding), refresh=False)
             self.bar.update()
@@ -71,23 +75,87 @@ class Logger:
     def evaluation(self, iteration: int, row: dict[str, float]) -> None:
         """A row of held-out metrics, `eval_NAME/AGENT`."""
         if processes().is_main:
-            self.write(iteration, row)
-            samples = read_jsonl(self.samples)
-            if self.wandb and samples:
-                import wandb
-                table = wandb.Table(dataframe=pd.DataFrame(samples), allow_mixed_types=True)
-                self.wandb.log({"iteration": iteration, "samples": table}, step=iteration)
+            self.write({"iteration": iteration} | row)
+        if self.wandb and iteration:
+            self.guard(self.samples_to_wandb, iteration)
 
-    def write(self, iteration: int, row: dict[str, float]) -> None:
-        row = {"iteration": iteration} | row
+    def write(self, row: dict[str, float]) -> None:
         append_jsonl(self.metrics, [row])
         if self.wandb:
-            self.wandb.log(row, step=iteration)
+            self.guard(self.to_wandb, row)
+
+    # --- Weights & Biases ---
+    def guard(self, call: Callable, *args, **named) -> None:
+        """Calls W&B. What fails there ends no training; each kind of error is said once."""
+        try:
+            call(*args, **named)
+        except Exception as error:
+            if type(error) not in self.failures:
+                where = f"; upload later with: {self.upload}" if self.wandb else ""
+                print(f"\nW&B failed, and the run goes on: {reason(error)}{where}", flush=True)
+            self.failures.add(type(error))
+
+    def start_wandb(self, cfg: Config, run_dir: Path) -> None:
+        """Without a key or a network a run is kept offline. `WANDB_MODE` can be `disabled`, too."""
+        mode = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
+        if mode == "disabled":
+            return
+        try:
+            self.wandb, why = init_wandb(cfg, run_dir, self.wandb_id, mode), "`wandb login` stores a key"
+        except Exception as error:
+            self.wandb, why = init_wandb(cfg, run_dir, self.wandb_id, "offline"), reason(error)
+        self.wandb_id, self.constants = self.wandb.id, {}
+        self.upload = "wandb sync " + shlex.quote(f"{self.wandb.settings.wandb_dir}/latest-run")
+        print(f"W&B is offline ({why}); upload later with: {self.upload}" if self.wandb.offline else
+              f"W&B: {self.wandb.url}", flush=True)
+        self.wandb.define_metric("*", step_metric="iteration")          # the x axis of every panel
+        for row in read_jsonl(self.metrics):        # a killed process has lost some; W&B drops what it has
+            self.to_wandb(row)
+
+    def to_wandb(self, row: dict[str, float]) -> None:
+        """The row with the mean over agents of each metric, and with each evaluation the bases' values."""
+        if row["iteration"] == 0:
+            self.constants = {key: x for key, x in row.items() if "/base" in key}
+        of_agents = defaultdict(list)
+        for key, value in row.items():
+            name, _, who = key.rpartition("/")
+            if who in self.agents:
+                of_agents[f"{name}/mean"].append(value)
+        means = {key: fmean(values) for key, values in of_agents.items()}
+        constants = self.constants if any(key.startswith("eval_") for key in row) else {}
+        self.wandb.log(constants | row | means, step=row["iteration"])
+
+    def samples_to_wandb(self, iteration: int) -> None:
+        import wandb
+        table = wandb.Table(dataframe=pd.DataFrame(read_jsonl(self.samples)), allow_mixed_types=True)
+        self.wandb.log({"samples": table}, step=iteration)
 
     def plot(self, iteration: int, path: Path) -> None:
         if self.wandb:
             import wandb
-            self.wandb.log({"iteration": iteration, "curves": wandb.Image(str(path))})
+            self.guard(lambda: self.wandb.log({"curves": wandb.Image(str(path))}, step=iteration))
+
+
+def init_wandb(cfg: Config, run_dir: Path, wandb_id: str, mode: str):
+    """A W&B run, offline if there is no key. Raises what W&B does, if it cannot be reached within 20 s."""
+    import wandb
+    settings = wandb.Settings(silent=True, console="off", init_timeout=20, finish_timeout=60,
+                              finish_timeout_raises=True)
+    wandb.setup(settings)                                           # makes `login` silent
+    if mode != "offline" and not wandb.login(prompt=False, verify=False):
+        mode = "offline"
+    what = [short_name(cfg.task), short_name(cfg.method), cfg.preset]
+    set_by_user = os.environ.get                                    # W&B's own variables come first
+    return wandb.init(
+        mode=mode, project=set_by_user("WANDB_PROJECT", cfg.wandb_project), config=asdict(cfg),
+        name=set_by_user("WANDB_NAME", run_dir.name), group=set_by_user("WANDB_RUN_GROUP", "-".join(what)),
+        tags=None if "WANDB_TAGS" in os.environ else what, id=wandb_id or None,
+        resume=None if mode == "offline" else "allow", settings=settings,
+        dir=Path(set_by_user("WANDB_DIR", run_dir.parent), run_dir.name))
+
+
+def reason(error: Exception) -> str:
+    return textwrap.shorten(str(error) or repr(error), 200)
 
 
 def bar_text(row: dict[str, float], agents: list[str], rounding: float) -> str:
@@ -103,23 +171,3 @@ def bar_text(row: dict[str, float], agents: list[str], rounding: float) -> str:
     gap = max(row.get(f"sampling_gap/{agent}", 0) for agent in agents)
     alarm = f", SAMPLING GAP {gap:.2g}: responses are not the trained policy's"
     return text if gap < rounding else text + alarm
-
-
-def start_wandb(cfg: Config, run_dir: Path, wandb_id: str):
-    """A W&B run, or None when disabled. Without a key it is kept offline, and says how to upload it."""
-    mode = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
-    if mode == "disabled":
-        return None
-    import wandb
-    settings = wandb.Settings(silent=True, console="off")
-    wandb.setup(settings)                                           # makes `login` silent
-    if mode == "online" and not wandb.login(prompt=False, verify=False):
-        mode = "offline"
-    run = wandb.init(mode=mode, project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name),
-                     id=wandb_id or None, resume="allow" if mode == "online" else None, config=asdict(cfg),
-                     dir=run_dir, settings=settings)
-    if mode == "offline":
-        print("W&B is offline (`wandb login` stores a key); upload later with: "
-              f"wandb sync {shlex.quote(str(run_dir))}/wandb/offline-run-*", flush=True)
-    run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
-    return run
