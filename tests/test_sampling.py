@@ -8,10 +8,9 @@ from transformers import GenerationConfig
 
 from cory.errors import UserError
 from cory.ppo import sampling
-from cory.ppo.cache import GrowingLayer
 from cory.ppo.formulas import token_logprobs
 from cory.ppo.rollout import collect_rollout
-from cory.ppo.sampling import Sample, decode, draw, encode_prompts, sample
+from cory.ppo.sampling import GrowingLayer, Sample, decode, draw, encode_prompts, sample
 
 END = "<|endoftext|>"
 RAGGED = ["a", "abcdefabc", "dd", "fedcba", "e"] * 4
@@ -172,14 +171,14 @@ def test_a_row_is_sampled_as_if_it_were_alone():
 
 def test_rows_that_have_ended_are_dropped_with_the_columns_that_only_they_use():
     model, computed, columns = tiny_gpt2(), [], []
-    body = model.body
+    hidden_states = model.hidden_states
 
     def counting(ids, mask, *rest):
         computed.append(len(ids))
         columns.append(mask.shape[1])
-        return body(ids, mask, *rest)
+        return hidden_states(ids, mask, *rest)
 
-    model.body = counting
+    model.hidden_states = counting
     lengths = sampled(model, RAGGED, 20).mask_BT.sum(1)
     assert len(computed) == lengths.max() and computed[0] == len(RAGGED) and computed[-1] < 10
     for step, rows in enumerate(computed):                      # at most a quarter of them has ended
