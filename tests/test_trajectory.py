@@ -67,16 +67,14 @@ def float64():
 
 
 def metrics_of(name: str, folder: Path) -> dict[str, list[float]]:
-    """By key, its values in the rows that have it, rounded. An agent's keys repeat those of its role."""
+    """By key, its values in the rows that have it, rounded."""
     script = {"imdb": train_imdb, "gsm8k": train_gsm8k}[name.partition("-")[0]]
     with float64():
         script.main([*QUICK.split(), *RUNS[name].split(), "--run_dir", str(folder)])
     found = {}
     for row in rows(folder):
-        played = {f"{role}/agent": int(agent[-1]) for role, agent in row.pop("roles", {}).items()}
-        for key, value in (row | played).items():
-            if not key.startswith("llm"):
-                found.setdefault(key, []).append(round(value, 10) + 0.0)        # never -0.0
+        for key, value in row.items():
+            found.setdefault(key, []).append(round(value, 10) + 0.0)            # never -0.0
     return found
 
 
