@@ -15,10 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
-from cory import config, errors, flags, train  # noqa: E402
-from cory.run import run  # noqa: E402
-from cory.system import device  # noqa: E402
-from cory.system.files import read_jsonl  # noqa: E402
+from cory import config, device, errors, log, run, train  # noqa: E402
 from cory.tasks import imdb  # noqa: E402
 
 PRESET = dict(dataset=str(config.ASSETS / "imdb/openings"), max_query_length=7, min_response_length=0,
@@ -30,12 +27,12 @@ PHASES = ("sampling_seconds", "logprob_seconds", "update_seconds", "seconds")
 @errors.exit_on_user_error
 def main() -> None:
     imdb.SentimentReward = lambda *_: lambda texts: [len(set(text)) / 50 for text in texts]
-    run.evaluate, run.Run.evaluate_team, run.Run.finish = lambda *_: {}, lambda *_: {}, lambda *_: None
+    run.Run.evaluate, run.Run.finish = lambda *_: None, lambda *_: None
     with tempfile.TemporaryDirectory() as folder:
-        cfg = flags.parse(config.ImdbConfig, {"speed": PRESET}, [*sys.argv[1:], "--run_dir", folder])
+        cfg = config.parse(config.ImdbConfig, {"speed": PRESET}, [*sys.argv[1:], "--run_dir", folder])
         cfg.require("iterations", cfg.iterations >= 2, "must be 2 or more: the first is left out")
         ended = train.train(cfg)
-        rows = read_jsonl(Path(folder) / "metrics.jsonl")[2:]
+        rows = log.read_jsonl(Path(folder) / "metrics.jsonl")[1:]
     medians = {phase: statistics.median(row[phase] for row in rows) for phase in PHASES}
     print(json.dumps(medians | {"peak_gib": device.peak_memory(ended.device)}))
 

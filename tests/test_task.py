@@ -1,19 +1,105 @@
-"""The stream of queries, held-out queries, and the check of rewards."""
+"""Reading rows and dividing them; the stream of queries, held-out queries, and the check of rewards."""
 import random
+import re
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from toys import bigram, settings
+from toys import bigram, error_line, settings
 
+import train_imdb
+from cory.config import Gsm8kConfig, ImdbConfig
 from cory.errors import UserError
-from cory.tasks.task import Data
-from cory.tasks.task import Task
+from cory.tasks.gsm8k import Gsm8k
+from cory.tasks.imdb import Imdb
+from cory.tasks.task import Data, Task, divided, load_columns
 
+ROWS = [f"{i} is the number of a film" for i in range(200)]
 WORDS = ["abcdef"[i % 6] * (1 + i // 6) for i in range(36)]         # a b c d e f aa bb ... ffffff
+SPLITS = ["train.jsonl", "validation.jsonl", "test.jsonl"]
+GOOD = '{"text": "a good film of one man"}\n'
 
 
+# --- data ---
+def test_a_blank_last_line_and_other_files_are_skipped(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a\u2028b", "n": "1"}\n' * 2 + " \n")
+    (tmp_path / "example_model_solutions.jsonl").write_text('{"question": "a"}\n')
+    for place in (tmp_path, tmp_path / "train.jsonl"):
+        assert load_columns(str(place), ["text"]) == {"train": ["a\u2028b"] * 2}
+        assert load_columns(str(place), ["n", "text"]) == {"train": [("1", "a\u2028b")] * 2}
+
+
+def test_of_the_hubs_layout_the_subset_is_read(tmp_path):
+    for subset in ("main", "socratic"):
+        (tmp_path / subset).mkdir()
+        (tmp_path / subset / "train.csv").write_text(f"text,n\n{subset},1\n")
+    assert load_columns(str(tmp_path), ["text"]) == {"train": ["main"]}
+
+
+@pytest.mark.parametrize("given", [{}, {"test": ROWS[150:]}])
+def test_what_is_missing_is_a_tenth_of_train_which_does_not_train_on_it(given, capsys):
+    """Rows are divided by content: one that stands twice is on one side."""
+    splits = {"train": ROWS[:150] * 2, **given}
+    data = divided(settings(), splits)
+    assert data == divided(settings(seed=1), splits)
+    train, validation, test = map(len, data)
+    said = f"{train} rows to train on, {validation} of validation, {test} of test\n"
+    assert capsys.readouterr().out == 2 * said
+    drawn = data.validation if given else data.validation + data.test
+    assert len(data.validation) == 15 and len(drawn) == (15 if given else 15 + 13)      # of 150, then of 135
+    assert sorted(data.train + drawn * 2) == sorted(splits["train"]) and given in ({}, {"test": data.test})
+    assert len(divided(settings(eval_queries=40), splits).validation) == 40
+
+
+def test_held_out_rows_that_are_trained_on_are_counted_in_one_line(capsys):
+    splits = {"train": ROWS[:100], "validation": ROWS[:8], "test": [*ROWS[98:118], ROWS[0], ROWS[0]]}
+    assert divided(settings(), splits)._asdict() == splits                  # used whole, as they are
+    assert capsys.readouterr().out.splitlines()[1:] == ["4 of 22 test rows are training rows, too"]
+
+
+def test_the_test_split_of_the_real_data_is_whole(real_data):
+    problems = Gsm8k.load_data(Gsm8kConfig(dataset=str(real_data / "gsm8k")))
+    assert [len(rows) for rows in problems] == [7473 - 747, 747, 1319]
+    assert not {*problems.train} & {*problems.validation, *problems.test}
+    reviews = Imdb.load_data(ImdbConfig(dataset=str(real_data / "imdb")))
+    assert len(reviews.test) == 25_000 and not {*reviews.train} & {*reviews.validation}
+
+
+@pytest.mark.parametrize("files, says", [
+    ({}, "data': cannot be read"),
+    ({"train.jsonl": GOOD * 2 + '{"text": "a'}, "train.jsonl, line 3: "),
+    ({"train.jsonl": GOOD + '{"review": "a", "n": 1}\n'}, "row 2': needs .*columns found: review, n; it"),
+    ({"train.jsonl": GOOD + '{"text": " "}\n'}, "row 2': "),
+    ({"train.csv": "text\n1\n2\n"}, "row 1': "),
+    ({"train.jsonl": GOOD + '["text"]\n'}, "row 2': .*found: none"),
+    ({"train.jsonl": GOOD + "null\n"}, "row 2': "), ({"train.jsonl": '[{"text": "a"}]'}, "row 1': "),
+    ({"train.jsonl": GOOD + '{"text": "a \\ud800 b"}\n'}, r"row 2': .*a \\ud800 b"),
+    ({"train.jsonl": GOOD * 9}, "eval_queries is 8: .* has 1 different rows"),
+    ({"test.jsonl": GOOD * 20}, "no split named train, only test"),
+    (dict(zip(SPLITS, (GOOD, GOOD * 20, GOOD * 20))), "batch_size is 8: .* only 1 rows"),
+    (dict(zip(SPLITS, (GOOD * 9, GOOD * 9, GOOD * 5))), "eval_queries is 8: .* only 5 rows")])
+def test_a_slip_is_one_line_before_any_model_is_loaded(files, says, small_flags, tmp_path, capsys):
+    for name, content in files.items():
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / name).write_text(content)
+    flags = ["--dataset", tmp_path / "data", "--run_dir", tmp_path / "run", "--model", "nobody/nothing"]
+    line = error_line(train_imdb.main, [*small_flags, *flags], capsys)
+    assert re.search(says, line) and not (tmp_path / "run").exists(), line
+
+
+@pytest.mark.parametrize("name", ["data", "gsm8k"])
+def test_a_name_without_an_owner_is_never_taken_from_a_cache(name, tmp_path, monkeypatch):
+    """`datasets` takes the folder `data` of another project from its cache, where none is here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cory.tasks.task.read_with_datasets", lambda name: {"train": [{"text": "another"}]})
+    with pytest.raises(UserError, match=f"dataset is '{name}': is no file or folder here"):
+        load_columns(name, ["text"])
+    assert load_columns(f"owner/{name}", ["text"]) == {"train": ["another"]}
+    assert len(load_columns("bundled:imdb/openings", ["text"])["train"]) > 1000
+
+
+# --- tasks ---
 class Letters(Task):
     def observer_prompts(self, queries, responses):
         return queries
