@@ -145,13 +145,16 @@ def init_wandb(cfg: Config, run_dir: Path, wandb_id: str, mode: str):
     if mode != "offline" and not wandb.login(prompt=False, verify=False):
         mode = "offline"
     what = [short_name(cfg.task), short_name(cfg.method), cfg.preset]
-    set_by_user = os.environ.get                                    # W&B's own variables come first
+    # W&B's own variables come before what is not set by a flag
+    project = cfg.wandb_project
+    if project == Config.wandb_project:
+        project = os.environ.get("WANDB_PROJECT", project)
     return wandb.init(
-        mode=mode, project=set_by_user("WANDB_PROJECT", cfg.wandb_project), config=asdict(cfg),
-        name=set_by_user("WANDB_NAME", run_dir.name), group=set_by_user("WANDB_RUN_GROUP", "-".join(what)),
+        mode=mode, project=project, name=os.environ.get("WANDB_NAME", run_dir.name), config=asdict(cfg),
+        group=os.environ.get("WANDB_RUN_GROUP", "-".join(what)),
         tags=None if "WANDB_TAGS" in os.environ else what, id=wandb_id or None,
         resume=None if mode == "offline" else "allow", settings=settings,
-        dir=Path(set_by_user("WANDB_DIR", run_dir.parent), run_dir.name))
+        dir=Path(os.environ.get("WANDB_DIR", run_dir.parent), run_dir.name))
 
 
 def reason(error: Exception) -> str:

@@ -178,7 +178,8 @@ class Task:
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError`."""
         mine = processes().rows(len(responses))
-        values, n = self.reward_of(queries[mine], responses[mine]), len(responses[mine])
+        n = len(responses[mine])
+        values = self.reward_of(queries[mine], responses[mine]) if n else []
         try:
             rewards = torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
         except (TypeError, ValueError, RuntimeError) as error:
