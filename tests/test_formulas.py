@@ -1,10 +1,12 @@
 """Each formula against arithmetic done by hand (written out beside it) or against its defining property."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from toys import close
+from toys import agent_of, bigram, close
 
+from cory.errors import UserError
 from cory.ppo import formulas as f
 
 
@@ -94,10 +96,17 @@ def test_kl_in_the_reward_and_in_the_loss_have_their_gradients_on_a_one_step_ban
 
 
 def test_adaptive_controller_by_hand():
-    # target 6, horizon 10000, n 256.  kl 7: error 1/6;  kl 60: clipped to 0.2;  kl 0: clipped to -0.2;
-    # kl 6: 0
-    for kl, error in ((7, 1 / 6), (60, 0.2), (0, -0.2), (6, 0.0)):
-        assert f.adapted_kl_coef(0.3, kl, 6.0, 10_000, 256) == pytest.approx(0.3 * (1 + error * 256 / 10_000))
-    # n 16, horizon 2: 1 - 0.2 * 16 / 2 = -0.6, and the factor is 0 at least;  n 8: 1 - 0.8
-    assert f.adapted_kl_coef(0.3, 0.0, 6.0, 2, 16) == 0
-    assert f.adapted_kl_coef(0.3, 0.0, 6.0, 2, 8) == pytest.approx(0.3 * 0.2)
+    agent = agent_of(bigram(), kl_target=6.0)
+    # horizon 10000, n 200 + 56.  kl 7: error 1/6;  kl 60: clipped to 0.2;  kl 0: clipped to -0.2
+    for kl, error in ((7.0, 1 / 6), (60.0, 0.2), (0.0, -0.2)):
+        agent.kl_coef = 0.3
+        agent.adapt_kl_coef([torch.full((200,), kl), torch.full((56,), kl)])
+        assert agent.kl_coef == pytest.approx(0.3 * (1 + error * 256 / 10_000))
+    agent.adapt_kl_coef([])                                     # of an agent that has not played
+    agent.cfg = replace(agent.cfg, kl_target=0.0)
+    agent.adapt_kl_coef([torch.zeros(256)])
+    assert agent.kl_coef == pytest.approx(0.3 * (1 - 0.2 * 256 / 10_000))
+    # -0.2 * 256 / 51.2 = -1: nothing would be left
+    agent.cfg = replace(agent.cfg, kl_target=6.0, kl_horizon=51.2)
+    with pytest.raises(UserError, match="kl_horizon is 51.2: must exceed 0.2 x 256 responses"):
+        agent.adapt_kl_coef([torch.zeros(256)])

@@ -20,7 +20,6 @@ from transformers import (
 from cory.config import IMDB_PRESETS, ImdbConfig, parse
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
-from cory.ppo.formulas import token_logprobs
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts, sample
 from cory.run import Run
@@ -33,19 +32,6 @@ def load(small, **changes) -> LanguageModel:
 
 
 # --- logits ---
-def test_logprob_t_belongs_to_response_token_t():
-    """Against log-probabilities read off the bigram table by hand."""
-    model = bigram()
-    table = model.lm.head.weight.T.log_softmax(-1)
-    response = torch.tensor([[2, 5, 0], [1, 1, 3]])     # after the prompts "ab" and "d": last letters b, d
-    hidden = model.response_hidden(*encode_prompts(model, ["ab", "d"], 3), response).flatten(0, 1)
-    logp = table[[[1, 2, 5], [3, 1, 1]], response].flatten()
-    close(token_logprobs(model.logprobs(hidden), response.flatten()), logp)
-    again, entropy = model.logp_and_entropy(hidden, response.flatten())
-    close(again, logp)
-    close(entropy[0], -(table[1].exp() * table[1]).sum())       # after the letter b
-
-
 def test_logits_are_those_of_transformers_own_forward_pass(small):
     """Also where gelu_new is computed as the same function by another name."""
     assert read(small / "lm" / "config.json")["activation_function"] == "gelu_new"

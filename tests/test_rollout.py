@@ -139,18 +139,12 @@ def test_what_is_taken_apart_and_joined_is_as_it_was(advantage):
 
 def test_a_replay_of_the_last_rollout_trains_on_both():
     """Two rollouts of unlike lengths, in one step: its loss is the mean over the tokens of both."""
-    agent = moved(agent_of(tiny_gpt2(), num_ppo_epochs=2, mini_batch_size=16, batch_size=16,
-                           learning_rate=1e-9))
+    agent = moved(agent_of(tiny_gpt2(), mini_batch_size=16, batch_size=16, learning_rate=1e-9))
     last, now = collect_rollout(agent, PROMPTS, 12), collect_rollout(agent, ["ab"] * 8, 3)
     score_B = torch.arange(16.0)
     both = join([last, now], pad_id=agent.policy.tokenizer.eos_token_id)
     assert both.mask_BT.sum() == last.mask_BT.sum() + now.mask_BT.sum() and both.text == last.text + now.text
     entropies = [ppo_update(agent, part, score_B[:8])["entropy"] * part.mask_BT.sum() for part in (last, now)]
-    # eta follows the KL of whole responses, once for 16 of them: 0.3 (1 + 0.1 * 16 / 4)
-    kl = (last.kl_BT.sum() + now.kl_BT.sum()).item() / 16
-    agent.cfg = replace(agent.cfg, kl_target=kl / 1.1, kl_horizon=4)
     metrics = ppo_update(agent, both, score_B)
-    agent.adapt_kl_coef([last.kl_B, now.kl_B])
     assert metrics["entropy"] == pytest.approx((sum(entropies) / both.mask_BT.sum()).item(), rel=1e-5)
-    assert metrics["score"] == 7.5 and metrics["grad_norm"] > 0 and metrics["kl_coef"] == 0.3
-    assert agent.kl_coef == pytest.approx(0.42)
+    assert metrics["score"] == 7.5 and metrics["grad_norm"] > 0
