@@ -1,28 +1,20 @@
-"""The GSM8K task: prompts, the room that a context leaves, rewards, and the answers in its data."""
+"""The GSM8K task: prompts, rewards, the answers in its data, and the forms in which models write numbers."""
 import json
+from decimal import Decimal
 
 import pytest
-import torch
+from toys import bigram
 
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
-from cory.loading import load_language_model
-from cory.ppo.sampling import encode_prompts
-from cory.tasks.gsm8k import EXAMPLE, Gsm8k
-
-
-@pytest.fixture(scope="module")
-def base(problems):
-    return load_language_model(str(problems / "lm"), Gsm8kConfig(), torch.device("cpu"))
+from cory.tasks.gsm8k import EXAMPLE, Gsm8k, gold_answer, last_number, strict
 
 
 @pytest.fixture
-def gsm8k(base, problems):
+def gsm8k(problems):
     def task(**changes) -> Gsm8k:
-        small = dict(dataset=str(problems), batch_size=8, mini_batch_size=8, gradient_accumulation_steps=1,
-                     eval_queries=8, max_response_length=12)
-        cfg = Gsm8kConfig(**(small | changes))
-        return Gsm8k(cfg, Gsm8k.load_data(cfg), base)
+        cfg = Gsm8kConfig(dataset=str(problems), batch_size=8, mini_batch_size=8, eval_queries=8, **changes)
+        return Gsm8k(cfg, Gsm8k.load_data(cfg), bigram())
     return task
 
 
@@ -34,31 +26,15 @@ def test_prompts_are_the_papers(gsm8k):
     assert bare.pioneer_prompts(["How many?"]) == ["Question: How many? Answer:"]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_the_context_holds_the_longest_prompt_and_two_responses_however_long(chat, gsm8k, base, monkeypatch):
-    """Sampled bytes that are no UTF-8 become signs of three bytes each. What leaves room is not cut."""
-    monkeypatch.setattr(base, "chat_template", chat)
-    monkeypatch.setattr(base.tokenizer, "chat_template", "[{{ messages[0].content }}]")
-    question = "Ann has 10 train eggs and gets 10 more. How many?"
-    prompt, = gsm8k().observer_prompts([question], [""])
-    most = (1024 - len(prompt) - 2 * chat - 8) // 2
-    task = gsm8k(max_response_length=most)
-    prompts = task.observer_prompts([question], [task.cut("\ufffd" * most)])
-    assert encode_prompts(base, prompts, most).ids_BP.shape[1] > 1010 - most
-    assert task.cut("x" * most) == "x" * most
-    with pytest.raises(UserError, match=f"max_response_length is {most + 1}: .*context of 1024"):
-        gsm8k(max_response_length=most + 1)
-
-
 def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest(gsm8k):
-    task, strict, text = (gsm8k(checker=name) for name in ("last_number", "strict", "builtins:str"))
+    task, marked, text = (gsm8k(checker=name) for name in ("last_number", "strict", "builtins:str"))
     queries = task.batch(1).queries[:5]
     gold = [task.gold[query] for query in queries]
     responses = [f" so {gold[0]}.", f"#### {gold[1]}", f" {gold[2]} + 1 = {gold[2] + 1}", " none", ""]
     assert task.reward(queries, responses).tolist() == [1, 1, 0, 0, 0]
     assert task.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.4}
-    assert strict.reward(queries, responses).tolist() == [0, 1, 0, 0, 0]
-    assert strict.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.8}
+    assert marked.reward(queries, responses).tolist() == [0, 1, 0, 0, 0]
+    assert marked.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.8}
     assert text.reward(queries[:2], [f"{gold[0]}.0", f"x {gold[1]}"]).tolist() == [1, 0]
 
 
@@ -69,3 +45,55 @@ def test_a_question_has_one_answer_and_that_is_a_number(question, answer, says, 
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(UserError, match=f"row 2': its .*{says}"):
         Gsm8k.load_data(Gsm8kConfig(dataset=str(tmp_path)))
+
+
+# --- numbers ---
+NUMBERS = [             # what a response's last number is
+    ("42.", 42), ("$42", 42), ("1,234", 1234), ("$1,234.", 1234), ("12,345,678", 12345678),
+    ("1,23,456", 123456), ("3.50", "3.5"), (".5", "0.5"), ("1.2.3", 3), ("007", 7), ("5%", 5), ("2eggs", 2),
+    ("**42**", 42), (r"\boxed{42}", 42), ("5 + 4 = 9.", 9), ("x = 4, so 4 dozen", 4), ("42 apples.", 42),
+    ("5²", 5), ("15", 15), ("The answer is...42", 42), (r"-\$7", -7),
+    ("-7", -7), ("−7", -7), ("(-7)", -7), ("_-7_", -7), ("5 - 7 = -2", -2), ("-$7.50", "-7.5"),
+    ("- 7", 7), ("5-7", 7), ("10%-15%", 15), (r"\frac{14}{2}-7", 7), ("covid-19", 19),      # no signs
+    ("1e3", 1000), ("1E-2", "0.01"), ("1e1000", "1e1000"), ("9" * 400, "9" * 400),
+    ("1/2", 2), ("12:30", 30), ("1, 2", 2), ("3 234", 234), ("3\n234", 234), ("3\t234", 234),    # two numbers
+    ("４２", 42), ("１，２３４", 1234), ("1{,}234", 1234), ("a\x00\x07 12\ufffd", 12), ("5 of ٤", 5),
+    ("", None), ("no number", None), ("NaN", None), ("inf", None), ("-inf", None),
+    ("So 9. Question: Ann has 3. Answer: 7", 9), ("Question: how many? Answer: 4. Question: 5?", 4)]
+MARKED = [              # the last number, and OpenAI's strict rule
+    ("#### 42", 42, 42), ("#### -1,234", -1234, -1234), ("#### 42 apples.", 42, 42), ("#### 042", 42, 42),
+    ("#### $42", 42, None), ("####42", 42, None), ("42", 42, None), ("#### 1.2.3", 3, None),
+    ("#### 4 or rather #### 5", 5, 4), ("#### 9\nQuestion: b? #### 7", 9, 9), ("Question: 5 #### 7", 7, 7),
+    ("To answer the Question: 2 + 3 = 5. #### 5", 5, 5), ("So 9. Question: b? #### 7", 9, 7)]
+
+
+def number(value) -> Decimal | None:
+    return None if value is None else Decimal(value)
+
+
+@pytest.mark.parametrize("response, last, marked", [*((*case, None) for case in NUMBERS), *MARKED])
+def test_answers_are_read_as_numbers(response, last, marked):
+    assert (last_number(response), strict(response)) == (number(last), number(marked))
+
+
+@pytest.mark.parametrize("sep", [r"\,", "\u2009", "\u202f", "\u00a0", "'", "\u2019"], ids=ascii)
+def test_thousands_are_parted_in_groups_of_three(sep):
+    forms = {f"1{sep}234": 1234, f"so -$12{sep}345{sep}678.50 left": "-12345678.5", f"1{sep}234,567": 1234567,
+             f"1{sep}23": 23, f"1234{sep}567": 567, f"1{sep}2345": 2345, f"5{sep}": 5, f"1{sep}{sep}234": 234,
+             f"3{sep}+{sep}234": 234, f"year{sep}7": 7, f"0.6{sep}234": 234}
+    assert {response: last_number(response) for response in forms} == {r: number(n) for r, n in forms.items()}
+
+
+@pytest.mark.parametrize("solution, gold", [
+    ("5 + 4 = 9. #### 9", 9), ("#### 1,000,000", 1000000), ("#### -3", -3), ("#### 0.5", "0.5"), ("9", None),
+    ("####", None), ("#### nine", None), ("#### 3 4", None), ("#### 1 #### 2", 2), ("#### NaN", None)])
+def test_gold_answers(solution, gold):
+    assert gold_answer(solution) == number(gold)
+
+
+def test_every_real_gold_answer_is_read(real_data):
+    solutions = [json.loads(line)["answer"]
+                 for file in real_data.glob("gsm8k/*.jsonl") for line in file.open()]
+    gold = [gold_answer(solution) for solution in solutions]
+    assert len(gold) == 8792 and None not in gold and sum(value < 0 for value in gold) == 5
+    assert all(last_number(s) == strict(s) == value for s, value in zip(solutions, gold))

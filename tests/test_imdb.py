@@ -19,8 +19,8 @@ from transformers import (
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import Sample, decode, encode_prompts
-from cory.tasks.task import Data
 from cory.tasks.imdb import Imdb, SentimentReward
+from cory.tasks.task import Data
 
 CPU, END = torch.device("cpu"), "<|endoftext|>"
 BYTES = byte_tokenizer().backend_tokenizer

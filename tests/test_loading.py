@@ -15,13 +15,12 @@ from toys import agent_of, close, settings
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from cory import loading
-from cory.config import IMDB_PRESETS, ImdbConfig
+from cory.checkpoint import save_final
+from cory.config import IMDB_PRESETS, ImdbConfig, parse
 from cory.errors import UserError
-from cory.config import parse
 from cory.loading import load_language_model
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts, sample
-from cory.checkpoint import save_final
 from cory.run import Run
 
 CPU, END = torch.device("cpu"), "<|endoftext|>"
@@ -30,6 +29,11 @@ LOW = dict(dtype="bfloat16", lora_rank=2)               # weights in bfloat16
 
 def load(folder: Path, **changes) -> LanguageModel:
     return load_language_model(str(folder), settings(**changes), CPU)
+
+
+def require_refused(folder: Path, says="", **changes) -> None:
+    with pytest.raises(UserError, match=f"model is '{folder}': cannot be used .*{says}"):
+        load(folder, **changes)
 
 
 def save_tiny(kind: str, folder: Path, **changes) -> Path:
@@ -80,9 +84,7 @@ def test_a_row_of_a_model_that_is_taken_does_not_depend_on_its_batch(kind, tmp_p
     ("gemma2", dict(final_logit_softcapping=1.0, head_dim=4), {}), ("modernbert-decoder", {}, LOW),
     ("mamba", {}, {}), ("lfm2", dict(layer_types=["conv", "full_attention"]), {})])
 def test_a_model_that_would_be_scored_otherwise_than_sampled_is_refused(kind, changes, precision, tmp_path):
-    with pytest.raises(UserError, match=f"model is '{tmp_path}': cannot be used") as error:
-        load(save_tiny(kind, tmp_path, **changes), **precision)
-    assert "\n" not in str(error.value)
+    require_refused(save_tiny(kind, tmp_path, **changes), **precision)
 
 
 def test_a_base_in_bfloat16_keeps_its_head_in_float32_and_its_log_probabilities(tmp_path):
@@ -135,16 +137,14 @@ BROKEN = {
 def test_a_broken_folder_is_one_line(case, tmp_path):
     break_it, says = BROKEN[case]
     break_it(save_gpt2(tmp_path / "lm"))
-    with pytest.raises(UserError, match=f"model is '{tmp_path}/lm': cannot be used .*{says}") as error:
-        load(tmp_path / "lm", chat_template="chats" in case)
-    assert "\n" not in str(error.value)
+    require_refused(tmp_path / "lm", says, chat_template="chats" in case)
 
 
 def test_weights_that_no_policy_computes_with_may_be_left_out(tmp_path):
     """Value heads, and the masks that older files hold."""
     add_weights(save_gpt2(tmp_path), "v_head.summary.weight", "transformer.h.0.attn.bias",
                 "transformer.h.0.attn.masked_bias", "transformer.h.0.attn.attention.bias")
-    assert load(tmp_path).value_head is None
+    load(tmp_path)
 
 
 # --- tokenizers ---
@@ -174,8 +174,7 @@ def test_a_prompt_must_end_where_its_text_ends(single, tmp_path):
     if single.endswith("$A"):
         assert load(tmp_path).encode(["a"]) == [[256, 64]]
     else:
-        with pytest.raises(UserError, match="puts a token behind each prompt"):
-            load(tmp_path)
+        require_refused(tmp_path, "puts a token behind each prompt")
 
 
 def test_a_tokenizer_may_have_a_token_more_than_the_model_has_embeddings(tmp_path):
@@ -208,9 +207,7 @@ def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, t
     if isinstance(end, int):
         assert load(tmp_path, chat_template=True).end_ids == sorted({256, end})
     else:
-        with pytest.raises(UserError, match=f"cannot be used .*{end}") as error:
-            load(tmp_path, chat_template=True)
-        assert "\n" not in str(error.value)
+        require_refused(tmp_path, end, chat_template=True)
     assert load(tmp_path).end_ids == [256]
 
 
@@ -254,13 +251,12 @@ def test_a_name_of_the_hub_may_have_a_revision(name, place, revision, tmp_path, 
 
 
 @pytest.mark.parametrize("kind, changes, flags, says", [
-    ("bloom", dict(max_position_embeddings=None), [], "its config.json gives no context length"),
+    ("bloom", dict(max_position_embeddings=None), [], "/lm: its config.json gives no context length"),
     # attention and the shared expert: 1936 of 3536 weights per layer
     ("qwen2_moe", dict(shared_expert_intermediate_size=24, max_position_embeddings=160), ["--lora_rank", "2"],
-     "54.8% of its layers' weights have an adapter")])
+     "base: 54.8% of its layers' weights have an adapter")])
 def test_what_a_user_cannot_know_is_said_in_the_first_lines_of_a_run(
         kind, changes, flags, says, small_flags, tmp_path, capsys):
     model = save_tiny(kind, tmp_path / "lm", **changes)
-    flags = [*small_flags, "--model", str(model), "--run_dir", str(tmp_path / "run"), *flags]
-    with Run(parse(ImdbConfig, IMDB_PRESETS, flags)):
-        assert f"base: {says}" in capsys.readouterr().out
+    with Run(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--model", str(model), *flags]), tmp_path).logger:
+        assert says in capsys.readouterr().out

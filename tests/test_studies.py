@@ -12,8 +12,7 @@ import torch
 from toys import close, read, settings
 
 import train_imdb
-from cory.config import EXPERIMENTS
-from cory.config import parse
+from cory.config import EXPERIMENTS, parse
 from docs.studies import grid, methods, table
 
 
@@ -28,8 +27,8 @@ def test_a_grid_skips_resumes_and_reports(tmp_path, monkeypatch, capsys):
     done, far, cut, new = grid.plan(study, Path("studies/few").resolve())
     for run in (done, far, cut):
         run.folder.mkdir(parents=True)
-        (run.folder / "config.json").write_text('{"agents": ["llm1"], "agent_settings": {}, "alike": 1}')
-        (run.folder / "metrics.jsonl").write_text('{"iteration": 0, "eval/base/task_reward": 1}\n{"cut off')
+        (run.folder / "config.json").write_text('{"agents": {"llm1": "base"}, "alike": 1}')
+        (run.folder / "metrics.jsonl").write_text('{"iteration": 0, "eval_task_reward/base": 1}\n{"cut off')
     (done.folder / "eval.json").touch()
     Path(f"{far.folder}.log").write_text("c0ffee\nerror: grad_norm is nan: llm1 has diverged\n")
     assert grid.main(["few", "--jobs", "1"]) == 1
@@ -96,10 +95,13 @@ def test_statistics_by_hand():
         assert [table.collapsed(pd.DataFrame([base, base | {name: end}])) for end in ends] == [False, True]
 
 
-def test_methods_of_studies_change_the_score_alone():
-    agent, (own, partner) = SimpleNamespace(cfg=settings()), torch.tensor([[1.0, 2, 6], [0, 10, 20]])
-    close(methods.ZeroPpo().score(agent, None, own, None), [0, 0, 0])
-    close(methods.ShuffledCory().score(agent, None, own, partner), [12, 26, 1])
-    strangers, centred = (method().partner_rewards(own, partner, None, agent.cfg)
-                          for method in (methods.StrangersCory, methods.CentredCory))
-    close(torch.stack([*strangers, *centred]), [[10, 20, 0], [2, 6, 1], [-10, 0, 10], [-2, -1, 3]])
+def test_methods_of_studies_change_the_scores_alone():
+    """The observer's critic expects 5, 7 and 9 of its prompts."""
+    rewards = [torch.tensor([1.0, 2, 6]), torch.tensor([0.0, 10, 20])]
+    rollouts = [None, SimpleNamespace(value_BT=torch.tensor([[5.0, 0], [7, 0], [9, 0]]))]
+    for name, expected in {
+            "ZeroCory": [[0, 0, 0], [0, 0, 0]], "ShuffledCory": [[12, 26, 1], [12, 26, 1]],
+            "StrangersCory": [[11, 22, 6], [2, 16, 21]], "CentredCory": [[-9, 2, 16], [-2, 9, 23]],
+            "CriticCory": [[6, 9, 15], [0, 10, 20]]}.items():
+        method = getattr(methods, name)(settings(), None)
+        close(torch.stack(method.scores([], rollouts, rewards)), expected)

@@ -79,21 +79,19 @@ def make(run: GridRun) -> bool:
 
 
 def rows_of(run: GridRun) -> list[dict]:
-    """A row for each held-out evaluation and agent; iteration 0 is the agent's base."""
+    """A row for each held-out evaluation and agent; iteration 0 is its base, if it starts as that."""
     config = json.loads((run.folder / "config.json").read_text())
     lines = (run.folder / "metrics.jsonl").read_text().split("\n")[:-1]     # a kill may have cut off the last
     logged, rows = [json.loads(line) for line in lines], []
     about = {"task": run.task, "variant": run.variant, "seed": run.seed, "diverged": run.state == "diverged",
              "core_seconds": sum(row.get("seconds", 0) for row in logged),      # without evaluations
              "commit": run.log[0],
-             **{name: value for name, value in config.items() if name not in LEFT_OUT},
-             "agent_settings": str(config["agent_settings"])}
+             **{name: value for name, value in config.items() if name not in LEFT_OUT}}
     for row in logged:
-        for agent in config["agents"]:
-            base = f"base_{agent}" if f"eval/base_{agent}/kl" in row else "base"
-            prefixes = ("eval/team/", f"eval/{agent if row['iteration'] else base}/")
-            metrics = {key.removeprefix(prefix): value for prefix in prefixes for key, value in row.items()
-                       if key.startswith(prefix)}
+        for agent, base in config["agents"].items():
+            shown = {"team", agent if f"eval_kl/{agent}" in row else base}
+            keys = [(key, *key.removeprefix("eval_").split("/")) for key in row if key.startswith("eval_")]
+            metrics = {name: row[key] for key, name, who in keys if who in shown}
             if metrics:
                 reward = metrics.get("greedy_accuracy", metrics["task_reward"])
                 of_row = {"agent": agent, "iteration": row["iteration"], "reward": reward}
