@@ -128,7 +128,7 @@ class Cory(Ppo):
         return [r + lam * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
     def team_metrics(self, roles: list) -> dict[str, float]:
-        """Mean scores, and how the observer uses the pioneer's responses; metrics: docs/settings.md.
+        """The mean score, and how the observer uses the pioneer's responses; metrics: docs/settings.md.
 
         observer_after_*: omitted if the pioneer's rewards are all equal. For rewards of 0 and 1 they are
         P(second right | first right) and P(second right | first wrong).
@@ -142,8 +142,8 @@ class Cory(Ppo):
         rollouts = self.respond(roles, task.held_out_queries, sample)
         rewards = [task.reward(task.held_out_queries, a.text) for a in rollouts]
         scores = self.scores(task.held_out_queries, rollouts, rewards)
-        metrics = {f"{role}_score": score_B.mean().item()
-                   for role, score_B in zip(self.roles, scores, strict=True)}
+        metrics = {"score": fmean(score_B.mean().item() for score_B in scores)}
+
         (a1, *_, a2), (r1, *_, r2) = rollouts, rewards
         copies = [first.strip() == second.strip() for first, second in zip(a1.text, a2.text, strict=True)]
         metrics["observer_copies"] = fmean(copies)
