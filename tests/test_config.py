@@ -110,6 +110,11 @@ def test_bad_command_lines_are_one_line(argv, says, capsys):
     assert says in error_line(imdb, argv.split(), capsys)
 
 
+def test_a_misspelt_word_in_a_preset_is_refused():
+    with pytest.raises(UserError, match="kl_in is 'Loss': choose from reward, loss"):
+        parse(ImdbConfig, {"mine": {"kl_in": "Loss"}}, [])
+
+
 @pytest.mark.parametrize("argv, needs", [
     ("--method ppo --knowledge_transfer false", "a method of two agents"),
     ("--role_exchange_every 0 --reset_on_exchange", "--role_exchange_every above 0"),
