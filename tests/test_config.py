@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import dataclass, fields, replace
+from unittest.mock import Mock
 
 import pytest
 from toys import error_line, read, settings
@@ -69,13 +70,9 @@ def test_a_negative_number_and_a_home_are_read_as_one_means_them(monkeypatch):
 
 
 def test_ctrl_c_while_models_are_loaded_is_one_line(capsys):
-    @exit_on_user_error
-    def main():
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(SystemExit, match="130"):
+        exit_on_user_error(Mock(side_effect=KeyboardInterrupt))()
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_help_has_every_flag_with_the_presets_own_default(capsys):

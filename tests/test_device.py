@@ -1,12 +1,10 @@
 """What a machine decides of a run, on one without a GPU, too; and on a GPU that it computes as a CPU does."""
-from types import SimpleNamespace
-
 import pytest
 import torch
 from toys import rows, settings
 
 import train_imdb
-from cory.device import prepare_device, resolve_auto
+from cory.device import resolve_auto
 from cory.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 3)         # the fourth of several
@@ -31,19 +29,6 @@ def test_auto_takes_what_there_is_and_the_rest_is_refused(capability, device, dt
     else:
         cfg, place = resolve_auto(asked)
         assert (place, cfg.dtype) == expected
-
-
-@pytest.mark.parametrize("dtype, precision", [("float32", "ieee"), ("tf32", "tf32"), ("bfloat16", "tf32")])
-def test_a_gpu_is_prepared(monkeypatch, dtype, precision):
-    """By PyTorch's new setting of float32 products alone: beside the older one, reads of either raise. And
-    cuDNN's attention, whose backward pass gives NaN for left padding on some cards, is off.
-    """
-    matmul, off = SimpleNamespace(), []
-    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", off.append)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", None)
-    prepare_device(settings(dtype=dtype), CUDA)
-    assert vars(matmul) == {"fp32_precision": precision} and off == [False]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, or no TEST_GPU=1: it was not checked")

@@ -14,7 +14,6 @@ from toys import bigram, error_line, read, settings
 import train_imdb
 from cory import evaluate, train
 from cory.log import read_jsonl
-from cory.ppo.sampling import draw
 
 
 def test_pass_at_k_and_best_of_n_are_means_over_all_subsets():
@@ -100,11 +99,3 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
     assert "samples is 0" in error_line(evaluate.main, [run, "--samples", "0"], capsys)
     shutil.rmtree(run / "final")
     assert "is no finished run" in error_line(evaluate.main, [run], capsys)
-
-
-def test_another_temperature_in_draw_shows_in_held_out_evaluation(monkeypatch):
-    """Half the logits are drawn from, and log-probabilities are still those of the model."""
-    monkeypatch.setattr("cory.ppo.sampling.draw", lambda logp_BV, uniform_B: draw(
-        (logp_BV / 2).log_softmax(-1), uniform_B))
-    model = bigram(seed=3)
-    assert evaluate.evaluate(model, model, LETTERS.cfg, LETTERS)["sampling_gap"] > 0.1

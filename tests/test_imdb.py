@@ -68,7 +68,7 @@ def test_query_and_response_are_joined_as_the_model_wrote_them(raw, opening):
     assert task.observer_prompts([query], [response]) == [expected]
 
 
-def test_the_reward_is_the_raw_positive_logit_whatever_stands_beside(small, tmp_path):
+def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_beside(small, tmp_path):
     """A decoder must find where a text ends, whatever its config calls padding, and positions count from the
     left.
     """
@@ -77,15 +77,17 @@ def test_the_reward_is_the_raw_positive_logit_whatever_stands_beside(small, tmp_
         vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3, pad_token_id=5,
         id2label={0: "neg", 1: "pos"})).bfloat16().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)              # padding is END, 256
-    left = shutil.copytree(small / "classifier", tmp_path / "left")
+    left, one = (shutil.copytree(small / "classifier", tmp_path / name) for name in ("left", "one"))
     file = left / "tokenizer_config.json"
     file.write_text(json.dumps(read(file) | {"padding_side": "left"}))
+    DistilBertForSequenceClassification.from_pretrained(
+        one, num_labels=1, ignore_mismatched_sizes=True).save_pretrained(one)
     texts = ["the film was good", "one bad old dog of a story"]
-    for folder in (small / "classifier", tmp_path, left):
+    for folder in (small / "classifier", tmp_path, left, one):
         classifier = SentimentReward(str(folder), CPU)
         assert classifier.model.dtype == torch.float32
         ids = [classifier.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
-        logits = [classifier.model(row).logits[0, 1].item() for row in ids]
+        logits = [classifier.model(row).logits[0, -1].item() for row in ids]
         assert classifier(texts) == pytest.approx(logits, abs=1e-5) and abs(logits[0] - logits[1]) > 1e-3
 
 
@@ -100,12 +102,3 @@ def test_a_classifier_that_cannot_be_used_is_refused(file, changes, says, small,
     (tmp_path / file).write_text(json.dumps(read(tmp_path / file) | changes))
     with pytest.raises(UserError, match=f"reward_model is .*{says}"):
         SentimentReward(str(tmp_path), CPU, max_tokens=23)
-
-
-def test_the_only_logit_of_a_reward_model_is_the_reward(small, tmp_path):
-    lm = DistilBertForSequenceClassification.from_pretrained(small / "classifier", num_labels=1,
-                                                             ignore_mismatched_sizes=True)
-    lm.save_pretrained(tmp_path)
-    (classifier := SentimentReward(str(small / "classifier"), CPU)).tokenizer.save_pretrained(tmp_path)
-    inputs = classifier.tokenizer("one man", return_tensors="pt", return_token_type_ids=False)
-    assert SentimentReward(str(tmp_path), CPU)(["one man"]) == pytest.approx([lm(**inputs).logits.item()])

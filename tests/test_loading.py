@@ -118,6 +118,13 @@ def add_weights(folder: Path, *names: str) -> None:
     save_file(load_file(file) | {name: torch.zeros(2) for name in names}, file, metadata={"format": "pt"})
 
 
+def put_token_behind(folder: Path) -> None:
+    tokenizer = byte_tokenizer()
+    rule = TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 256)])
+    tokenizer.backend_tokenizer.post_processor = rule
+    tokenizer.save_pretrained(folder)
+
+
 BROKEN = {
     "nothing": (shutil.rmtree, ""), "an adapter": (lambda at: change(at, "adapter_config.json"), "merge"),
     "fewer layers": (config(n_layer=1), "leaves out transformer.h.1"),
@@ -129,6 +136,7 @@ BROKEN = {
     "a pickle": (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), "safetensors"),
     "no tokenizer": (lambda at: [file.unlink() for file in at.glob("tokenizer*")], "tokenizer"),
     "no template for chats": (config(), "no chat template"),
+    "a token behind": (put_token_behind, "puts a token behind each prompt"),
     "no EOS": (lambda at: byte_tokenizer(pad_token=END).save_pretrained(at), "no EOS token"),
     "no row for EOS": (lambda at: save_gpt2(at, vocab_size=256, eos_token_id=0), "out of range")}
 
@@ -164,17 +172,6 @@ def test_text_is_split_as_tokenizer_json_says(kind, tmp_path):
     for tokenizer in (agent.policy.tokenizer, AutoTokenizer.from_pretrained(tmp_path / "final/llm1")):
         assert tokenizer.tokenize("of 2023") == ["o", "f", "Ġ", "2", "0", "2", "3"]
         assert tokenizer.eos_token_id == 256
-
-
-@pytest.mark.parametrize("single", [f"{END} $A", f"$A {END}", "$A [SEP]"])
-def test_a_prompt_must_end_where_its_text_ends(single, tmp_path):
-    tokenizer, special = byte_tokenizer(eos_token=END, sep_token="[SEP]"), [(END, 256), ("[SEP]", 257)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
-    save_gpt2(tmp_path, tokenizer, vocab_size=258)
-    if single.endswith("$A"):
-        assert load(tmp_path).encode(["a"]) == [[256, 64]]
-    else:
-        require_refused(tmp_path, "puts a token behind each prompt")
 
 
 def test_a_tokenizer_may_have_a_token_more_than_the_model_has_embeddings(tmp_path):
@@ -232,13 +229,6 @@ def test_a_final_model_generates_what_was_evaluated(file, habit, tmp_path):
 
 
 # --- how it is loaded ---
-def test_weights_go_straight_to_the_gpu_of_this_process(monkeypatch):
-    monkeypatch.setattr(loading, "load_pretrained", asked := Mock(side_effect=ValueError))
-    with pytest.raises(UserError):
-        load_language_model("m", settings(), gpu := torch.device("cuda", 1))
-    assert asked.call_args.kwargs["device_map"] == {"": gpu}
-
-
 @pytest.mark.parametrize("name, place, revision", [
     ("some/model@v1.0", "some/model", "v1.0"), ("here@2", "here@2", "main")])
 def test_a_name_of_the_hub_may_have_a_revision(name, place, revision, tmp_path, monkeypatch):

@@ -97,22 +97,6 @@ def test_each_metric_of_an_update_and_of_an_evaluation_has_a_title_or_no_panel(s
     assert metrics == {*report.TITLES} | report.WITHOUT_PANEL
 
 
-def test_a_setting_that_a_run_is_older_than_has_its_default(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(report, "draw_runs", lambda *_: None)
-    old, new = write_run(tmp_path / "old"), write_run(tmp_path / "new", seed=1, kl_target=6.0)
-    report.main([str(old), str(new), "--out", str(tmp_path / "c.png")])
-    assert columns_of(capsys.readouterr().out)["runs"] == ["1", "1", "2", "2", "2", "2"]
-    other = write_run(tmp_path / "other", seed=1, kl_target=0.0)
-    assert "differ in kl_target; make a group" in error_line(report.main, [old, other], capsys)
-    report.main([str(old), str(other), "--by", "kl_target", "--out", str(tmp_path / "c.png")])
-    assert "CORY LLM1, kl_target 6.0" in capsys.readouterr().out
-
-
-def test_a_plot_of_no_known_kind_is_refused_before_the_table(tmp_path, capsys):
-    line = error_line(report.main, [write_run(tmp_path / "a"), "--out", "x.xyz"], capsys)
-    assert "out is 'x.xyz': must end in .png" in line
-
-
 def test_bands_and_running_means_by_hand():
     """Seeds 1 and 3 at iteration 5: mean 2, std sqrt(2). Iteration 6, which one lacks, is left out."""
     ax = Figure().subplots()
@@ -156,14 +140,17 @@ def test_values_of_a_setting_are_grouped_and_never_averaged(tmp_path, capsys, mo
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch):
+    """A setting that a run is older than has its default."""
     monkeypatch.setattr(report, "draw_runs", lambda *_: None)
     first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b", device="cuda", wandb="offline")
-    other = write_run(tmp_path / "c", gamma=0.9)
+    other = write_run(tmp_path / "c", gamma=0.9, kl_target=0.0)
     for words, says in (([first, again], "has the seed of"), ([first, first], "has the seed of"),
-                        ([first, other], "in gamma;"), ([first, "--by", "gama"], "did you mean gamma?"),
-                        ([tmp_path], "holds no run")):
+                        ([first, other], "in gamma, kl_target;"), ([tmp_path], "holds no run"),
+                        ([first, "--by", "gama"], "did you mean gamma?"),
+                        ([first, "--out", "x.xyz"], "out is 'x.xyz': must end in .png")):
         assert says in error_line(report.main, words, capsys)
-    report.main([str(first), str(write_run(tmp_path / "p", method="my:Chain", base=0.3))])  # another device
+    chain = write_run(tmp_path / "p", method="my:Chain", base=0.3, kl_target=6.0)
+    report.main([str(first), str(chain), "--out", str(tmp_path / "c.png")])
     shown = columns_of(capsys.readouterr().out)
     assert {"CORY LLM1", "CHAIN LLM1"} < {*shown} and shown["base"][:2] == ["2", "0.15 ± 0.21"]  # 0, 0.3
     (again / "eval.json").unlink()

@@ -66,16 +66,6 @@ def test_tables_and_plots_are_made_of_the_rows(tmp_path, monkeypatch, capsys):
     assert {path.stem for path in here.glob("*.png")} == {*table.PLOTS}
 
 
-def test_a_difference_stands_under_its_figure():
-    at_end, along = (("imdb", "untested", "a, x", "b, x"), ("imdb", "frontiers", "a", "b"))
-    one, two = (table.Difference(mean, mean, mean, 1, n) for mean, n in ((1, 3), (2, 2)))
-    found = {(*at_end, "kl"): one, (*at_end, "KL at equal reward"): two, (*along, "KL at equal reward"): two}
-    lines = table.differences_table(found, {(*along, "KL at equal reward")}).splitlines()
-    assert lines[0] == "| variant | less | seeds | kl | KL at equal reward |"
-    assert lines[2].startswith("| a, x | b, x | 2 | +1.00")           # the fewest seeds of its figures
-    assert lines[3] == "| a | b | 2 |  | +2.00 [+2.00, +2.00]* |"
-
-
 def test_statistics_by_hand():
     """x = 0 .. 4: mean 2, s / sqrt(5) = sqrt(0.5), t of 4 degrees 2.776; t = 2.828, p = 0.0474 (tables).
     At a KL of 2, where CORY's second agent ends, PPO has 1 and CORY (0.6 + 1) / 2. Frontiers of rewards 3 KL,
