@@ -320,7 +320,7 @@ def with_flags(config_class: type[Config], defaults: dict, argv: list[str]) -> C
     given = parser.parse_args(argv)
     config = config_class(**vars(given))
     for name, needs in config.without_effect().items():
-        if getattr(config, name) != parser.get_default(name):
+        if getattr(config, name) != parser.get_default(name) and os.environ.get("RANK", "0") == "0":
             print(f"--{name} has no effect here: it needs {needs}", file=sys.stderr)
     return config
 
