@@ -1,7 +1,7 @@
 """Each estimator against arithmetic done by hand; the bandit; and estimators of one's own."""
 import pytest
 import torch
-from toys import agent_of, bigram, close, generator
+from toys import agent_of, bigram, close, generator, moved
 
 from cory.errors import UserError
 from cory.ppo import formulas
@@ -112,10 +112,13 @@ def test_an_estimator_of_ones_own_has_a_critic_and_is_whitened_as_it_says():
     # returns 0..3: minus the mean of the others -2, -2/3, 2/3, 2, times 3
     close(rollout.advantage_BT, torch.tensor([-6.0, -2, 2, 6] * 2)[:, None] * rollout.mask_BT)
     assert rollout.return_BT is None and agent.critic is None
-    agent = agent_of(bigram(), advantage="test_advantages:with_critic", init_kl_coef=0.0)
-    rollout = with_advantages(collect_rollout(agent, ["a"] * 8, 3), torch.arange(8.0), agent)
-    close(rollout.advantage_BT, formulas.whiten(rollout.return_BT, rollout.mask_BT))
-    assert rollout.return_BT.sum() == 28                    # the critic says 0: the rewards, and not whitened
+    whitened = dict(advantage="test_advantages:with_critic", init_kl_coef=0.5)
+    for kl_in, eta in (("reward", 0.5), ("loss", 0.0)):
+        agent = moved(agent_of(bigram(), kl_in=kl_in, **whitened))
+        rollout = with_advantages(collect_rollout(agent, ["a"] * 8, 3), torch.arange(8.0), agent)
+        reward_BT = formulas.token_rewards(torch.arange(8.0), rollout.kl_BT, rollout.mask_BT, eta)
+        close(rollout.advantage_BT, formulas.whiten(reward_BT - rollout.value_BT, rollout.mask_BT), 1e-5)
+        close(rollout.return_BT, reward_BT)
 
 
 @pytest.mark.parametrize("name, k, says", [

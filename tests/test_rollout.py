@@ -135,16 +135,3 @@ def test_what_is_taken_apart_and_joined_is_as_it_was(advantage):
     for some in (parts[0], replace(parts[1], weight_BT=None)), (replace(parts[0], weight_BT=None), parts[1]):
         with pytest.raises(UserError, match="rollout.weight_BT is in some of the rollouts to join"):
             join([*some], pad_id=6)
-
-
-def test_a_replay_of_the_last_rollout_trains_on_both():
-    """Two rollouts of unlike lengths, in one step: its loss is the mean over the tokens of both."""
-    agent = moved(agent_of(tiny_gpt2(), mini_batch_size=16, batch_size=16, learning_rate=1e-9))
-    last, now = collect_rollout(agent, PROMPTS, 12), collect_rollout(agent, ["ab"] * 8, 3)
-    score_B = torch.arange(16.0)
-    both = join([last, now], pad_id=agent.policy.tokenizer.eos_token_id)
-    assert both.mask_BT.sum() == last.mask_BT.sum() + now.mask_BT.sum() and both.text == last.text + now.text
-    entropies = [ppo_update(agent, part, score_B[:8])["entropy"] * part.mask_BT.sum() for part in (last, now)]
-    metrics = ppo_update(agent, both, score_B)
-    assert metrics["entropy"] == pytest.approx((sum(entropies) / both.mask_BT.sum()).item(), rel=1e-5)
-    assert metrics["score"] == 7.5 and metrics["grad_norm"] > 0

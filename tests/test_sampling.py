@@ -7,8 +7,8 @@ from transformers import GenerationConfig
 
 from cory.errors import UserError
 from cory.ppo import sampling
-from cory.ppo.rollout import collect_rollout
-from cory.ppo.sampling import GrowingLayer, Sample, decode, draw, encode_prompts, sample
+from cory.ppo.rollout import collect_rollout, sample_rollout
+from cory.ppo.sampling import GrowingLayer, Sample, decode, draw, encode_prompts
 
 END = "<|endoftext|>"
 RAGGED = ["a", "abcdefabc", "dd", "fedcba", "e"] * 4
@@ -28,8 +28,7 @@ def numbers(limit: int, rows: int) -> torch.Tensor:
 
 
 def sampled(model, prompts: list[str], limit: int, greedy=False):
-    uniform_TB = None if greedy else numbers(limit, len(prompts))
-    return sample(model, encode_prompts(model, prompts, limit), limit, uniform_TB)
+    return sample_rollout(model, prompts, limit, None if greedy else numbers(limit, len(prompts)))
 
 
 # --- prompts and masks ---
@@ -39,13 +38,10 @@ def sampled(model, prompts: list[str], limit: int, greedy=False):
     (".a", 4, [1, 2, 6], "bc"),         # an EOS inside a prompt survives and stops nothing
     ("c", 3, [6], "")])                 # a response that is nothing but EOS still has one token
 def test_mask_and_text_of_responses(prompt, limit, ids, text):
-    model = bigram(path_model(*"abc."))
-    prompts = encode_prompts(model, [prompt], limit)
-    assert prompts.ids_BP.tolist() == [[LETTERS.index(letter) for letter in prompt]]
-    assert prompts.mask_BP.min() == 1
-    drawn = sample(model, prompts, limit, numbers(limit, 1))
+    drawn = sampled(bigram(path_model(*"abc.")), [prompt], limit)
+    assert drawn.prompt_BP.tolist() == [[LETTERS.index(letter) for letter in prompt]]
+    assert drawn.prompt_mask_BP.min() == 1 and drawn.text == [text]
     assert drawn.response_BT.tolist() == [ids] and drawn.mask_BT.tolist() == [[1] * len(ids)]
-    assert decode(model, prompts, drawn) == [text]
 
 
 def test_a_prompt_must_have_tokens_with_embeddings_and_leave_the_response_room():
@@ -64,8 +60,7 @@ def test_every_end_of_turn_that_the_model_knows_ends_a_response(listed, ends):
     model = bigram(path_model(*"fedcba."))
     model.lm.generation_config = GenerationConfig(eos_token_id=listed)
     assert model.end_ids == ends
-    letters = decode(model, encode_prompts(model, ["f"], 9), sampled(model, ["f"], 9))[0]
-    assert letters == {6: "edcba", 0: "edcba", 2: "edc"}[ends[0]]
+    assert sampled(model, ["f"], 9).text == [{6: "edcba", 0: "edcba", 2: "edc"}[ends[0]]]
 
 
 def test_a_text_is_that_of_its_response_alone_without_special_tokens():
@@ -106,7 +101,6 @@ def test_an_edit_of_what_is_drawn_from_shows_in_sampling_gap(monkeypatch):
         return draw((2 * logp_BV).log_softmax(-1), uniform_B)
 
     agent = agent_of(bigram())
-    assert collect_rollout(agent, ["ab"] * 20, 5).sampling_gap < 1e-6
     monkeypatch.setattr("cory.ppo.sampling.draw", cold)
     assert collect_rollout(agent, ["ab"] * 20, 5).sampling_gap > 0.05
 
@@ -114,9 +108,7 @@ def test_an_edit_of_what_is_drawn_from_shows_in_sampling_gap(monkeypatch):
 def test_greedy_takes_the_likeliest_token_and_no_random_number():
     logits = torch.zeros(7, 7)
     logits[0, 3], logits[3, 4], logits[4, 6] = 1.0, 0.5, 0.5    # a -> d -> e -> EOS, each a little likelier
-    model = bigram(logits)
-    drawn = sampled(model, ["a", "d"], 9, greedy=True)
-    assert decode(model, encode_prompts(model, ["a", "d"], 9), drawn) == ["de", "e"]
+    assert sampled(bigram(logits), ["a", "d"], 9, greedy=True).text == ["de", "e"]
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -140,14 +132,13 @@ def test_a_row_is_sampled_as_if_it_were_alone(every, monkeypatch):
     drawn = sampled(model, RAGGED, limit)
     lengths = drawn.mask_BT.sum(1).int().tolist()
     assert min(lengths) == 1 and max(lengths) == limit and len(set(lengths)) > 5
-    assert drawn.logp_BT.min() < -2                             # it is not sure of all
+    assert drawn.sampling_logp_BT.min() < -2                    # it is not sure of all
     assert (drawn.response_BT[drawn.mask_BT == 0] == 6).all()
     monkeypatch.setitem(interval, "cpu", 1)
     for row, length in enumerate(lengths):
-        prompt = encode_prompts(model, RAGGED[row:row + 1], limit)
-        alone = sample(model, prompt, limit, uniform_TB[:, row:row + 1])
+        alone = sample_rollout(model, RAGGED[row:row + 1], limit, uniform_TB[:, row:row + 1])
         assert torch.equal(alone.response_BT[0], drawn.response_BT[row, :length])
-        close(alone.logp_BT[0], drawn.logp_BT[row, :length], 1e-5)
+        close(alone.sampling_logp_BT[0], drawn.sampling_logp_BT[row, :length], 1e-5)
 
 
 def test_rows_that_have_ended_are_dropped_with_the_columns_that_only_they_use():
