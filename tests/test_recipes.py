@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from toys import read
 
 import train_gsm8k
 import train_imdb
@@ -20,27 +21,30 @@ SHORT = ("--iterations 2 --max_response_length 4 --num_ppo_epochs 1 --eval_every
          "--save_every 2").split()
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in RECIPES:
-        sys.modules.pop(name, None)
-
-
 def test_every_file_of_the_page_has_its_command():
     assert len(RECIPES) == PAGE.count("```python\n")
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_runs(name, folder, small_flags, problem_flags):
-    text, (script, *flags) = RECIPES[name]
+def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, capsys):
+    text, (script, *words) = RECIPES[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     Path(f"{name}.py").write_text(text)
     if name == "mention":
         runpy.run_path("mention.py", run_name="__main__")           # writes its data
     main = SCRIPTS.get(script) or importlib.import_module(name).main
-    small = problem_flags if script == "train_gsm8k.py" else small_flags
-    # of a flag that is given twice the last one holds
-    main([*small, *flags, *SHORT, "--run_dir", "run"])
-    assert Path("run/eval.json").exists()
+    small = [*(problem_flags if script == "train_gsm8k.py" else small_flags)]
+    if name != "crossplay":
+        # of a flag that is given twice the last one holds
+        main([*small, *words, *SHORT, "--run_dir", "run"])
+        assert "base" in read(Path("run/eval.json"))
+    else:
+        for seed, run_dir in enumerate(words):
+            train_imdb.main([*small, *SHORT, "--lora_rank", "2", "--seed", str(seed), "--run_dir", run_dir])
+        main(words)
+        said = capsys.readouterr().out
+        for run_dir in words:                                       # with itself it plays as in the run
+            score = read(Path(run_dir, "eval.json"))["team"]["pioneer_score"]
+            assert f"{run_dir} llm1, {run_dir} llm2: {score:.3f}\n" in said
+    sys.modules.pop(name, None)

@@ -4,15 +4,14 @@ import random
 import shlex
 import shutil
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
-from conftest import save_small
 from toys import (
     agent_of,
     bigram,
@@ -143,10 +142,8 @@ def test_a_finished_run_is_lengthened_or_finished_again(flags, tmp_path, capsys)
     assert "iterations is 2: the run has done 2; ask for more" in refused(capsys, three, "--iterations", "2")
 
 
-def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, flags, capsys):
+def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, capsys):
     whole = rows(copy)
-    line = error_line(train_imdb.main, [*flags, "--run_dir", copy], capsys)
-    assert "is not empty; continue a run with --resume" in line
     shutil.rmtree(copy / "checkpoints")
     assert "the run is finished" in refused(capsys, copy)
     shutil.rmtree(copy / "final")
@@ -155,25 +152,20 @@ def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, flag
 
 
 @pytest.mark.parametrize("value", [[Path()], fmean, random.Random(0)])
-def test_what_would_not_come_back_is_refused_when_it_is_saved(value, tmp_path):
-    """It takes no other checkpoint's place; and of those there are never more than two."""
+def test_what_comes_back_is_saved_and_all_else_is_refused(value, tmp_path):
+    """An attribute of an agent's, too. What is refused takes no other checkpoint's place."""
+    agent, other = agent_of(bigram()), agent_of(bigram(seed=1))
+    agent.sums, kept = {"of two": torch.ones(2)}, [(1, 2.5), {"a"}, {1: torch.ones(2)}, None]
     for iteration in (1, 2, 3):
-        save_checkpoint(tmp_path, iteration, [], {"x": [(1, 2.5), {"a", None}, {1: torch.ones(2)}, True]})
+        save_checkpoint(tmp_path, iteration, [agent], {"x": kept})
+    assert str(load_checkpoint(tmp_path, [other])["x"]) == str(kept)
+    assert same_tensors(other.sums, agent.sums)
+    assert same_tensors(other.trainable_parameters(), agent.trainable_parameters())
     with pytest.raises(UserError, match="what method, task or agents remember cannot be restored"):
         save_checkpoint(tmp_path, 4, [], {"x": value})
     assert [path.stem for path in checkpoints_of(tmp_path)] == ["iteration_000003"]
 
 
-def test_an_attribute_that_is_put_on_an_agent_is_saved_and_comes_back(tmp_path):
-    agent = agent_of(bigram())
-    agent.multiplier = {"of": torch.ones(2)}
-    save_checkpoint(tmp_path, 1, [agent], {})
-    other = agent_of(bigram())
-    load_checkpoint(tmp_path, [other])
-    assert torch.equal(other.multiplier["of"], torch.ones(2)) and other.name == "llm1"
-
-
-# --- damage ---
 def test_a_damaged_checkpoint_is_one_line_and_the_previous_one_goes_on(copy, capsys):
     newest, older = checkpoints_of(copy)
     whole = newest.read_bytes()
@@ -188,18 +180,19 @@ def test_a_damaged_checkpoint_is_one_line_and_the_previous_one_goes_on(copy, cap
         load_checkpoint(copy, [agent_of(bigram())])
 
 
-# --- other conditions ---
-def test_other_settings_are_refused(copy, capsys):
+def test_models_and_data_may_move_and_other_settings_may_not_change(copy, small, tmp_path, capsys):
     assert "seed was 0, now 5" in refused(capsys, copy, "--seed", "5")
+    here = shutil.copytree(small, tmp_path / "here")
+    resume(copy, "--iterations", 3, "--model", here / "lm", "--dataset", here / "openings",
+           "--reward_model", here / "classifier")
 
 
-def test_models_and_data_may_have_moved(flags, tmp_path):
-    there, here = save_small(tmp_path / "there"), tmp_path / "here"
-    places = {"--model": "lm", "--dataset": "openings", "--reward_model": "classifier"}
-    words = [word for flag, name in places.items() for word in (flag, str(there / name))]
-    train_imdb.main([*flags, *PPO, *words, "--iterations", "1", "--run_dir", str(tmp_path / "run")])
-    there.rename(here)
-    resume(tmp_path / "run", "--iterations", 2, *(word.replace(str(there), str(here)) for word in words))
+# --- folders and signals ---
+def test_a_folder_that_holds_a_run_and_a_file_are_refused(copy, flags, capsys):
+    assert "is not empty; continue a run with --resume" in error_line(
+        train_imdb.main, [*flags, "--run_dir", copy], capsys)
+    assert "is a file; name a folder" in error_line(
+        train_imdb.main, [*flags, "--run_dir", copy / "config.json"], capsys)
 
 
 def test_two_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -210,13 +203,6 @@ def test_two_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, m
     assert all(Path(name).is_dir() for name in names)
 
 
-def test_a_file_is_no_run_folder(flags, tmp_path, capsys):
-    (tmp_path / "notes").write_text("mine")
-    line = error_line(train_imdb.main, [*flags, "--run_dir", tmp_path / "notes"], capsys)
-    assert "notes': is a file; name a folder" in line and (tmp_path / "notes").read_text() == "mine"
-
-
-# --- signals, and two processes ---
 class Signalled(Ppo):
     """In iteration 2 comes a signal; meanwhile the run's folder is no other process's."""
     number = signal.SIGTERM
@@ -256,12 +242,7 @@ def test_a_second_signal_ends_at_once(monkeypatch):
         assert raised == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_run_in_a_thread_leaves_signals_alone():
-    def noted():
-        with device.signals_noted():
-            found.append(signal.getsignal(signal.SIGTERM))
-
-    found, thread = [], threading.Thread(target=noted)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(signal.SIGTERM)]
+def test_outside_the_main_thread_signals_do_what_they_did():
+    with ThreadPoolExecutor() as pool:
+        pool.submit(device.signals_noted().__enter__).result()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -30,10 +30,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
+from cory.config import Gsm8kConfig
+from cory.device import prepare_device
+from cory.evaluate import sample_responses
 from cory.ppo.model import LanguageModel
-from cory.run.held_out import sample_responses
-from cory.system.device import keep_freed_memory
-from cory.tasks.answers import gold_answer, last_number
+from cory.tasks.gsm8k import gold_answer, last_number
 
 CONTEXT = 2048  # tokens; rotary positions cost no weights
 
@@ -259,7 +260,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    keep_freed_memory()
+    prepare_device(Gsm8kConfig(), torch.device("cpu"))
     {"problems": make_problems, "lm": make_lm}[args.stage](args)
 
 
