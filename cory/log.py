@@ -37,6 +37,9 @@ def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
+INIT_SECONDS = 20                   # to reach W&B
+
+
 class Logger:
     """Writes all of these, in the main process. A resumed log drops the rows past `done`, the last iteration
     that was saved. As a context manager it ends the log.
@@ -58,11 +61,13 @@ class Logger:
         return self
 
     def __exit__(self, kind, error, traceback):
-        """Waits for W&B's upload, for a minute at most."""
         if processes().is_main:
             self.bar.close()
         if self.wandb:
-            self.guard(self.wandb.finish, exit_code=int(kind is not None))
+            if not self.wandb.offline:
+                print("finishing the upload to W&B, which may take a minute", flush=True)
+            failed = kind is not None and not issubclass(kind, SystemExit)      # a signal is no failure
+            self.guard(self.wandb.finish, exit_code=int(failed))
 
     def iteration(self, iteration: int, row: dict[str, float], samples: list[dict]) -> None:
         """A row of training metrics, by `NAME/AGENT` or `NAME`, and some texts."""
@@ -96,7 +101,7 @@ class Logger:
             self.failures.add(type(error))
 
     def start_wandb(self, cfg: Config, run_dir: Path) -> None:
-        """Without a key or a network a run is kept offline. `WANDB_MODE` can be `disabled`, too."""
+        """Without a key or a network, the run is kept offline."""
         mode = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
         if mode == "disabled":
             return
@@ -137,23 +142,22 @@ class Logger:
 
 
 def init_wandb(cfg: Config, run_dir: Path, wandb_id: str, mode: str):
-    """A W&B run, offline if there is no key. Raises what W&B does, if it cannot be reached within 20 s."""
+    """A W&B run, offline if there is no key. Raises whatever W&B does, e.g. if it is not reached in time."""
     import wandb
-    settings = wandb.Settings(silent=True, console="off", init_timeout=20, finish_timeout=60,
-                              finish_timeout_raises=True)
+    settings = wandb.Settings(mode=mode, silent=True, console="off", init_timeout=INIT_SECONDS,
+                              finish_timeout=60, finish_timeout_raises=True)
     wandb.setup(settings)                                           # makes `login` silent
     if mode != "offline" and not wandb.login(prompt=False, verify=False):
-        mode = "offline"
+        settings.mode = "offline"
     what = [short_name(cfg.task), short_name(cfg.method), cfg.preset]
     # W&B's own variables come before what is not set by a flag
     project = cfg.wandb_project
     if project == Config.wandb_project:
         project = os.environ.get("WANDB_PROJECT", project)
     return wandb.init(
-        mode=mode, project=project, name=os.environ.get("WANDB_NAME", run_dir.name), config=asdict(cfg),
-        group=os.environ.get("WANDB_RUN_GROUP", "-".join(what)),
-        tags=None if "WANDB_TAGS" in os.environ else what, id=wandb_id or None,
-        resume=None if mode == "offline" else "allow", settings=settings,
+        project=project, name=os.environ.get("WANDB_NAME", run_dir.name), id=wandb_id or None,
+        group=os.environ.get("WANDB_RUN_GROUP", "-".join(what)), resume="allow", config=asdict(cfg),
+        tags=None if "WANDB_TAGS" in os.environ else what, settings=settings,
         dir=Path(os.environ.get("WANDB_DIR", run_dir.parent), run_dir.name))
 
 

@@ -22,9 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-for number in (signal.SIGINT, signal.SIGHUP):  # a script or nohup ignores them, and a run keeps to that
-    if signal.getsignal(number) == signal.SIG_IGN:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a script's background, and a run keeps to that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SIZES = (
     "--batch_size 8 --mini_batch_size 4 --gradient_accumulation_steps 2 --eval_queries 8 --eval_every 3 "

@@ -124,7 +124,7 @@ def test_an_estimator_of_ones_own_has_a_critic_and_is_whitened_as_it_says():
 @pytest.mark.parametrize("name, k, says", [
     ("unmarked", 1, r"advantage is 'test_advantages:unmarked': .* put @estimator\(critic="),
     ("own", 1, "add --responses_per_query"),
-    ("one_each", 1, r"one_each is \(8,\): must be a tensor of shape \(8, ")])
+    ("one_each", 1, r"one_each': must return \(8, 3\), one value a token")])
 def test_estimators_that_cannot_be_are_refused(name, k, says):
     with pytest.raises(UserError, match=says):
         agent = agent_of(bigram(), advantage=f"test_advantages:{name}", responses_per_query=k)

@@ -1,44 +1,152 @@
 """The log of a run: its files, the bar's text, Weights & Biases, its resumption."""
+import os
+import shlex
+import signal
+import struct
 import subprocess
 import sys
+from multiprocessing import get_context
+from pathlib import Path
 
+import pytest
+import wandb
 from matplotlib.figure import Figure
 from toys import settings
+from wandb.proto.wandb_internal_pb2 import Record
 
-from cory.run.log import RunLog, bar_text
-from cory.system.files import read_jsonl
+from cory import log
+from cory.log import Logger, bar_text, read_jsonl
+
+VALUES = {"task_reward/llm1": 1.0, "kl_k1/llm1": 2.5, "kl_k1/llm2": 3.0}
+HELD_OUT = {"eval_kl/llm1": 0.1, "eval_kl/llm2": 0.3}
 
 
-def test_a_resumed_log_goes_on_in_its_files_and_in_wandb_whose_printed_command_runs(
-        tmp_path, capsys, monkeypatch):
-    import wandb
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr("wandb.login", lambda **_: False)               # there is no key
-    logged, log = [], wandb.Run.log
-    monkeypatch.setattr(wandb.Run, "log", lambda run, row, **at: logged.append(row) or log(run, row, **at))
-    folder, cfg = tmp_path / "a run", settings(wandb="auto", method="chain:Chain")
-    folder.mkdir()
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Of a run whose environment has no key and no settings of W&B."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "a run").mkdir()
+    return tmp_path / "a run"
+
+
+def a_log(folder: Path, done: int = 0, wandb_id: str = "") -> Logger:
+    return Logger(settings(wandb="auto", method="chain:Chain"), ["llm1", "llm2"], folder, done, wandb_id)
+
+
+def add(to: Logger, *iterations: int) -> None:
+    """Iteration 0 is an evaluation of the base alone."""
+    for i in iterations:
+        if i == 0:
+            to.evaluation(0, {"eval_kl/base": 0.0})
+        else:
+            to.iteration(i, VALUES, [{"iteration": i, "query": "q"}])
+            to.evaluation(i, HELD_OUT)
+
+
+def records(run_dir: Path) -> list[Record]:
+    """What a run of W&B has stored: records in pieces (1: a whole one, 4: its last) in blocks of 32 KiB."""
+    wandb.teardown()                                        # waits for what is still being written
+    data, at, found, whole = next(run_dir.glob("*.wandb")).read_bytes(), 7, [], b""
+    while at + 7 < len(data):
+        if at % 32768 > 32768 - 7:
+            at += -at % 32768
+        length, piece = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + 7:at + 7 + length]
+        at += 7 + length
+        if piece in (1, 4):
+            found.append(Record.FromString(whole))
+            whole = b""
+    return found
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [record.history.step.num for record in records(run_dir) if record.HasField("history")]
+
+
+def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(folder, monkeypatch):
+    logged, write = {}, wandb.Run.log
+    monkeypatch.setattr(wandb.Run, "log", lambda run, row, step: (
+        logged.setdefault(step, {}).update(row), write(run, row, step=step)))
     Figure().savefig(folder / "curves.png")
-    first = RunLog(cfg, ["llm1", "llm2"], folder, 0, "")
-    values = {"llm1/task_reward": 1.0, "llm1/kl": 2.5, "llm2/kl": 3.0, "eval/llm1/kl": 0.1}
-    for i in range(4):
-        first.iteration(i, values, [{"iteration": i, "query": "q"}], {"first": "llm1"})
-    assert first.bar.desc.startswith("Chain") and first.bar.postfix == "reward 1.00 / -, KL 2.50 / 3.00"
-    gaps = {"llm1/sampling_gap": 0.01, "llm2/sampling_gap": 0.31}
-    assert "KL - / -, SAMPLING GAP 0.31: responses" in bar_text(gaps, ["llm1", "llm2"])
-    first.plot(3, folder / "curves.png")
-    first.close()
+    with a_log(folder) as first:
+        add(first, 0, 1, 2, 3)
+        assert first.bar.desc.startswith("Chain") and first.bar.postfix == "reward 1.00 / -, KL 2.50 / 3.00"
+        first.plot(3, folder / "curves.png")
     rows = read_jsonl(folder / "metrics.jsonl")
-    assert rows == [{"iteration": i, "roles": {"first": "llm1"}, **values} for i in range(4)]
-    assert [len(row.pop("samples").data) for row in logged[1:4]] == [2, 3, 4]
-    assert logged[:4] == rows and logged[4].keys() == {"iteration", "curves"}
+    assert rows == [{"iteration": 0, "eval_kl/base": 0.0}] + [
+        {"iteration": i} | row for i in (1, 2, 3) for row in (VALUES, HELD_OUT)]
+    assert [len(logged[i].pop("samples").data) for i in (1, 2, 3)] == [1, 2, 3]
+    means = {"task_reward/mean": 1.0, "kl_k1/mean": 2.75, "eval_kl/mean": 0.2, "eval_kl/base": 0.0}
+    assert logged[2] == {"iteration": 2} | VALUES | HELD_OUT | means and "curves" in logged[3]
+    assert (first.wandb.group, first.wandb.tags) == ("imdb-Chain-defaults", ("imdb", "Chain", "defaults"))
+    with a_log(folder, 2):
+        pass
+    for name, kept in (("metrics.jsonl", [0, 1, 1, 2, 2]), ("samples.jsonl", [1, 2])):      # what is saved
+        assert [row["iteration"] for row in read_jsonl(folder / name)] == kept
+    gaps = {"sampling_gap/llm1": 0.01, "sampling_gap/llm2": 0.31}
+    assert "KL - / -, SAMPLING GAP 0.31: responses" in bar_text(gaps, ["llm1", "llm2"], 0.05)
+    assert "GAP" not in bar_text(gaps, ["llm1"], 0.05) and "GAP 0.01:" in bar_text(gaps, ["llm1"], 1e-3)
 
-    again = RunLog(cfg, ["llm1", "llm2"], folder, 2, first.wandb_id)
-    again.close()
-    assert again.wandb_id == first.wandb_id
-    for name in ("metrics.jsonl", "samples.jsonl"):                     # what no checkpoint knows is dropped
-        assert [row["iteration"] for row in read_jsonl(folder / name)] == [0, 1, 2]
-    command = capsys.readouterr().out.splitlines()[-1].partition("later with: ")[2]
-    command = command.replace("wandb sync", f"{sys.executable} -m wandb sync --dry-run")
-    shown = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert shown.returncode == 0 and "sync 2 run(s)" in shown.stdout + shown.stderr, shown
+
+def log_until_killed(folder: Path) -> None:
+    add(a_log(folder, wandb_id="same"), *range(60))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_after_a_kill_the_printed_command_uploads_each_iteration_once(folder, capsys):
+    child = get_context("fork").Process(target=log_until_killed, args=(folder,))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    with pytest.raises(ValueError), a_log(folder, 40, "same") as again:
+        add(again, 41, 42)
+        raise ValueError
+    assert again.wandb_id == "same"
+    command = shlex.split(capsys.readouterr().out.partition("later with: ")[2])
+    assert steps(Path(command[2])) == [*range(43)]
+    assert [record.exit.exit_code for record in records(Path(command[2])) if record.HasField("exit")] == [1]
+    done = subprocess.run([sys.executable, "-m", *command, "--dry-run"], cwd=folder, capture_output=True,
+                          text=True)
+    assert done.returncode == 0 and "sync 1 run(s)" in done.stdout + done.stderr, done
+
+
+@pytest.mark.parametrize("key, says", [("a" * 40, "connection refused"), ("short", "API key must have 40+")])
+def test_without_a_network_or_a_whole_key_a_run_is_offline(key, says, folder, capsys, monkeypatch):
+    monkeypatch.setattr(log, "INIT_SECONDS", 1)
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")          # nothing listens there
+    monkeypatch.setenv("WANDB_DIR", str(folder.parent / "elsewhere"))
+    monkeypatch.setenv("WANDB_PROJECT", "other")
+    wandb.teardown()                                                    # W&B reads its environment once
+    with a_log(folder) as offline:
+        pass
+    wandb.teardown()
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "W&B is offline" in said and says in said
+    assert f"wandb sync '{folder.parent}/elsewhere/a run/wandb/latest-run'" in said
+    assert offline.wandb.offline and offline.wandb.settings.project == "other"
+
+
+def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkeypatch):
+    def fail(*_, **__):
+        raise wandb.errors.AuthenticationError("no\nnetwork")
+
+    with a_log(folder) as whole:
+        monkeypatch.setattr("wandb.Table", fail)
+        add(whole, 0, 1, 2)
+        monkeypatch.setattr(wandb.Run, "log", fail)
+        add(whole, 3)
+    said = capsys.readouterr().out
+    assert said.count("W&B failed, and the run goes on: no network; upload later with: wandb sync") == 1
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 7
+    assert steps(Path(shlex.split(said)[-1])) == [0, 1, 2]              # without a table
+    monkeypatch.setenv("WANDB_MODE", "ofline")
+    add(a_log(folder, 3))
+    assert "the run goes on: 1 validation error" in capsys.readouterr().out
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setattr("wandb.init", fail)
+    add(a_log(folder, 3), 4)
+    assert "the run goes on: no network\n" in capsys.readouterr().out
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 9

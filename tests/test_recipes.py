@@ -45,6 +45,6 @@ def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, ca
         main(words)
         said = capsys.readouterr().out
         for run_dir in words:                                       # with itself it plays as in the run
-            score = read(Path(run_dir, "eval.json"))["team"]["pioneer_score"]
+            score = read(Path(run_dir, "eval.json"))["team"]["score"]
             assert f"{run_dir} llm1, {run_dir} llm2: {score:.3f}\n" in said
     sys.modules.pop(name, None)

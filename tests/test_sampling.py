@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 from cory.errors import UserError
 from cory.ppo import sampling
 from cory.ppo.rollout import collect_rollout, sample_rollout
-from cory.ppo.sampling import GrowingLayer, Sample, decode, draw, encode_prompts
+from cory.ppo.sampling import Sample, decode, draw, encode_prompts
 
 END = "<|endoftext|>"
 RAGGED = ["a", "abcdefabc", "dd", "fedcba", "e"] * 4
@@ -157,18 +157,3 @@ def test_rows_that_have_ended_are_dropped_with_the_columns_that_only_they_use():
         running = int((lengths > step).sum())
         assert running <= rows <= max(running / 0.75, running + 1)
     assert max(columns) < max(map(len, RAGGED)) + len(columns) - 1
-
-
-# --- the cache ---
-def test_the_cache_writes_a_token_into_its_place_and_copies_seldom():
-    """In the type of the values: rotary embeddings return keys in float32, also beside bfloat16."""
-    layer, copies = GrowingLayer(), 0
-    values = torch.randn(3, 2, 200, 4).bfloat16()
-    keys = -values.float()
-    layer.update(keys[:, :, :50], values[:, :, :50])
-    for t in range(50, 200):
-        before = layer.buffers[0].data_ptr()
-        k, v = layer.update(keys[:, :, t:t + 1], values[:, :, t:t + 1])
-        copies += layer.buffers[0].data_ptr() != before
-    assert torch.equal(k, -values) and torch.equal(v, values) and k.dtype == v.dtype == torch.bfloat16
-    assert layer.get_seq_length() == 200 and copies <= 4
