@@ -1,13 +1,11 @@
 """Each estimator against arithmetic done by hand; the bandit; and estimators of one's own."""
-from dataclasses import replace
-
 import pytest
 import torch
-from toys import agent_of, bigram, close, generator
+from toys import agent_of, bigram, close, generator, moved
 
 from cory.errors import UserError
 from cory.ppo import formulas
-from cory.ppo.advantages import gae, grpo, reinforce, rloo
+from cory.ppo.advantages import dr_grpo, estimator, gae, grpo, reinforce, rloo
 from cory.ppo.rollout import collect_rollout
 from cory.ppo.update import ppo_update, with_advantages
 
@@ -32,19 +30,22 @@ def test_reinforce_by_hand():
     close(reinforce(REWARD, MASK, 0.5), [[2, 2, 0], [2.75, 5.5, 1], [4, 0, 0], [-0.5, 1, 0]])
 
 
-def test_rloo_by_hand():
+@pytest.mark.parametrize("estimate, of_two, of_four", [
     # two queries with two responses each: 3 - 6, 6 - 3 | 4 - 0, 0 - 4
-    close(rloo(REWARD, MASK, 2), [[-3, -3, 0], [3, 3, 3], [4, 0, 0], [-4, -4, -4]])
     # one query with four, returns 3, 6, 4, 0: 3 - 10/3, 6 - 7/3, 4 - 9/3, 0 - 13/3
-    close(rloo(REWARD, MASK, 4)[:, 0], [-1 / 3, 11 / 3, 1, -13 / 3])
+    (rloo, [-3, 3, 4, -4], [-1 / 3, 11 / 3, 1, -13 / 3]),
+    # means 4.5 and 2; 13/4
+    (dr_grpo, [-1.5, 1.5, 2, -2], [-0.25, 2.75, 0.75, -3.25]),
+    # population standard deviations 1.5 and 2; variance (9 + 36 + 16 + 0)/4 - (13/4)^2 = 4.6875
+    (grpo, [-1, 1, 1, -1], [x / 4.6875**0.5 for x in (-0.25, 2.75, 0.75, -3.25)])])
+def test_comparisons_within_groups_by_hand(estimate, of_two, of_four):
+    for k, expected in ((2, of_two), (4, of_four)):
+        close(estimate(reward_BT=REWARD, mask_BT=MASK, group_size=k),
+              torch.tensor(expected)[:, None] * MASK, 1e-5)
 
 
-def test_grpo_by_hand():
-    # two queries: means 4.5 and 2, population standard deviations 1.5 and 2
-    close(grpo(REWARD, MASK, 2), [[-1, -1, 0], [1, 1, 1], [1, 0, 0], [-1, -1, -1]], 1e-5)
-    # one query: mean 13/4, variance (9 + 36 + 16 + 0)/4 - (13/4)^2 = 4.6875
-    close(grpo(REWARD, MASK, 4)[:, 0], torch.tensor([-0.25, 2.75, 0.75, -3.25]) / 4.6875**0.5, 1e-5)
-    # equal returns: nothing to learn, also where their float mean misses them by an ulp
+def test_grpo_of_equal_returns_is_0():
+    """Also where their float mean misses them by an ulp."""
     for value, k in ((7.0, 4), (1.3, 8), (-0.1, 8)):
         assert grpo(torch.full((k, 1), value), torch.ones(k, 1), k).abs().max() == 0
 
@@ -52,7 +53,7 @@ def test_grpo_by_hand():
 # --- the bandit ---
 GROUPS = dict(responses_per_query=4)
 FLAGS = [dict(), dict(advantage="reinforce"), dict(advantage="rloo", **GROUPS),
-         dict(advantage="grpo", **GROUPS), dict(advantage="grpo", kl_in="loss", **GROUPS),
+         dict(advantage="dr_grpo", **GROUPS), dict(advantage="grpo", kl_in="loss", **GROUPS),
          dict(lr_schedule="cosine"), dict(lr_schedule="linear")]
 
 
@@ -86,38 +87,42 @@ def test_without_reward_and_with_a_large_eta_the_policy_returns_to_the_reference
 
 
 # --- one's own ---
-def own(reward_BT, mask_BT, group_size, factor=3):      # asks for three, has one of its own; whole numbers
-    return (rloo(reward_BT, mask_BT, group_size) * factor).round().long()
+@estimator(critic=False, whiten=False, grouped=True)
+def own(reward_BT, mask_BT, group_size, **_):               # whole numbers
+    return (3 * rloo(reward_BT, mask_BT, group_size)).round().long()
 
 
-def with_critic(reward_BT, value_BT):
+@estimator(critic=True, whiten=True)
+def with_critic(reward_BT, value_BT, **_):
     return reward_BT - value_BT
 
 
-def strange(reward_BT, magic):
-    return reward_BT
-
-
-def one_each(reward_BT):
+@estimator(critic=False, whiten=False)
+def one_each(reward_BT, **_):
     return reward_BT.sum(1)
 
 
-def test_an_estimator_of_ones_own_goes_by_name_and_asks_for_what_it_needs():
+def unmarked(reward_BT, **_):
+    return reward_BT
+
+
+def test_an_estimator_of_ones_own_has_a_critic_and_is_whitened_as_it_says():
     agent = agent_of(bigram(), advantage="test_advantages:own", responses_per_query=4, init_kl_coef=0.0)
     rollout = with_advantages(collect_rollout(agent, ["a"] * 8, 3), torch.arange(8.0), agent)
     # returns 0..3: minus the mean of the others -2, -2/3, 2/3, 2, times 3
-    advantage_BT = torch.tensor([-6.0, -2, 2, 6] * 2)[:, None] * rollout.mask_BT
-    close(rollout.advantage_BT, advantage_BT)               # a comparison within groups is not whitened
-    assert rollout.return_BT is None and agent.policy.value_head is None
-    agent = agent_of(bigram(), advantage="test_advantages:with_critic", init_kl_coef=0.0)
-    assert agent.policy.value_head is not None
-    rollout = replace(rollout, value_BT=torch.zeros_like(rollout.mask_BT))
-    rollout = with_advantages(rollout, torch.arange(8.0), agent)
-    close(rollout.advantage_BT, formulas.whiten(rollout.return_BT, rollout.mask_BT))
+    close(rollout.advantage_BT, torch.tensor([-6.0, -2, 2, 6] * 2)[:, None] * rollout.mask_BT)
+    assert rollout.return_BT is None and agent.critic is None
+    whitened = dict(advantage="test_advantages:with_critic", init_kl_coef=0.5)
+    for kl_in, eta in (("reward", 0.5), ("loss", 0.0)):
+        agent = moved(agent_of(bigram(), kl_in=kl_in, **whitened))
+        rollout = with_advantages(collect_rollout(agent, ["a"] * 8, 3), torch.arange(8.0), agent)
+        reward_BT = formulas.token_rewards(torch.arange(8.0), rollout.kl_BT, rollout.mask_BT, eta)
+        close(rollout.advantage_BT, formulas.whiten(reward_BT - rollout.value_BT, rollout.mask_BT), 1e-5)
+        close(rollout.return_BT, reward_BT)
 
 
 @pytest.mark.parametrize("name, k, says", [
-    ("strange", 4, "asks for magic; it can have gamma, group_size, lam"),
+    ("unmarked", 1, r"advantage is 'test_advantages:unmarked': .* put @estimator\(critic="),
     ("own", 1, "add --responses_per_query"),
     ("one_each", 1, r"one_each is \(8,\): must be a tensor of shape \(8, ")])
 def test_estimators_that_cannot_be_are_refused(name, k, says):

@@ -1,10 +1,12 @@
 """Each formula against arithmetic done by hand (written out beside it) or against its defining property."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from toys import close
+from toys import agent_of, bigram, close
 
+from cory.errors import UserError
 from cory.ppo import formulas as f
 
 
@@ -43,14 +45,14 @@ def test_explained_variance_by_hand_and_for_nearly_constant_returns():
 
 # --- losses ---
 def test_policy_loss_by_hand_and_no_gradient_where_the_clip_wins():
-    logp = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5, 1.1]).log().requires_grad_()
+    logp = torch.tensor([1.25, 1.5, 0.5, 1.5, 0.75, 1.1]).log().requires_grad_()
     advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
-    # -min(ratio A, clip(ratio, 0.8, 1.2) A):
-    # -2;  -min(3, 2.4);  -min(1, 1.6);  -min(-3, -2.4);  -min(-1, -1.6);  -min(-2.2, -2.2)
-    loss = f.policy_loss(logp, advantage, 0.2)
-    close(loss.detach(), [-2.0, -2.4, -1.0, 3.0, 1.6, 2.2])
+    # -min(ratio A, clip(ratio, 0.8, 1.3) A):
+    # -min(2.5, 2.5);  -min(3, 2.6);  -min(1, 1.6);  -min(-3, -2.6);  -min(-1.5, -1.6);  -min(-2.2, -2.2)
+    loss = f.policy_loss(logp, advantage, 0.2, 0.3)
+    close(loss.detach(), [-2.5, -2.6, -1.0, 3.0, 1.6, 2.2])
     loss.sum().backward()
-    close(logp.grad[[1, 2, 3, 4, 5]], [0.0, -1.0, 3.0, 0.0, 2.2])           # -ratio A, or 0
+    close(logp.grad, [-2.5, 0.0, -1.0, 3.0, 0.0, 2.2])                      # -ratio A, or 0
 
 
 def test_value_loss_by_hand_and_its_gradient():
@@ -84,7 +86,7 @@ def test_kl_in_the_reward_and_in_the_loss_have_their_gradients_on_a_one_step_ban
 
     def charged(kl_N):
         reward_N1 = f.token_rewards(torch.zeros(4), kl_N.detach()[:, None], torch.ones(4, 1), kl_coef=0.7)
-        return gradient(p * f.policy_loss(logp - logp.detach(), reward_N1[:, 0], 0.2))
+        return gradient(p * f.policy_loss(logp - logp.detach(), reward_N1[:, 0], 0.2, 0.2))
 
     close(charged(f.kl_k1(logp, ref)), gradient(0.7 * exact))
     close(charged(exact.expand(4)), torch.zeros(4))             # the same whichever action was drawn
@@ -94,10 +96,17 @@ def test_kl_in_the_reward_and_in_the_loss_have_their_gradients_on_a_one_step_ban
 
 
 def test_adaptive_controller_by_hand():
-    # target 6, horizon 10000, n 256.  kl 7: error 1/6;  kl 60: clipped to 0.2;  kl 0: clipped to -0.2;
-    # kl 6: 0
-    for kl, error in ((7, 1 / 6), (60, 0.2), (0, -0.2), (6, 0.0)):
-        assert f.adapted_kl_coef(0.3, kl, 6.0, 10_000, 256) == pytest.approx(0.3 * (1 + error * 256 / 10_000))
-    # n 16, horizon 2: 1 - 0.2 * 16 / 2 = -0.6, and the factor is 0 at least;  n 8: 1 - 0.8
-    assert f.adapted_kl_coef(0.3, 0.0, 6.0, 2, 16) == 0
-    assert f.adapted_kl_coef(0.3, 0.0, 6.0, 2, 8) == pytest.approx(0.3 * 0.2)
+    agent = agent_of(bigram(), kl_target=6.0)
+    # horizon 10000, n 200 + 56.  kl 7: error 1/6;  kl 60: clipped to 0.2;  kl 0: clipped to -0.2
+    for kl, error in ((7.0, 1 / 6), (60.0, 0.2), (0.0, -0.2)):
+        agent.kl_coef = 0.3
+        agent.adapt_kl_coef([torch.full((200,), kl), torch.full((56,), kl)])
+        assert agent.kl_coef == pytest.approx(0.3 * (1 + error * 256 / 10_000))
+    agent.adapt_kl_coef([])                                     # of an agent that has not played
+    agent.cfg = replace(agent.cfg, kl_target=0.0)
+    agent.adapt_kl_coef([torch.zeros(256)])
+    assert agent.kl_coef == pytest.approx(0.3 * (1 - 0.2 * 256 / 10_000))
+    # -0.2 * 256 / 51.2 = -1: nothing would be left
+    agent.cfg = replace(agent.cfg, kl_target=6.0, kl_horizon=51.2)
+    with pytest.raises(UserError, match="kl_horizon is 51.2: must exceed 0.2 x 256 responses"):
+        agent.adapt_kl_coef([torch.zeros(256)])

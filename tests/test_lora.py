@@ -1,20 +1,22 @@
 """Agents and their reference on one frozen base."""
+from itertools import permutations
+
 import pytest
 import torch
 from conftest import save_gpt2, save_llama
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
-from toys import generator, moved, read, settings
+from toys import moved, read, settings
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from cory.checkpoint import save_final
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
-from cory.ppo.lora import load_adapter
+from cory.ppo.lora import Lora
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import collect_rollout
 from cory.ppo.sampling import encode_prompts, sample
 from cory.ppo.update import ppo_update
-from cory.run.checkpoint import save_final
 
 CPU, PROMPTS = torch.device("cpu"), ["Ann has 3 eggs.", "How many?", "5 + 4 =", "a"] * 2
 
@@ -33,38 +35,37 @@ def two_agents(folder, **changes) -> tuple[LanguageModel, list[Agent]]:
     return base, [Agent(name, base, cfg, i) for i, name in enumerate(("llm1", "llm2"))]
 
 
-def hidden_of(model: LanguageModel) -> torch.Tensor:
-    response = torch.randint(0, 256, (8, 6), generator=generator())
+def logits_of(model: LanguageModel) -> torch.Tensor:
     with torch.no_grad():
-        return model.response_hidden(*encode_prompts(model, PROMPTS, 6), response)
-
-
-def train_one_step(agent: Agent) -> None:
-    ppo_update(agent, collect_rollout(agent, PROMPTS, 6), torch.arange(8.0))
+        return model(*encode_prompts(model, PROMPTS, 6))
 
 
 def test_a_step_moves_the_adapter_and_the_critic_and_nothing_else(folder):
-    """All are one model and start alike, exactly. The base keeps its bits, whatever ran before."""
+    """All are one model and start alike, exactly. Each computes its own function, whatever ran before."""
     base, (one, two) = two_agents(folder)
     assert one.policy.lm is two.policy.lm is base.lm
-    reference = hidden_of(base)
-    assert torch.equal(hidden_of(one.policy), reference) and torch.equal(hidden_of(two.policy), reference)
-    trained = moved(one).policy.trainable_parameters()              # A has a gradient once B is not 0
+    models = one.policy, two.policy, base
+    reference = logits_of(base)
+    assert all(torch.equal(logits_of(model), reference) for model in models)
+    trained = moved(one).trainable_parameters()                     # A has a gradient once B is not 0
     before = {name: p.detach().clone() for name, p in {**dict(base.lm.named_parameters()), **trained}.items()}
-    train_one_step(one)
+    ppo_update(one, collect_rollout(one, PROMPTS, 6), torch.arange(8.0))
     assert not any(torch.equal(p, before[name]) for name, p in trained.items())
-    assert all("lora_" in name and ".llm1." in name or name.startswith("value_head.") for name in trained)
+    assert all("lora_" in name and ".llm1." in name or name.startswith("critic.") for name in trained)
     for name, p in base.lm.named_parameters():
         assert torch.equal(p, before[name]) != (f"lm.{name}" in trained), name
         assert p.requires_grad == ("lora_" in name)                 # also of the adapter that is not in use
-    assert torch.equal(hidden_of(base), reference) and torch.equal(hidden_of(two.policy), reference)
-    assert (hidden_of(one.policy) - reference).abs().max() > 1e-3
+    assert not one.is_base("a") and two.is_base("a")
+    mine, yours = logits_of(one.policy), logits_of(moved(two).policy)
+    assert (mine - reference).abs().max() > 1e-3 and (yours - mine).abs().max() > 1e-3
+    for order in permutations(zip(models, (mine, yours, reference))):
+        assert all(torch.equal(logits_of(model), expected) for model, expected in order)
 
 
 def test_adapters_are_drawn_by_agent_and_seed_alone(folder):
     def drawn(seed: int, index: int) -> torch.Tensor:
         torch.manual_seed(seed + index)
-        weights = two_agents(folder, seed=seed)[1][index].policy.trainable_parameters()
+        weights = two_agents(folder, seed=seed)[1][index].trainable_parameters()
         return next(p for name, p in weights.items() if "lora_A" in name)
 
     one = drawn(seed=0, index=0)
@@ -92,10 +93,10 @@ def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
     _, (agent, _) = two_agents("some/model@v1", model="some/model@v1")
     save_final(tmp_path, [moved(agent)])
     final, ids = tmp_path / "final" / "llm1", torch.arange(20)[None]
-    expected = agent.policy.logprobs(agent.policy.body(ids, torch.ones_like(ids), ids)[0])
+    expected = agent.policy(ids, torch.ones_like(ids))
     for lm in (AutoPeftModelForCausalLM.from_pretrained(final),
                AutoModelForCausalLM.from_pretrained(final, revision="v1")):
-        torch.testing.assert_close(lm.eval()(ids).logits.log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lm.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rounded", [dict(dtype="bfloat16"), dict(load_in_4bit=True)], ids=str)
@@ -110,7 +111,7 @@ def test_adapters_on_a_rounded_base_have_the_same_gradient_but_for_rounding(roun
         dequantize(plain[0].lm, low[0].lm)
     gradients = []
     for _, (one, _) in (low, plain):
-        rollout, trained = collect_rollout(one, PROMPTS, 6), one.policy.trainable_parameters()
+        rollout, trained = collect_rollout(one, PROMPTS, 6), one.trainable_parameters()
         assert rollout.kl_BT.abs().max() == 0 and {p.dtype for p in trained.values()} == {torch.float32}
         prompts, response = encode_prompts(one.policy, PROMPTS, 6), torch.arange(48).view(8, 6)
         hidden = moved(one).policy.response_hidden(*prompts, response).float()
@@ -130,8 +131,8 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     monkeypatch.chdir("/")
     final, ids = tmp_path / "final" / "llm1", torch.arange(20)[None]
     plain = AutoModelForCausalLM.from_pretrained(final).eval()
-    expected = agents[0].policy.logprobs(agents[0].policy.body(ids, torch.ones_like(ids), ids)[0])
-    torch.testing.assert_close(plain(ids).logits.log_softmax(-1), expected, atol=1e-5, rtol=1e-5)
+    expected = agents[0].policy(ids, torch.ones_like(ids))
+    torch.testing.assert_close(plain(ids).logits, expected, atol=1e-5, rtol=1e-5)
     rules = read(final / "adapter_config.json")
     assert rules["lora_alpha"] == 2 * rules["r"] == 8
     plain.generation_config = GenerationConfig.from_pretrained(final)
@@ -140,10 +141,10 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     assert torch.equal(generated[:, -12:], sample(agents[0].policy, prompts, 12, None).response_BT)
 
     base = load_language_model(str(folder), settings(), CPU)
-    ours = LanguageModel(base.lm, base.tokenizer, adapter=load_adapter(base.lm, "llm1", final))
-    assert torch.equal(hidden_of(ours), hidden_of(agents[0].policy))
+    ours = LanguageModel(base.lm, base.tokenizer, adapter=Lora.load(base.lm, "llm1", final))
+    assert torch.equal(logits_of(ours), logits_of(agents[0].policy))
     tensors = load_file(final / "adapter_model.safetensors")
     tensors.pop(min(tensors))
     save_file(tensors, final / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="lacks"):
-        load_adapter(load_language_model(str(folder), settings(), CPU).lm, "llm1", final)
+        Lora.load(load_language_model(str(folder), settings(), CPU).lm, "llm1", final)

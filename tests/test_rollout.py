@@ -5,9 +5,9 @@ import pytest
 import torch
 from toys import PROMPTS, agent_of, bigram, close, generator, moved, tiny_gpt2
 
-from cory.ppo import batches, formulas, rollout
-from cory.ppo.rollout import Rollout, collect_rollout, join, logprobs_and_values, sample_rollout, take
-from cory.ppo.sampling import Prompts, Sample
+from cory.errors import UserError
+from cory.ppo import formulas, rollout
+from cory.ppo.rollout import Rollout, collect_rollout, join, score_rollout, take
 from cory.ppo.update import ppo_update
 
 
@@ -19,15 +19,15 @@ def same_rows(a: Rollout, b: Rollout, tolerance=0.0) -> None:
 
 # --- what models make of responses ---
 @pytest.mark.parametrize("penalty", ["full", "k1"])
-def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty, monkeypatch):
+def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty):
     """Responses "ca." to "ab" and "f" to "d" follow b, c, a and d. The critic says 0.5 after a, b and c."""
     agent = agent_of(bigram(seed=1))
     agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=generator(2))
-    agent.policy.value_head.weight.data[0, :3] = 0.5
-    response, mask = torch.tensor([[2, 0, 6], [5, 6, 6]]), torch.tensor([[1.0, 1, 1], [1, 0, 0]])
-    monkeypatch.setattr(rollout, "sample", lambda *_: Sample(response, mask, torch.zeros(2, 3)))
-    head = agent.policy.value_head
-    scored = sample_rollout(agent.policy, agent.base, ["ab", "d"], 3, None, penalty, 1, head)
+    agent.critic.linear.weight.data[0, :3] = 0.5
+    mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
+    drawn = Rollout(["ca", "f"], torch.tensor([[0, 1], [6, 3]]), torch.tensor([[1, 1], [0, 1]]),
+                    torch.tensor([[2, 0, 6], [5, 6, 6]]), mask, torch.zeros(2, 3))
+    scored = score_rollout(drawn, agent.policy, agent.base, penalty, 1, agent.critic)
     off = 0.5 * mask * torch.tensor([1.0, -1.0, 1.0])       # apart, though not in the mean
     assert replace(scored, sampling_logp_BT=scored.logp_BT + off).sampling_gap == pytest.approx(0.5)
     logp_UV, ref_UV = (model.lm.head.weight.T.log_softmax(-1) for model in (agent.policy, agent.base))
@@ -40,7 +40,6 @@ def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty,
         assert scored.value_BT[b, t] == (0.5 if u < 3 else 0)
     for x_BT in (scored.logp_BT, scored.ref_logp_BT, scored.kl_BT, scored.value_BT):
         assert (x_BT[1, 1:] == 0).all()
-    assert scored.text == ["ca", "f"] and scored.mask_BT.sum(1).tolist() == [3, 1]
     close(scored.kl_B, scored.kl_BT[:, 0] + scored.kl_BT[:, 1] + scored.kl_BT[:, 2])
 
 
@@ -49,16 +48,36 @@ def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divi
     whole = collect_rollout(agent, PROMPTS, 12)
     assert len(set(whole.mask_BT.sum(1).tolist())) > 3 and whole.kl_B.min() > 1e-3
     assert whole.sampling_gap < 1e-5
-    prompts, sampled = (whole.prompt_BP, whole.prompt_mask_BP), Sample(whole.response_BT, whole.mask_BT, None)
-    policy = agent_of(agent.base).policy
-    unmoved = logprobs_and_values(policy, agent.base, Prompts(*prompts), sampled, "full", 8)
-    close(unmoved["logp_BT"], whole.ref_logp_BT, 1e-5)
-    assert unmoved["kl_BT"].abs().max() < 1e-6
-    monkeypatch.setitem(batches.MAX_TOKENS_PER_PASS, "cpu", 20)
+    unmoved = score_rollout(whole, agent_of(agent.base).policy, agent.base, "full", 8)
+    close(unmoved.logp_BT, whole.ref_logp_BT, 1e-5)
+    assert unmoved.kl_BT.abs().max() < 1e-6
+    monkeypatch.setitem(rollout.MAX_TOKENS_PER_PASS, "cpu", 20)
     monkeypatch.setattr(rollout, "lm_head_tokens", lambda model: 5)
     agent.draws = 0                                         # the same random numbers again
     same_rows(whole, collect_rollout(agent, PROMPTS, 12), 1e-5)
     assert collect_rollout(agent, PROMPTS, 12).text != whole.text
+
+
+def test_a_temperature_divides_the_logits_once_wherever_they_are_used():
+    """A half doubles them: in sampling, log-probabilities, KL, the reference, `forward` and the update, whose
+    gradient it doubles, too.
+    """
+    found = []
+    for temperature, scale in ((0.5, 1), (1.0, 2)):
+        base = bigram(scale * bigram().lm.head.weight.T)
+        base.temperature = temperature
+        agent = agent_of(base, advantage="reinforce", num_ppo_epochs=1)
+        agent.policy.lm.head.weight.data += scale * torch.randn(7, 7, generator=generator(2))
+        drawn, ids = collect_rollout(agent, PROMPTS, 12), torch.arange(7)[None]
+        agent.move_reference()
+        assert drawn.sampling_gap < 1e-6 and collect_rollout(agent, PROMPTS, 12).kl_BT.abs().max() == 0
+        metrics = ppo_update(agent, drawn, torch.arange(8.0)) | {"learning_rate": 0}
+        metrics["grad_norm"] *= scale
+        found.append((drawn, agent.base(ids, torch.ones_like(ids)), metrics))
+    (cold, cold_logits, cold_metrics), (plain, plain_logits, metrics) = found
+    same_rows(cold, plain, 1e-6)
+    close(cold_logits, plain_logits)
+    assert cold_metrics == pytest.approx(metrics, rel=1e-4) and cold.kl_B.min() > 0.1
 
 
 def test_both_estimators_of_the_kl_agree_with_the_exact_one_in_the_mean():
@@ -87,49 +106,32 @@ def test_a_token_that_both_models_exclude_costs_no_kl_and_does_no_harm():
 # --- rows ---
 @dataclass(frozen=True)
 class Scored(Rollout):
-    score_B: torch.Tensor | None = None                     # a field of one's own
-
-
-def scored_rollout(agent, prompts, limit) -> Scored:
-    return Scored(**vars(collect_rollout(agent, prompts, limit)), score_B=torch.arange(float(len(prompts))))
+    bonus_B: torch.Tensor | None = None                     # fields of one's own
+    weight_BT: torch.Tensor | None = None
 
 
 def test_rows_are_taken_without_the_padding_that_they_do_not_need():
     prompt, real = torch.tensor([[6, 6, 0], [1, 2, 3], [6, 4, 5]]), [[0, 0, 1], [1, 1, 1], [0, 1, 1]]
     response, mask = torch.tensor([[1, 6, 6], [2, 3, 4], [5, 5, 6]]), [[1.0, 0, 0], [1, 1, 1], [1, 1, 0]]
     x, mask = torch.arange(9.0).view(3, 3), torch.tensor(mask)
-    whole = Scored(["b", "cde", "ff"], prompt, torch.tensor(real), response, mask, x, x, x, x, value_BT=None,
-                   score_B=torch.arange(3.0))
+    whole = Scored(["b", "cde", "ff"], prompt, torch.tensor(real), response, mask, x,
+                   bonus_B=torch.arange(3.0), weight_BT=-x)
     part = take(whole, torch.tensor([2, 0]))
-    assert part.text == ["ff", "b"] and part.score_B.tolist() == [2, 0] and part.value_BT is None
+    assert part.text == ["ff", "b"] and part.bonus_B.tolist() == [2, 0] and part.value_BT is None
     assert part.prompt_BP.tolist() == [[4, 5], [6, 0]] and part.prompt_mask_BP.tolist() == [[1, 1], [0, 1]]
     assert part.response_BT.tolist() == [[5, 5], [1, 6]] and part.mask_BT.tolist() == [[1, 1], [1, 0]]
-    assert part.logp_BT.tolist() == [[6, 7], [0, 1]]
+    assert part.sampling_logp_BT.tolist() == [[6, 7], [0, 1]]
+    assert part.weight_BT.tolist() == [[-6, -7], [0, -1]]
 
 
-def test_what_is_taken_apart_and_joined_is_as_it_was():
-    """Also where the parts are padded less, and where agents have no critic."""
-    for changes in (dict(), dict(advantage="reinforce")):
-        whole = scored_rollout(moved(agent_of(tiny_gpt2(), **changes)), PROMPTS, 12)
-        parts = [take(whole, torch.tensor(rows)) for rows in ([0, 1], [2], [3, 4, 5, 6, 7])]
-        assert len({part.mask_BT.shape[1] for part in parts}) > 1
-        same_rows(join(parts, pad_id=6), whole)
-
-
-def test_a_replay_of_the_last_rollout_trains_on_both():
-    """Two rollouts of unlike lengths, in one step: its loss is the mean over the tokens of both."""
-    agent = moved(agent_of(tiny_gpt2(), num_ppo_epochs=2, mini_batch_size=16, batch_size=16,
-                           learning_rate=1e-9))
-    last, now = collect_rollout(agent, PROMPTS, 12), collect_rollout(agent, ["ab"] * 8, 3)
-    score_B = torch.arange(16.0)
-    both = join([last, now], pad_id=agent.policy.tokenizer.eos_token_id)
-    assert both.mask_BT.sum() == last.mask_BT.sum() + now.mask_BT.sum() and both.text == last.text + now.text
-    entropies = [ppo_update(agent, part, score_B[:8])["entropy"] * part.mask_BT.sum() for part in (last, now)]
-    # eta follows the KL of whole responses, once for 16 of them: 0.3 (1 + 0.1 * 16 / 4)
-    kl = (last.kl_BT.sum() + now.kl_BT.sum()).item() / 16
-    agent.cfg = replace(agent.cfg, kl_target=kl / 1.1, kl_horizon=4)
-    metrics = ppo_update(agent, both, score_B)
-    agent.adapt_kl_coef(last.kl_B, now.kl_B)
-    assert metrics["entropy"] == pytest.approx((sum(entropies) / both.mask_BT.sum()).item(), rel=1e-5)
-    assert metrics["score"] == 7.5 and metrics["grad_norm"] > 0 and metrics["kl_coef"] == 0.3
-    assert agent.kl_coef == pytest.approx(0.42)
+@pytest.mark.parametrize("advantage", ["gae", "reinforce"])
+def test_what_is_taken_apart_and_joined_is_as_it_was(advantage):
+    """Also where the parts are padded less, and where agents have no critic. What only some have is said."""
+    drawn = collect_rollout(moved(agent_of(tiny_gpt2(), advantage=advantage)), PROMPTS, 12)
+    whole = Scored(**vars(drawn), bonus_B=torch.arange(8.0), weight_BT=2 * drawn.mask_BT)
+    parts = [take(whole, torch.tensor(rows)) for rows in ([0, 1], [2], [3, 4, 5, 6, 7])]
+    assert len({part.mask_BT.shape[1] for part in parts}) > 1
+    same_rows(join(parts, pad_id=6), whole)
+    for some in (parts[0], replace(parts[1], weight_BT=None)), (replace(parts[0], weight_BT=None), parts[1]):
+        with pytest.raises(UserError, match="rollout.weight_BT is in some of the rollouts to join"):
+            join([*some], pad_id=6)

@@ -2,16 +2,13 @@
 import pytest
 import torch
 from conftest import byte_tokenizer
-from tokenizers.processors import TemplateProcessing
 from toys import LETTERS, agent_of, bigram, close, generator, tiny_gpt2
 from transformers import GenerationConfig
 
 from cory.errors import UserError
 from cory.ppo import sampling
-from cory.ppo.cache import GrowingLayer
-from cory.ppo.formulas import token_logprobs
-from cory.ppo.rollout import collect_rollout
-from cory.ppo.sampling import Sample, decode, draw, encode_prompts, sample
+from cory.ppo.rollout import collect_rollout, sample_rollout
+from cory.ppo.sampling import GrowingLayer, Sample, decode, draw, encode_prompts
 
 END = "<|endoftext|>"
 RAGGED = ["a", "abcdefabc", "dd", "fedcba", "e"] * 4
@@ -31,15 +28,7 @@ def numbers(limit: int, rows: int) -> torch.Tensor:
 
 
 def sampled(model, prompts: list[str], limit: int, greedy=False):
-    uniform_TB = None if greedy else numbers(limit, len(prompts))
-    return sample(model, encode_prompts(model, prompts, limit), limit, uniform_TB)
-
-
-def rescored(model, prompts: list[str], limit: int, drawn) -> torch.Tensor:
-    """The log-probabilities of sampled tokens by one forward pass over whole rows."""
-    hidden = model.response_hidden(*encode_prompts(model, prompts, limit), drawn.response_BT)
-    logp = token_logprobs(model.logprobs(hidden.flatten(0, 1)), drawn.response_BT.flatten())
-    return logp.view_as(drawn.mask_BT) * drawn.mask_BT
+    return sample_rollout(model, prompts, limit, None if greedy else numbers(limit, len(prompts)))
 
 
 # --- prompts and masks ---
@@ -49,13 +38,10 @@ def rescored(model, prompts: list[str], limit: int, drawn) -> torch.Tensor:
     (".a", 4, [1, 2, 6], "bc"),         # an EOS inside a prompt survives and stops nothing
     ("c", 3, [6], "")])                 # a response that is nothing but EOS still has one token
 def test_mask_and_text_of_responses(prompt, limit, ids, text):
-    model = bigram(path_model(*"abc."))
-    prompts = encode_prompts(model, [prompt], limit)
-    assert prompts.ids_BP.tolist() == [[LETTERS.index(letter) for letter in prompt]]
-    assert prompts.mask_BP.min() == 1
-    drawn = sample(model, prompts, limit, numbers(limit, 1))
+    drawn = sampled(bigram(path_model(*"abc.")), [prompt], limit)
+    assert drawn.prompt_BP.tolist() == [[LETTERS.index(letter) for letter in prompt]]
+    assert drawn.prompt_mask_BP.min() == 1 and drawn.text == [text]
     assert drawn.response_BT.tolist() == [ids] and drawn.mask_BT.tolist() == [[1] * len(ids)]
-    assert decode(model, prompts, drawn) == [text]
 
 
 def test_a_prompt_must_have_tokens_with_embeddings_and_leave_the_response_room():
@@ -68,26 +54,13 @@ def test_a_prompt_must_have_tokens_with_embeddings_and_leave_the_response_room()
             encode_prompts(model, ["a", prompt], 6)
 
 
-def test_a_tokenizers_bos_stands_before_the_prompt():
-    model = bigram(torch.eye(257))
-    model.tokenizer = byte_tokenizer(bos_token=END, eos_token=END)
-    model.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{END} $A", special_tokens=[(END, 256)])
-    b, c = model.tokenizer("bc", add_special_tokens=False)["input_ids"]
-    prompts = encode_prompts(model, ["ab", "c"], 3)
-    assert prompts.ids_BP[:, -1].tolist() == [b, c]
-    assert prompts.ids_BP[0, 0] == prompts.ids_BP[1, 1] == 256
-    assert prompts.mask_BP.tolist() == [[1, 1, 1], [0, 1, 1]]
-
-
 @pytest.mark.parametrize("listed, ends", [(None, [6]), (0, [0, 6]), ([6, 2], [2, 6])])
 def test_every_end_of_turn_that_the_model_knows_ends_a_response(listed, ends):
     """A chat model may end its turn with another token than its tokenizer's EOS."""
     model = bigram(path_model(*"fedcba."))
     model.lm.generation_config = GenerationConfig(eos_token_id=listed)
     assert model.end_ids == ends
-    letters = decode(model, encode_prompts(model, ["f"], 9), sampled(model, ["f"], 9))[0]
-    assert letters == {6: "edcba", 0: "edcba", 2: "edc"}[ends[0]]
+    assert sampled(model, ["f"], 9).text == [{6: "edcba", 0: "edcba", 2: "edc"}[ends[0]]]
 
 
 def test_a_text_is_that_of_its_response_alone_without_special_tokens():
@@ -128,7 +101,6 @@ def test_an_edit_of_what_is_drawn_from_shows_in_sampling_gap(monkeypatch):
         return draw((2 * logp_BV).log_softmax(-1), uniform_B)
 
     agent = agent_of(bigram())
-    assert collect_rollout(agent, ["ab"] * 20, 5).sampling_gap < 1e-6
     monkeypatch.setattr("cory.ppo.sampling.draw", cold)
     assert collect_rollout(agent, ["ab"] * 20, 5).sampling_gap > 0.05
 
@@ -136,9 +108,7 @@ def test_an_edit_of_what_is_drawn_from_shows_in_sampling_gap(monkeypatch):
 def test_greedy_takes_the_likeliest_token_and_no_random_number():
     logits = torch.zeros(7, 7)
     logits[0, 3], logits[3, 4], logits[4, 6] = 1.0, 0.5, 0.5    # a -> d -> e -> EOS, each a little likelier
-    model = bigram(logits)
-    drawn = sampled(model, ["a", "d"], 9, greedy=True)
-    assert decode(model, encode_prompts(model, ["a", "d"], 9), drawn) == ["de", "e"]
+    assert sampled(bigram(logits), ["a", "d"], 9, greedy=True).text == ["de", "e"]
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -151,52 +121,42 @@ def test_a_nan_is_said_before_any_response_is_used(greedy, value):
 
 
 # --- rows that have ended ---
-def test_a_row_is_sampled_as_if_it_were_alone():
-    """By its own random numbers, beside longer prompts, and whoever else has ended and been dropped. Its
-    log-probabilities are those of a pass over the whole row, and dropout is off in both.
+@pytest.mark.parametrize("every", [1, 7, 100])
+def test_a_row_is_sampled_as_if_it_were_alone(every, monkeypatch):
+    """By its own random numbers, beside longer prompts, and whoever else has ended and been dropped, however
+    seldom that is asked.
     """
     model, limit = tiny_gpt2(), 10
-    uniform_TB = numbers(limit, len(RAGGED))
+    uniform_TB, interval = numbers(limit, len(RAGGED)), sampling.EOS_CHECK_INTERVAL
+    monkeypatch.setitem(interval, "cpu", every)
     drawn = sampled(model, RAGGED, limit)
     lengths = drawn.mask_BT.sum(1).int().tolist()
     assert min(lengths) == 1 and max(lengths) == limit and len(set(lengths)) > 5
-    close(drawn.logp_BT, rescored(model, RAGGED, limit, drawn), 1e-5)
-    assert drawn.logp_BT.min() < -2                             # it is not sure of all
+    assert drawn.sampling_logp_BT.min() < -2                    # it is not sure of all
     assert (drawn.response_BT[drawn.mask_BT == 0] == 6).all()
+    monkeypatch.setitem(interval, "cpu", 1)
     for row, length in enumerate(lengths):
-        prompt = encode_prompts(model, RAGGED[row:row + 1], limit)
-        alone = sample(model, prompt, limit, uniform_TB[:, row:row + 1])
+        alone = sample_rollout(model, RAGGED[row:row + 1], limit, uniform_TB[:, row:row + 1])
         assert torch.equal(alone.response_BT[0], drawn.response_BT[row, :length])
-        close(alone.logp_BT[0], drawn.logp_BT[row, :length], 1e-5)
+        close(alone.sampling_logp_BT[0], drawn.sampling_logp_BT[row, :length], 1e-5)
 
 
 def test_rows_that_have_ended_are_dropped_with_the_columns_that_only_they_use():
     model, computed, columns = tiny_gpt2(), [], []
-    body = model.body
+    hidden_states = model.hidden_states
 
     def counting(ids, mask, *rest):
         computed.append(len(ids))
         columns.append(mask.shape[1])
-        return body(ids, mask, *rest)
+        return hidden_states(ids, mask, *rest)
 
-    model.body = counting
+    model.hidden_states = counting
     lengths = sampled(model, RAGGED, 20).mask_BT.sum(1)
     assert len(computed) == lengths.max() and computed[0] == len(RAGGED) and computed[-1] < 10
     for step, rows in enumerate(computed):                      # at most a quarter of them has ended
         running = int((lengths > step).sum())
         assert running <= rows <= max(running / 0.75, running + 1)
     assert max(columns) < max(map(len, RAGGED)) + len(columns) - 1
-
-
-@pytest.mark.parametrize("steps", [7, 100])
-def test_asking_more_seldom_which_rows_have_ended_changes_nothing(steps, monkeypatch):
-    drawn = []
-    for every in (1, steps):
-        monkeypatch.setitem(sampling.EOS_CHECK_INTERVAL, "cpu", every)
-        drawn.append(sampled(tiny_gpt2(), RAGGED, 20))
-    one, many = drawn
-    assert torch.equal(one.response_BT, many.response_BT) and torch.equal(one.mask_BT, many.mask_BT)
-    close(one.logp_BT, many.logp_BT)
 
 
 # --- the cache ---
@@ -212,7 +172,3 @@ def test_the_cache_writes_a_token_into_its_place_and_copies_seldom():
         copies += layer.buffers[0].data_ptr() != before
     assert torch.equal(k, -values) and torch.equal(v, values) and k.dtype == v.dtype == torch.bfloat16
     assert layer.get_seq_length() == 200 and copies <= 4
-    layer.keep(torch.tensor([0, 2]), 30)
-    k, v = layer.update(keys[:2, :, :1], values[:2, :, :1])
-    expected = torch.cat([values[[0, 2], :, 30:], values[:2, :, :1]], dim=2)
-    assert torch.equal(k, -expected) and torch.equal(v, expected)
