@@ -97,6 +97,9 @@ class Harder(Imdb):
     def learn(self, queries, rewards):
         self.memory["earned"] = self.memory.get("earned", 0.0) + rewards[0].mean().item()
 
+    def metrics(self, queries, responses):
+        return {"earned": self.memory.get("earned", 0.0)}
+
     def reward_of(self, queries, responses):
         return [reward - self.memory.get("earned", 0.0) for reward in super().reward_of(queries, responses)]
 
@@ -120,6 +123,7 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, flags, tmp_p
     assert same_tensors(*ends) and any("/adam/" in key for key in ends[0])
     if name.startswith("iterative"):
         trained = [row for row in rows(whole) if "role/llm1" in row]
+        assert trained[0]["earned/llm1"] == pytest.approx(trained[0]["task_reward/llm1"])
         assert trained[1]["kl_k1/llm1"] == pytest.approx(0, abs=1e-5) != trained[2]["kl_k1/llm1"]
         remembered = [row["eval_remembered/team"] for row in rows(whole) if "role/llm1" not in row]
         assert remembered == [1, 2, 3, 4]                   # with its own attempt
