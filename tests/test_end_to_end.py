@@ -12,7 +12,7 @@ from cory import report, run
     ("imdb", "cory", 3, "5e-3", 0.08), ("gsm8k", "ppo", 2, "1e-3", 0.06)])
 def test_both_tasks_learn(task, method, iterations, learning_rate, gain, tmp_path, monkeypatch):
     """A short version of each job, with larger steps: all agents' held-out rewards rise above the base's. At
-    this seed they do so by three times `gain` and more.
+    this seed they do so by more than twice `gain`, though processors draw differently.
     """
     flags = (f"--seed 1 --method {method} --iterations {iterations} --learning_rate {learning_rate} "
              "--eval_every 0 --eval_queries 64 --eval_samples 1 --batch_size 64 --wandb disabled --run_dir")

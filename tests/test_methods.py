@@ -116,7 +116,7 @@ def test_one_model_can_play_both_roles(flags, tmp_path):
     """Its second update is on responses from before the first, so that its first ratio is not 1."""
     folder = run(flags, tmp_path / "r", "--share_weights", "--iterations", 2, "--kl_horizon", 4)
     first, second = training_rows(folder)
-    assert first["approx_kl/llm1"] > 1e-6
+    assert first["approx_kl/llm1"] > 1e-5
     rewards = [row[f"{role}_reward"] for row in rows(folder, "samples.jsonl")[:4]
                for role in ("pioneer", "observer")]
     assert first["task_reward/llm1"] == pytest.approx(np.mean(rewards), abs=1e-6)

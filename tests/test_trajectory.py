@@ -9,14 +9,10 @@ keys alone: values are rounded to digits that processors share.
 """
 import json
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from torch.overrides import TorchFunctionMode
-from toys import read, rows
-from transformers import PreTrainedModel
+from toys import float64, read, rows
 
 import train_gsm8k
 import train_imdb
@@ -27,43 +23,12 @@ QUICK = ("--iterations 2 --batch_size 8 --mini_batch_size 8 --eval_queries 8 --e
 RUNS = {
     "imdb-cory": "--max_response_length 10 --mini_batch_size 4 --gradient_accumulation_steps 2 "
     "--num_ppo_epochs 2 --role_exchange_every 1",
-    "imdb-ppo-full": "--max_response_length 10 --method ppo --kl_penalty full --kl_target 0.5 "
-    "--kl_horizon 20 --max_grad_norm 1 --lora_rank 0 --learning_rate 1e-5 --num_ppo_epochs 4 "
-    "--critic_learning_rate 0 --lr_schedule constant",
+    "imdb-ppo-full": "--max_response_length 10 --mini_batch_size 4 --method ppo --kl_penalty full "
+    "--kl_target 0.5 --kl_horizon 20 --max_grad_norm 1 --lora_rank 0 --learning_rate 1e-5 "
+    "--num_ppo_epochs 4 --critic_learning_rate 0 --lr_schedule constant",
     "gsm8k-cory": "--max_response_length 24 --lam 0.95 --gamma 0.99",
     "gsm8k-cory-rloo": "--max_response_length 24 --advantage rloo --responses_per_query 4 --kl_in loss "
     "--share_weights true --lr_schedule cosine --lora_rank 0 --learning_rate 1e-4 --seed 3"}
-
-
-class InFloat64(TorchFunctionMode):
-    """Puts float64 in place of float32 in each call of PyTorch's; `used` are the types of the results."""
-
-    def __init__(self):
-        super().__init__()
-        self.used = set()
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        double = lambda x: torch.float64 if x is torch.float32 else x
-        function = torch.Tensor.double if function is torch.Tensor.float else function
-        result = function(*map(double, args), **{name: double(x) for name, x in (kwargs or {}).items()})
-        if isinstance(result, torch.Tensor) and result.is_floating_point():
-            self.used.add(result.dtype)
-        return result
-
-
-@contextmanager
-def float64():
-    """Models are loaded and all is computed in float64."""
-    load = PreTrainedModel.from_pretrained.__func__
-    load_in_float64 = lambda *args, **kwargs: load(*args, **kwargs | {"dtype": torch.float64})
-    with pytest.MonkeyPatch.context() as patch, InFloat64() as calls:
-        patch.setattr(PreTrainedModel, "from_pretrained", classmethod(load_in_float64))
-        torch.set_default_dtype(torch.float64)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(torch.float32)
-    assert calls.used == {torch.float64}, "weights, logits or others were not in float64"
 
 
 def metrics_of(name: str, folder: Path) -> dict[str, list[float]]:

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from toys import PROMPTS, agent_of, bigram, generator, moved, same_tensors, settings, tiny_gpt2
+from toys import PROMPTS, agent_of, bigram, float64, generator, moved, same_tensors, settings, tiny_gpt2
 
 from cory.errors import UserError
 from cory.ppo import formulas, update
@@ -70,12 +70,9 @@ def plain_update(agent, rollout, score_B, bonus: float) -> tuple[dict, dict]:
 
 
 @pytest.fixture
-def float64(monkeypatch):
-    """Also where the package asks for float32."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+def in_float64():
+    with float64():
+        yield
 
 
 CASES = {
@@ -89,15 +86,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, float64, monkeypatch):
+def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, in_float64, monkeypatch):
     """Over two epochs, on ragged rows whose padding holds anything. The policy has moved since, so
     that ratios and values are clipped.
     """
-    base, bonus = tiny_gpt2().double(), 0.1 * (case == "entropy_bonus")
+    base, bonus = tiny_gpt2(), 0.1 * (case == "entropy_bonus")
     base.temperature = CASES[case].get("temperature", 1.0)
     agent = agent_of(base, num_ppo_epochs=2, learning_rate=0.01, **CASES[case])
-    for p in agent.trainable_parameters().values():
-        p.data = p.data.double()
     rollout = collect_rollout(moved(agent), PROMPTS, 12)
     assert len(set(rollout.mask_BT.sum(1).tolist())) > 3
     junk = {"prompt_BP": rollout.prompt_BP.where(rollout.prompt_mask_BP == 1, 3),
@@ -138,8 +133,8 @@ def test_passes_hold_rows_of_like_length_and_few_tokens(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_first_ratio_is_1(dtype):
-    """Exactly, though the config has dropout. In bfloat16 and other mini-batches k3 is below 0.01^2 / 2. The
-    critic's values are the rollout's.
+    """But for rounding, though the config has dropout. In bfloat16 and other mini-batches k3 is below
+    0.01^2 / 2. The critic's values are the rollout's.
     """
     base = tiny_gpt2()
     base.dtype = dtype
@@ -148,7 +143,7 @@ def test_the_first_ratio_is_1(dtype):
     if dtype == "bfloat16":
         agent.cfg = replace(agent.cfg, mini_batch_size=2, gradient_accumulation_steps=4)
     metrics = ppo_update(agent, rollout, SCORE)
-    assert metrics["approx_kl"] == 0 if dtype == "float32" else 0 < metrics["approx_kl"] < 5e-5
+    assert abs(metrics["approx_kl"]) < (1e-6 if dtype == "float32" else 5e-5)
     assert metrics["clip_fraction"] == 0
     assert metrics["value_loss"] == pytest.approx(metrics["value_mse"] / 2, rel=0.01)
 

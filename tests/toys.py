@@ -2,6 +2,7 @@
 import json
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig
+from torch.overrides import TorchFunctionMode
+from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
 from cory.checkpoint import checkpoints_of
 from cory.config import ImdbConfig
@@ -98,6 +100,37 @@ def moved(agent: Agent) -> Agent:
     for p in agent.trainable_parameters().values():
         p.data += 0.1 * torch.randn(p.shape, generator=generator(2))
     return agent
+
+
+class InFloat64(TorchFunctionMode):
+    """Puts float64 in place of float32 in each call of PyTorch's; `used` are the types of the results."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        double = lambda x: torch.float64 if x is torch.float32 else x
+        function = torch.Tensor.double if function is torch.Tensor.float else function
+        result = function(*map(double, args), **{name: double(x) for name, x in (kwargs or {}).items()})
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            self.used.add(result.dtype)
+        return result
+
+
+@contextmanager
+def float64():
+    """Models are loaded and all is computed in float64."""
+    load = PreTrainedModel.from_pretrained.__func__
+    load_in_float64 = lambda *args, **kwargs: load(*args, **kwargs | {"dtype": torch.float64})
+    with pytest.MonkeyPatch.context() as patch, InFloat64() as calls:
+        patch.setattr(PreTrainedModel, "from_pretrained", classmethod(load_in_float64))
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert calls.used == {torch.float64}, "weights, logits or others were not in float64"
 
 
 def close(x, expected, tolerance=1e-6) -> None:
