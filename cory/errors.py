@@ -25,7 +25,7 @@ def exit_on_user_error(main):
         try:
             return main(*args, **kwargs)
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"error: {error}\n")          # in one piece, beside other processes
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr, flush=True)

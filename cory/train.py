@@ -61,7 +61,7 @@ class Ppo:
             scores = self.scores(queries, rollouts, rewards)
             task.learn(queries, rewards)
 
-            updates = [ppo_update(agent, a, score_B)
+            updates = [self.update(agent, a, score_B)
                        for agent, a, score_B in zip(run.roles, rollouts, scores, strict=True)]
             steps = [*map(RoleStep, self.roles, run.roles, rollouts, rewards, updates)]
             for agent in run.agents:
@@ -97,6 +97,10 @@ class Ppo:
     def scores(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
         """The scalar that each response is trained on, (B,) for each role; `rewards` are the task's own."""
         return rewards
+
+    def update(self, agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
+        """Trains the agent that played a role on its scores (B,); returns metrics."""
+        return ppo_update(agent, rollout, score_B)
 
     def team_metrics(self, roles: list) -> dict[str, float]:
         """What agents do together on the held-out queries, at each evaluation, by name."""

@@ -5,15 +5,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
-from multiprocessing import Process, get_context
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from toys import error_line, rows, saved_tensors, stopped
 
@@ -22,6 +18,7 @@ import train_imdb
 from cory import distributed
 from cory.checkpoint import checkpoints_of
 from cory.distributed import processes
+from cory.errors import UserError
 from cory.ppo.rollout import take
 from cory.ppo.update import apply_gradient
 from cory.train import Ppo
@@ -31,16 +28,20 @@ from cory.train import Ppo
 ONE_STEP = ("--method cory --num_ppo_epochs 1 --learning_rate 1e-5 --iterations 2 --eval_every 2 "
             "--eval_queries 4 --max_response_length 6").split()
 SHARD = ["--shard", "true"]
+ROOT = Path(__file__).parents[1]
 
 
 class Supervised(Ppo):
     """A supervised step on the agent's own responses before each update, whose loss leaves the critic out: a
-    gradient of 0 would move it by its momentum. In a folder named SIGTERM one process is sent it.
+    gradient of 0 would move it by its momentum. One process meets what the run's folder is named by.
     """
 
     def scores(self, queries, rollouts, rewards):
-        if Path(self.cfg.run_dir).name == "SIGTERM" and processes().rank == 1:
+        fault = Path(self.cfg.run_dir).name
+        if fault == "SIGTERM" and processes().rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        if fault == "error" and processes().rank == 1:
+            raise UserError("a score", 0, "of the second process")
         return rewards
 
     def respond(self, roles, queries, sample):
@@ -58,55 +59,51 @@ class Supervised(Ppo):
         return {"held": sum(getattr(x, "_local_tensor", x).numel() for x in moments)}
 
 
-def start(rank: int, store: dist.TCPStore, folder: Path, commands: list) -> Process:
-    """One of two processes as torchrun starts them, but a copy of this one, which has imported all. It waits
-    for `ready` in the folder.
-    """
-    def work():
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-                          MASTER_ADDR="localhost", MASTER_PORT=str(store.port), TORCHELASTIC_RUN_ID="test",
-                          TORCHELASTIC_USE_AGENT_STORE="True")
-        torch.set_num_threads(1)
-        sys.stdout, sys.stderr = ((folder / name).open("a", buffering=1) for name in ("out", "err"))
-        while not (folder / "ready").exists():
-            time.sleep(0.05)
-        for command, *flags in commands:
-            with suppress(SystemExit):
-                command([str(rank) if flag == "RANK" else str(flag) for flag in flags])
-            if dist.is_initialized():                       # after what is refused or stopped
-                dist.destroy_process_group()
+# What torchrun starts: the commands of a file, of which only the last one ends the process where it fails.
+SCRIPT = """
+import json, os, sys
+from contextlib import suppress
+import torch.distributed as dist
+import cory.run, train_gsm8k, train_imdb
 
-    process = get_context("fork").Process(target=work, daemon=True)
-    process.start()
-    return process
+cory.run.draw_runs = lambda *_: None
+for script, *flags in json.load(open(sys.argv[1])):
+    with suppress(SystemExit) if "error" not in flags[-1] else suppress():
+        globals()[script].main([flag.replace("RANK", os.environ["RANK"]) for flag in flags])
+    if dist.is_initialized():                               # after what is refused or stopped
+        dist.destroy_process_group()
+"""
 
 
 @pytest.fixture(scope="module")
 def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
-    """The same by one process (one, lora, mixed) and by two (two, ..._shard, resumed)."""
+    """The same by one process (one, lora, mixed) and by two (two, ..._shard, resumed); what fails in two."""
     folder = tmp_path_factory.mktemp("distributed")
     ending = shutil.copytree(small / "lm", folder / "ending")           # whose responses end early
     (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(60), 256]}))
     imdb, lora = [*small_flags, *ONE_STEP], [*problem_flags, *ONE_STEP, "--lora_rank", "2"]
-    mixed = [*imdb, "--model", ending, "--method", "test_distributed:Supervised", "--max_grad_norm", "0.1",
-             "--responses_per_query", "2", "--kl_target", "6", "--lr_schedule", "cosine"]
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    both = [start(rank, store, folder, [
-        [train_imdb.main, *imdb, "--seed", "RANK", "--run_dir", folder / "refused"],
-        [train_imdb.main, *imdb, "--run_dir", folder / "two"],
-        [train_imdb.main, *imdb, "--run_dir", folder / "one_shard", *SHARD],
-        [train_gsm8k.main, *lora, "--run_dir", folder / "lora_shard", *SHARD],
-        [train_imdb.main, *mixed, "--run_dir", folder / "mixed_shard", *SHARD],
-        [train_imdb.main, *mixed, "--run_dir", folder / "bfloat16_shard", *SHARD, "--dtype", "bfloat16"],
-        [train_imdb.main, "--resume", "--run_dir", folder / "resumed", *SHARD],
-        [train_imdb.main, *mixed, "--run_dir", folder / "SIGTERM", *SHARD]]) for rank in (0, 1)]
+    mixed = [*imdb, "--model", str(ending), "--method", "test_distributed:Supervised", "--max_grad_norm",
+             "0.1", "--responses_per_query", "2", "--kl_target", "6", "--lr_schedule", "cosine"]
     for main, flags, name in ((train_imdb.main, imdb, "one"), (train_gsm8k.main, lora, "lora"),
                               (train_imdb.main, mixed, "mixed")):
-        main([*map(str, flags), "--run_dir", str(folder / name)])
+        main([*flags, "--run_dir", str(folder / name)])
     stopped(folder / "mixed", folder / "resumed")
-    (folder / "ready").touch()
-    ended = [process.join(300) or process.exitcode for process in both]
-    assert ended == [0, 0], (folder / "err").read_text()[:3000]
+    commands = [["train_imdb", *imdb, "--seed", "RANK", "--run_dir", "refused"],
+                ["train_imdb", *imdb, "--run_dir", "two"],
+                ["train_imdb", *imdb, *SHARD, "--run_dir", "one_shard"],
+                ["train_gsm8k", *lora, *SHARD, "--run_dir", "lora_shard"],
+                ["train_imdb", *mixed, *SHARD, "--run_dir", "mixed_shard"],
+                ["train_imdb", *mixed, *SHARD, "--dtype", "bfloat16", "--run_dir", "bfloat16_shard"],
+                ["train_imdb", "--resume", *SHARD, "--run_dir", "resumed"],
+                ["train_imdb", *mixed, *SHARD, "--run_dir", "SIGTERM"],
+                ["train_imdb", *mixed, "--run_dir", "error"]]
+    (folder / "commands").write_text(json.dumps(commands))
+    (folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+                           "2", "script.py", "commands"], capture_output=True, text=True, cwd=folder,
+                          env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, timeout=300)
+    (folder / "out").write_text(done.stdout)
+    (folder / "err").write_text(f"{done.stderr}\nstatus {done.returncode}")
     return folder
 
 
@@ -146,9 +143,12 @@ def test_a_shard_is_half_of_the_layers_matrices(runs, name):
     assert sharded[2]["grad_norm/llm1"] == pytest.approx(whole[2]["grad_norm/llm1"], rel=0.1)
 
 
-def test_flags_that_differ_are_one_line(runs):
-    assert "error: seed is 0: is 1 in process 1; give the same flags\n" in (runs / "err").read_text()
+def test_what_is_wrong_is_one_line_and_an_error_of_one_process_ends_both(runs):
+    err = (runs / "err").read_text()
+    assert "error: seed is 0: is 1 in process 1; give the same flags" in err
     assert not (runs / "refused").exists()
+    assert err.count("error: a score is 0: of the second process") == 1 and err.endswith("status 1")
+    assert [row["iteration"] for row in rows(runs / "error")] == [0]
 
 
 def test_a_signal_to_one_process_ends_all_after_the_iteration_and_one_goes_on(runs):
@@ -157,32 +157,6 @@ def test_a_signal_to_one_process_ends_all_after_the_iteration_and_one_goes_on(ru
     (runs / "SIGTERM").rename(runs / "one goes on")
     train_imdb.main(["--resume", "--run_dir", str(runs / "one goes on"), "--shard", "false"])
     require_same_rows(runs / "one goes on", runs / "mixed")
-
-
-SCRIPT = """
-from cory.distributed import launched, processes
-from cory.errors import UserError, exit_on_user_error
-
-@exit_on_user_error
-def main():
-    with launched({"device": "cpu"}):
-        print(processes().gather([processes().rank]), processes().launcher, flush=True)
-    with launched({"device": "cpu"}):               # another run of the same processes
-        if processes().rank == 1:
-            raise UserError("prompt", "", "has no tokens")
-        processes().gather([0])
-
-main()
-"""
-
-
-def test_torchrun_starts_processes_and_ends_all_when_one_fails(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-                           "2", tmp_path / "script.py"], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
-    assert done.stdout.count("[0, 1] torchrun --nproc_per_node 2\n") == 1        # PyTorch 2.10 prints, too
-    assert done.returncode == 1 and done.stderr.count("error: prompt is '': has no tokens\n") == 1
 
 
 def test_each_process_makes_as_many_passes(monkeypatch):
