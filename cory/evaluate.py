@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from cory.config import METHODS, Config, OneLineParser, load_config, read_config
+from cory.config import METHODS, TASKS, Config, OneLineParser, load_config, read_config
 from cory.device import prepare_device, resolve_auto
 from cory.distributed import launched, processes, unsharded
 from cory.errors import UserError, exit_on_user_error, find
@@ -23,7 +23,7 @@ from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout, join, sample_rollout, score_rollout
 from cory.ppo.sampling import real_ids
 from cory.report import results_table
-from cory.tasks.task import Task, find_task
+from cory.tasks.task import Task
 
 EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations
 
@@ -140,7 +140,7 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     if not (run_dir / "final").exists():
         raise UserError("run_dirs", str(run_dir), "is no finished run (no final/); --resume it first")
     prepare_device(cfg, device)
-    task_class, method_class = find_task(cfg), find("method", cfg.method, METHODS)
+    task_class, method_class = find("task", cfg.task, TASKS), find("method", cfg.method, METHODS)
     data = task_class.load_data(cfg)            # split as in the run: nothing it trained on is held out now
     queries = min(queries or cfg.eval_queries, len(getattr(data, cfg.eval_split)))
     models = {}

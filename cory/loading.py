@@ -61,9 +61,6 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         # final adapter's base has those of its authors until it is given these.
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         lm.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=sorted(ends), pad_token_id=eos)
-        for layer in lm.modules():      # bitsandbytes packs weights on some processors: no gradient then
-            if hasattr(layer, "support_avx512bf16_for_cpu"):
-                layer.support_avx512bf16_for_cpu = False
         if low:
             head = lm.get_output_embeddings()
             head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)       # no longer tied

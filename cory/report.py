@@ -130,20 +130,10 @@ def read_curves(run_dir: Path) -> dict[str, pd.DataFrame]:
     return {name: part for name, part in curves.items() if len(part)}
 
 
-def redundant(curves: pd.DataFrame) -> set[str]:
-    """`score` if it is the task reward everywhere, and `kl_coef` if it is constant in each run."""
-    metrics = curves[curves.kind == "training"].pivot_table(
-        index=["group", "seed", "who", "iteration"], columns="metric", values="value")
-    found = set()
-    if "score" in metrics and metrics.score.equals(metrics.task_reward):
-        found.add("score")
-    if "kl_coef" in metrics and metrics.kl_coef.groupby(["group", "seed", "who"]).nunique().max() == 1:
-        found.add("kl_coef")
-    return found
-
-
 def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()) -> Figure:
-    """A panel for each metric, and one of held-out reward against KL, of groups as in the tables."""
+    """A panel for each metric, of eta only if it varies, and one of held-out reward against KL; groups as in
+    the tables.
+    """
     config, several = read_config(run_dirs[0]), len(run_dirs) > 1
     groups = grouped([(read_config(run_dir), read_curves(run_dir)) for run_dir in run_dirs], by)
     curves = pd.concat([part.assign(group=group, seed=seed, n=len(seeds))
@@ -152,8 +142,9 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()) -> Figure
     styles = {group: {"label": group + f" (n = {len(seeds)})" * several, "color": COLORS[i % len(COLORS)],
                       "linestyle": LINES[i // len(COLORS) % len(LINES)]}
               for i, (group, seeds) in enumerate(groups.items())}
-    names = [name for name in curves.metric.unique() if name not in redundant(curves)]
-    names.sort(key=lambda name: [*TITLES, name].index(name))
+    if curves[curves.metric == "kl_coef"].value.nunique() == 1:
+        curves = curves[curves.metric != "kl_coef"]
+    names = sorted(curves.metric.unique(), key=lambda name: (*TITLES, name).index(name))
 
     rows = len(names) // 3 + 1
     figure = Figure(figsize=(12.6, 3.2 * rows + 0.9), layout="constrained")

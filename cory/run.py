@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cory import device
 from cory.checkpoint import load_checkpoint, save_checkpoint, save_final
-from cory.config import BUNDLED, METHODS, Config, config_json
+from cory.config import BUNDLED, METHODS, TASKS, Config, config_json
 from cory.distributed import processes, shard
 from cory.errors import find, short_name
 from cory.evaluate import evaluate, merged
@@ -30,7 +30,7 @@ from cory.ppo.lora import adapted_share
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import real_ids
 from cory.report import draw_runs, held_out_parts, results_table
-from cory.tasks.task import Task, find_task
+from cory.tasks.task import Task
 
 SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
 
@@ -62,7 +62,7 @@ class Run:
         self.cfg, self.device = device.resolve_auto(cfg)
         cfg, self.run_dir = self.cfg, run_dir
         device.prepare_device(cfg, self.device)
-        method_class, task_class = find("method", cfg.method, METHODS), find_task(cfg)
+        method_class, task_class = find("method", cfg.method, METHODS), find("task", cfg.task, TASKS)
         names = method_class.agents[:1] if cfg.share_weights else method_class.agents
         configs = {name: method_class.agent_config(cfg, name) for name in names}
         require_agents(cfg, configs)

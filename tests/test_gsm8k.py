@@ -28,7 +28,7 @@ def test_prompts_are_the_papers(gsm8k):
 
 def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest(gsm8k):
     task, marked, text = (gsm8k(checker=name) for name in ("last_number", "strict", "builtins:str"))
-    queries = task.batch(1).queries[:5]
+    queries = task.batch(1)[0][:5]
     gold = [task.gold[query] for query in queries]
     responses = [f" so {gold[0]}.", f"#### {gold[1]}", f" {gold[2]} + 1 = {gold[2] + 1}", " none", ""]
     assert task.reward(queries, responses).tolist() == [1, 1, 0, 0, 0]

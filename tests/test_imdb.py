@@ -46,7 +46,7 @@ def imdb(train, test, raw=BYTES, reward_model=len, **changes) -> tuple[Imdb, Lan
 def test_held_out_queries_are_as_long_as_those_of_training():
     train, test = ([f"the film was {verdict} {i}" for i in range(600)] for verdict in ("good", "bad"))
     task, _ = imdb(train, test, batch_size=600, mini_batch_size=600, eval_queries=600)
-    for queries in (task.held_out_queries, task.batch(1).queries):
+    for queries in (task.held_out_queries, task.batch(1)[0]):
         lengths = Counter(map(len, queries))                    # 600 draws from 2 .. 8: 86 expected of each
         assert sorted(lengths) == [*range(2, 9)] and all(52 < n < 120 for n in lengths.values())
         assert all("the film was".startswith(query) for query in queries)

@@ -110,7 +110,7 @@ def letters(**changes) -> Task:
 
 def test_the_stream_depends_on_seed_and_iteration_alone_and_an_epoch_visits_every_row_once():
     task = letters(method="cory")
-    batches = [task.batch(i).queries for i in range(1, 7)]              # 3 batches of 8 to an epoch
+    batches = [task.batch(i)[0] for i in range(1, 7)]              # 3 batches of 8 to an epoch
     first, second = sum(batches[:3], []), sum(batches[3:], [])
     assert sorted(first) == sorted(second) == sorted(WORDS[:24]) and first != second
     random.seed(5)
@@ -119,9 +119,9 @@ def test_the_stream_depends_on_seed_and_iteration_alone_and_an_epoch_visits_ever
 
 def test_an_iteration_has_one_length_limit_drawn_uniformly_from_the_range_with_both_ends():
     task = letters()
-    limits = Counter(task.batch(i).max_new_tokens for i in range(480))              # 40 expected of each
+    limits = Counter(task.batch(i)[1] for i in range(480))              # 40 expected of each
     assert sorted(limits) == [*range(4, 16)] and all(16 < n < 64 for n in limits.values())
-    assert letters(min_response_length=0).batch(1).max_new_tokens == 15
+    assert letters(min_response_length=0).batch(1)[1] == 15
 
 
 @pytest.mark.parametrize("k", [2, 8])

@@ -12,9 +12,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from cory.config import BUNDLED, TASKS, Config, located
+from cory.config import BUNDLED, Config, located
 from cory.distributed import processes
-from cory.errors import UserError, find
+from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 
 
@@ -106,11 +106,6 @@ def divided(cfg: Config, splits: dict[str, list]) -> Data:
 
 
 # --- tasks ---
-class Batch(NamedTuple):
-    queries: list[str]          # batch_size of them; each is repeated responses_per_query times in a row
-    max_new_tokens: int         # the limit of a response's length
-
-
 class Task:
     """Queries, a prompt for each role, and a reward.
 
@@ -159,8 +154,9 @@ class Task:
         """What else a task measures, by name: means over the responses."""
         return {}
 
-    def batch(self, iteration: int) -> Batch:
-        """Queries of an iteration (1, 2, ...) and its length limit, uniform in the configured range.
+    def batch(self, iteration: int) -> tuple[list[str], int]:
+        """The queries of an iteration (1, 2, ...), and the limit of its responses' lengths, uniform in the
+        configured range.
 
         With k = `responses_per_query`, each of the next batch_size / k rows gives one query, repeated k
         times in a row. Each pass over the data is a fresh shuffle. All depends on seed and iteration alone.
@@ -173,7 +169,7 @@ class Task:
         rng = random.Random(f"queries {cfg.seed} {iteration}")
         limit = rng.randint(cfg.min_response_length or cfg.max_response_length, cfg.max_response_length)
         queries = [self.query(row, rng) for row in rows]
-        return Batch([query for query in queries for _ in range(k)], limit)
+        return [query for query in queries for _ in range(k)], limit
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError`."""
@@ -196,11 +192,3 @@ class Task:
 def shuffled(n: int, seed: int, epoch: int) -> list[int]:
     """The order in which an epoch visits n rows."""
     return random.Random(f"epoch {seed} {epoch}").sample(range(n), n)
-
-
-def find_task(cfg: Config) -> type[Task]:
-    """The class that `--task` names. Raises `UserError`."""
-    task = find("task", cfg.task, TASKS)
-    is_task = isinstance(task, type) and issubclass(task, Task)
-    cfg.require("task", is_task, "is not a subclass of cory.tasks.task.Task; make it one")
-    return task
