@@ -26,9 +26,7 @@ from cory.ppo.agent import Agent
 
 @contextmanager
 def claimed(folder: Path, resume: bool) -> Iterator[Path]:
-    """The run folder belongs to this run alone until the block ends; it is removed if it is still empty then.
-    Raises `UserError`.
-    """
+    """The run's folder, its own alone until the block ends; it is removed if it is still empty then."""
     if not processes().is_main:
         yield folder
         return
@@ -40,18 +38,14 @@ def claimed(folder: Path, resume: bool) -> Iterator[Path]:
     except Timeout:
         raise UserError("run_dir", str(folder), "is in use by another process; wait, or stop it") from None
     with lock:
-        if not resume and not is_empty(folder):
+        if not resume and [*folder.iterdir()] != [folder / ".lock"]:
             raise UserError("run_dir", str(folder), "is not empty; continue a run with --resume, or name "
                             "another folder")
         try:
             yield folder
         finally:
-            if is_empty(folder):
+            if [*folder.iterdir()] == [folder / ".lock"]:
                 shutil.rmtree(folder)
-
-
-def is_empty(folder: Path) -> bool:
-    return {path.name for path in folder.iterdir()} <= {".lock"}
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
@@ -63,9 +57,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 # --- save ---
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], about: dict) -> None:
-    """`about` is whatever else a run needs. The previous checkpoint is kept. Raises `UserError` for a file
-    that could not be read again, before it takes the place of another.
-    """
+    """`about` is whatever else a run needs. The previous checkpoint is kept."""
     state = about | {"iteration": iteration, "agents": {agent.name: agent_state(agent) for agent in agents}}
     if not processes().is_main:
         return
@@ -110,10 +102,7 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
 
 
 def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
-    """Restores the agents from the newest checkpoint, and returns it; None if there is none.
-
-    Raises `UserError`, before anything is restored, for one that is damaged or of other agents.
-    """
+    """Restores the agents from the newest checkpoint, and returns it; None if there is none."""
     paths = checkpoints_of(run_dir)
     if not paths:
         return None

@@ -279,7 +279,7 @@ class OneLineParser(ArgumentParser):
 
 
 def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None) -> Config:
-    """The command line over a preset, or with --resume over the run's own settings. Raises `UserError`."""
+    """The command line over a preset, or with --resume over the run's own settings."""
     argv = sys.argv[1:] if argv is None else argv
     defaults = {"preset": next(iter(presets))}
     given = parser_of(config_class, defaults).parse_args([w for w in argv if w not in ("-h", "--help")])
@@ -326,7 +326,7 @@ def with_flags(config_class: type[Config], defaults: dict, argv: list[str]) -> C
 
 
 def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Config:
-    """The settings of a run, with the changes that the command line may make. Raises `UserError`."""
+    """The settings of a run, with the changes that the command line may make."""
     if not run_dir:
         raise UserError("run_dir", run_dir, "names no run to resume; give the folder of one")
     saved = load_config(Path(run_dir))
@@ -356,9 +356,7 @@ def config_json(cfg: Config, bases: dict[str, str]) -> str:
 
 
 def read_config(run_dir: Path) -> dict:
-    """config.json of a run. Settings added to the code since then have their defaults. Raises `UserError` for
-    a folder that holds none.
-    """
+    """config.json of a run. Settings added to the code since then have their defaults."""
     path = run_dir / "config.json"
     if not path.exists():
         raise UserError("run_dir", str(run_dir), "holds no run (no config.json); name the folder of one")

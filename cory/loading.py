@@ -72,9 +72,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
 
 
 def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
-    """(model, tokenizer) of a folder or `NAME@REVISION`. Raises `ValueError` where a part is missing or would
-    not be used.
-    """
+    """(model, tokenizer) of a folder or `NAME@REVISION`, of which no part is missing or left out."""
     name = located(name)
     place, _, revision = (name, "", "") if os.path.exists(name) else name.partition("@")
     where = {"revision": revision or "main", "trust_remote_code": False}

@@ -82,7 +82,7 @@ def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
 
 def divided(cfg: Config, splits: dict[str, list]) -> Data:
     """The splits. Where validation or test is missing, it is drawn from train and not trained on: a tenth of
-    the distinct rows, at least `eval_queries`, the same for every seed. Raises `UserError`.
+    the distinct rows, at least `eval_queries`, the same for every seed.
     """
     for split in ("validation", "test"):
         if split not in splits:
