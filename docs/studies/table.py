@@ -1,6 +1,6 @@
 """Tables and plots of the studies in studies.json whose rows stand beside it, as NAME.csv.
 
-    python docs/studies/table.py > docs/studies/tables.md           # and search.png, ends.png
+    python docs/studies/table.py > docs/studies/tables.md   # and search.png, frontiers.png, collapse.png
 """
 import json
 from pathlib import Path
@@ -20,10 +20,24 @@ OWN_FAMILY = ("frontier", "smollm2", "batch256", "rates")
 TESTED = {"all figures": [*MEANS[:3], *EQUAL], "combined and KL": ["combined_reward", "kl"],
             "combined": ["combined_reward"], "untested": [], "frontiers": [*EQUAL],
             "KL at equal reward": ["KL at equal reward"]}
-COLORS = {"PPO, twice the batch": "C0", "PPO, same batch": "C9", "CORY": "C3",
-          "CORY without partner's reward": "C1"}
+COLORS = {"PPO, twice the batch": "#003f7f", "PPO, same batch": "#6fb7e0", "CORY": "#d55e00",
+          "CORY without partner's reward": "#e0b000"}
 TITLES = {("frontier", "imdb"): "tiny, IMDB", ("frontier", "gsm8k"): "tiny, GSM8K",
           ("smollm2", "imdb"): "SmolLM2", ("batch256", "imdb"): "SmolLM2, the paper's batch"}
+# Lines of the table on docs/results.md: a label, a study, a task, CORY's variant and PPO's.
+SUMMARY = [
+    ("IMDB, same batch", "tuned", "imdb", "cory", "ppo"),
+    ("IMDB, twice the batch", "tuned", "imdb", "cory", "ppo, twice the batch"),
+    ("IMDB, both at CORY's settings, same batch", "parts", "imdb", "cory", "ppo"),
+    ("IMDB, PPO with a quarter of the responses", "tuned", "imdb", "cory", "ppo, half the iterations"),
+    ("GSM8K, same batch", "tuned", "gsm8k", "cory, lower rate", "ppo"),
+    ("GSM8K, twice the batch", "tuned", "gsm8k", "cory, lower rate", "ppo, twice the batch"),
+    ("GSM8K, both at draw 1, same batch", "parts", "gsm8k", "cory", "ppo"),
+    ("GSM8K, PPO with a quarter of the responses", "tuned", "gsm8k", "cory, lower rate",
+     "ppo, half the iterations"),
+    *((f"SmolLM2, {eta}, {label}", "smollm2", "imdb", f"cory, {eta}", f"{ppo}, {eta}")
+      for eta in ("eta 0.05", "eta 0.15")
+      for label, ppo in (("same batch", "ppo"), ("twice the batch", "ppo, twice the batch")))]
 
 
 class Difference(NamedTuple):
@@ -197,35 +211,77 @@ def plot_draws(axis, rows: pd.DataFrame, task: dict) -> None:
     axis.set(xlabel="draw", ylabel="combined reward")
 
 
-def plot_ends(axis, rows: pd.DataFrame, task: dict) -> None:
-    """A marker for each run in the plane of KL and reward, in a shape for each eta; lines join means."""
+def plot_frontier(axis, rows: pd.DataFrame, task: dict) -> None:
+    """A dot for each run in the plane of KL and reward, a line for each method through its means at each eta;
+    grey crosses: the base and the best of 4 of its responses.
+    """
     end = ends(rows).reset_index()
     for label, method in zip(COLORS, task["variants"], strict=True):
+        if label == "CORY without partner's reward":
+            continue
         runs = end[end.variant.str.startswith(f"{method}, eta")]
-        for marker, (_, of_eta) in zip("o^sDv", runs.groupby("init_kl_coef"), strict=False):
-            axis.plot(of_eta.kl, of_eta.reward, marker, color=COLORS[label],
-                      label=label if marker == "o" else None)
         means = runs.groupby("init_kl_coef")[["kl", "reward"]].mean()
-        axis.plot(means.kl, means.reward, color=COLORS[label])
-    spread = end.kl.max() / end.kl.min()
-    axis.set(xlabel="KL (nats)", ylabel="reward", xscale="log" if spread > 100 else "linear")
+        axis.plot(runs.kl, runs.reward, ".", color=COLORS[label], alpha=0.5)
+        axis.plot(means.kl, means.reward, "-", color=COLORS[label], label=label)
+        for eta, mean in means.iterrows() if label == "CORY" else ():
+            axis.annotate(f"{eta:g}", mean, xytext=(4, -12), textcoords="offset points", fontsize=8)
+    base = rows[rows.iteration == 0]
+    is_log = bool(end.kl.max() / end.kl.min() > 100)
+    for name, kl, reward in (("base", end.kl.min() / 2 if is_log else 0, base.reward.mean()),
+                             ("best of 4", np.log(4) - 3 / 4, task["best_of_4"])):
+        axis.plot(kl, reward, "x", color="gray")
+        axis.annotate(name, (kl, reward), xytext=(5, 3), textcoords="offset points", color="gray",
+                      fontsize=8)
+    greedy = rows.task.iloc[0] == "gsm8k"
+    axis.set(xlabel=f"KL (nats{', logarithmic' * is_log})", ylabel="greedy accuracy" if greedy else "reward",
+             xscale="log" if is_log else "linear")
 
 
 def plot_variety(axis, rows: pd.DataFrame, task: dict) -> None:
-    """The part of a response's pairs of tokens that is distinct: a line for each agent. Below the grey line
-    it has collapsed.
+    """The share of distinct pairs of tokens against KL during training: a line for each agent. Below the grey
+    line it has collapsed by that criterion.
     """
     for label, method in zip(COLORS, task["variants"], strict=True):
         of_method = rows[rows.variant.str.startswith(f"{method}, eta")]
         for _, line in of_method.groupby(["variant", "seed", "agent"]):
-            axis.plot(line.iteration, line.distinct_2, color=COLORS[label])
+            axis.plot(line.kl, line.distinct_2, color=COLORS[label])
     axis.axhline(rows[rows.iteration == 0].distinct_2.mean() / 3, color="gray", ls=":")
-    axis.set(xlabel="iteration", ylabel="distinct_2")
+    axis.set(xlabel="KL (nats)", ylabel="distinct_2", xlim=(0, 80))
 
 
-# Name of the file, and for each of its studies what is drawn of each task.
-PLOTS = {"search": {"search": plot_draws},
-         "ends": {"frontier": plot_ends, "smollm2": plot_ends, "batch256": plot_variety}}
+def plot_perplexity(axis, rows: pd.DataFrame, task: dict) -> None:
+    """The perplexity under the base of each agent's final responses at the smallest eta, against KL. The grey
+    line: three times the base's.
+    """
+    smallest = rows[(rows.init_kl_coef == rows.init_kl_coef.min()) & ~rows.diverged]
+    last = smallest.groupby(["variant", "seed", "agent"]).tail(1)
+    for label, method in zip(COLORS, task["variants"], strict=True):
+        if label != "CORY without partner's reward":
+            agents = last[last.variant.str.startswith(f"{method}, eta")]
+            axis.plot(agents.kl, agents.base_perplexity, "o", color=COLORS[label], label=label)
+    axis.axhline(3 * rows[rows.iteration == 0].base_perplexity.mean(), color="gray", ls=":")
+    axis.set(xlabel="KL (nats)", ylabel="perplexity under the base", yscale="log")
+
+
+def summary(found: dict[tuple, Difference], stands: set) -> str:
+    """CORY less PPO on each base. A star: a test that was planned (of combined reward) and stands."""
+    lines = [["CORY minus PPO (seeds)", "combined reward", "KL at equal reward", "reward at equal KL"]]
+    for label, study, task, a, b in SUMMARY:
+        cells = {}
+        for key, x in found.items():
+            if key[:2] == (study, task) and key[3:5] == (a, b):
+                planned = key in stands and key[5] == "combined_reward"
+                cells[key[5]] = f"{x}{'*' * planned}"
+                seeds = x.seeds
+        lines.append([f"{label} ({seeds})", *(cells[figure] for figure in ("combined_reward", *EQUAL))])
+    return markdown(lines)
+
+
+# Name of the file, and its panels: a study, a task, and what is drawn of it.
+PLOTS = {"search": [("search", "imdb", plot_draws), ("search", "gsm8k", plot_draws)],
+         "frontiers": [("frontier", "imdb", plot_frontier), ("frontier", "gsm8k", plot_frontier),
+                       ("smollm2", "imdb", plot_frontier)],
+         "collapse": [("batch256", "imdb", plot_variety), ("frontier", "imdb", plot_perplexity)]}
 
 
 def main() -> None:
@@ -239,6 +295,7 @@ def main() -> None:
     for _, p in tests.groupby(lambda key: key[0] if key[0] in OWN_FAMILY else "all others"):
         stands |= {key for key, adjusted in zip(p.index, holm(p), strict=True) if adjusted < 0.05}
     print("# Tables of the studies\n\nMade by table.py; [here](../studies.md) stands what the figures are.\n")
+    print(f"## Summary\n\n{summary(found, stands)}")
     for (name, task), of_task in rows.items():
         spec = studies[name]["tasks"][task]
         pairs = {key: x for key, x in found.items() if key[:2] == (name, task)}
@@ -253,15 +310,14 @@ def main() -> None:
             print(f"PPO is above CORY in {sum(more > 0)} of {len(more)} draws; median {more.median():.2f}.\n")
     about = "Marks of 1 to 5 by a language model for 30 responses each of smollm2 (seed 400, eta 0.05)"
     print(f"## judged\n\n{about}, ± standard errors.\n\n{judged_table()}")
-    for name, plots in PLOTS.items():
-        panels = [key for key in rows if key[0] in plots]
-        height = 3.6 * len(panels) / 2
-        figure, axes = plt.subplots(len(panels) // 2, 2, figsize=(10, height), layout="constrained")
-        for axis, (study, task) in zip(axes.flat, panels, strict=True):
-            plots[study](axis, rows[study, task], studies[study]["tasks"][task])
+    for name, panels in PLOTS.items():
+        figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), layout="constrained")
+        for axis, (study, task, plot) in zip(axes, panels, strict=True):
+            plot(axis, rows[study, task], studies[study]["tasks"][task])
             axis.set_title(TITLES.get((study, task), task.upper()))
-        figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        figure.savefig(HERE / f"{name}.png", dpi=120)
+        figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.savefig(HERE / f"{name}.png", dpi=110)
+        plt.close(figure)
 
 
 if __name__ == "__main__":
