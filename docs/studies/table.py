@@ -294,7 +294,7 @@ def main() -> None:
     tests = pd.Series({key: x.p for key, x in found.items() if key[5] in TESTED[key[2]]})
     for _, p in tests.groupby(lambda key: key[0] if key[0] in OWN_FAMILY else "all others"):
         stands |= {key for key, adjusted in zip(p.index, holm(p), strict=True) if adjusted < 0.05}
-    print("# Tables of the studies\n\nMade by table.py; [here](../studies.md) stands what the figures are.\n")
+    print("# Tables of the studies\n\nMade by table.py; [README](README.md) says what the figures are.\n")
     print(f"## Summary\n\n{summary(found, stands)}")
     for (name, task), of_task in rows.items():
         spec = studies[name]["tasks"][task]
