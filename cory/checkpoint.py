@@ -55,7 +55,6 @@ def put_in_place(temporary: Path, path: Path) -> None:
     os.replace(temporary, path)
 
 
-# --- save ---
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], about: dict) -> None:
     """`about` is whatever else a run needs. The previous checkpoint is kept."""
     state = about | {"iteration": iteration, "agents": {agent.name: agent_state(agent) for agent in agents}}
@@ -95,7 +94,6 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.cpu().contiguous() for name, x in whole.items()} if processes().is_main else {}
 
 
-# --- load ---
 def checkpoints_of(run_dir: Path) -> list[Path]:
     """The run's checkpoints, newest first."""
     return sorted((run_dir / "checkpoints").glob("iteration_*.pt"), reverse=True)
@@ -139,10 +137,9 @@ def put_back(agent: Agent, attributes: dict, tensors: dict[str, Tensor], adam: d
                                             for moment, x in adam[name].items()}
 
 
-# --- final models ---
 def save_final(run_dir: Path, agents: list[Agent]) -> None:
     """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy. With LoRA the folder holds
-    only the adapter, and names its base, which generates by its authors' settings until it is given the
+    only the adapter, and names its base, whose own generation settings hold until they are replaced by the
     folder's generation_config.json. The critic is saved alongside.
     """
     for agent in agents:

@@ -132,8 +132,9 @@ class Config:
     def __post_init__(self):
         hints, require = get_type_hints(type(self)), self.require
         for f in fields(self):
-            value, words = getattr(self, f.name), get_args(hints[f.name])       # of a Literal
-            require(f.name, not words or value in words, f"choose from {', '.join(words)}")
+            value, words = getattr(self, f.name), get_args(hints[f.name])
+            if get_origin(hints[f.name]) is Literal:
+                require(f.name, value in words, f"choose from {', '.join(map(str, words))}")
             if type(value) in (int, float):
                 low, high = f.metadata.get("min", -inf), f.metadata.get("max", inf)
                 least = "above 0" if low == ABOVE_0 else f"{low} or more"

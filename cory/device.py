@@ -21,7 +21,7 @@ received: list[int] = []                # signals, since `signals_noted` began
 
 
 def resolve_auto(cfg: Config) -> tuple[Config, torch.device]:
-    """The settings with `auto` replaced by what this machine has, and the device. Raises `UserError`."""
+    """The settings with `auto` replaced by what this machine has, and the device."""
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
     cfg.require("device", on_gpu or cfg.device != "cuda",
                 "PyTorch sees no CUDA GPU here; use --device auto or cpu")

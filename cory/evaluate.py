@@ -77,7 +77,7 @@ def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: 
 
 
 def merged(*parts: dict[str, float]) -> dict[str, float]:
-    """All metrics together, none of which may hide another."""
+    """All metrics together; no two may share a name."""
     metrics = {}
     for part in parts:
         for name, value in part.items():
@@ -154,9 +154,12 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     metrics = {name: solved_metrics(models[name], task, samples, folder / f"{name}.jsonl")
                for name in [*dict.fromkeys(base_of.values()), *base_of]}
     method, last = method_class(cfg, task), read_jsonl(run_dir / "samples.jsonl")[-1]
+    memory = torch.load(run_dir / "final/memory.pt", weights_only=True)
+    method.memory, task.memory = memory["method"], memory["task"]
     played = [last[f"{role}_agent"] for role in method.roles]                   # in the last iteration
     for team, names in (("base_team", [base_of[name] for name in played]), ("team", played)):
-        of_team = method.team_metrics([SimpleNamespace(policy=models[name]) for name in names])
+        of_team = method.team_metrics([SimpleNamespace(name=agent, policy=models[name])
+                                       for agent, name in zip(played, names, strict=True)])
         metrics |= {team: merged(of_team)} if of_team else {}
     if processes().is_main:
         results = {"queries": queries, "samples": samples, **metrics}

@@ -41,8 +41,8 @@ INIT_SECONDS = 20                   # to reach W&B
 
 
 class Logger:
-    """Writes all of these, in the main process. A resumed log drops the rows past `done`, the last iteration
-    that was saved. As a context manager it ends the log.
+    """Writes metrics, samples, W&B and the progress bar, in the main process, until its block ends. A resumed
+    log drops the rows past `done`, the last iteration that was saved.
     """
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, done: int, wandb_id: str):
@@ -91,7 +91,7 @@ class Logger:
 
     # --- Weights & Biases ---
     def guard(self, call: Callable, *args, **named) -> None:
-        """Calls W&B. What fails there ends no training; each kind of error is said once."""
+        """Calls W&B. What fails there ends no training; each kind of error is reported once."""
         try:
             call(*args, **named)
         except Exception as error:

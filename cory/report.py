@@ -32,7 +32,7 @@ WITHOUT_PANEL = {
     "approx_kl", "clip_fraction", "kl_loss", "grad_norm", "learning_rate", "distinct_1", "distinct_2",
     "repeated_tokens", "base_perplexity", "seconds", "sampling_seconds", "logprob_seconds", "update_seconds",
     "tokens_per_second"}
-KEY = "(?:(?P<kind>eval_greedy|eval)_)?(?P<metric>[^/]+)(?:/(?P<who>.+))?"
+KEY = "^(?:(?P<kind>eval_greedy|eval)_)?(?P<metric>.+?)(?:/(?P<who>[^/]+))?$"
 DOTS = {"linewidth": 1.6, "marker": "o", "markersize": 6, "zorder": 3}
 KINDS = {"training": {"linewidth": 1.2, "alpha": 0.6},
          "eval": DOTS | {"markeredgecolor": "white"},
@@ -203,7 +203,7 @@ def draw_frontier(ax, held_out: pd.DataFrame, styles: dict[str, dict]) -> None:
 
 # --- the command ---
 def comparable(run_dirs: list[Path], by: list[str]) -> list[dict]:
-    """config.json of finished runs that differ in method, `by` and seed alone. Raises `UserError`."""
+    """config.json of finished runs, which may differ in method, `by` and seed alone."""
     configs = [read_config(run_dir) for run_dir in run_dirs]
     settings = pd.DataFrame(configs).astype(str)
     for name in {*by} - {*settings}:

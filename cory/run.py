@@ -55,7 +55,7 @@ class RoleStep(NamedTuple):
 
 class Run:
     """agents: all of them, always in the same order. roles: the agents in the order of the roles they play.
-    done: iterations that the checkpoint has done which the run continues from, or 0.
+    done: iterations completed by the checkpoint that the run resumes from, or 0.
     """
 
     def __init__(self, cfg: Config, run_dir: Path):
@@ -77,6 +77,7 @@ class Run:
         self.method = method_class(cfg, self.task)
         self.agents = [Agent(name, self.bases[self.base_of[name]], configs[name], i)
                        for i, name in enumerate(names)]
+        cfg.require("method", len(names) <= len(self.method.roles), "has more agents than roles")
         self.roles = [*islice(cycle(self.agents), len(self.method.roles))]
         trained = {p for agent in self.agents for p in agent.trainable_parameters().values()}
         for name, base in self.bases.items():
@@ -155,8 +156,8 @@ class Run:
 
     def evaluate(self, iteration: int) -> None:
         """Logs held-out metrics as eval_NAME/AGENT: of each agent against its base, whatever its reference
-        has become, and of the team in the roles it plays. At iteration 0 of the bases, too, and only of
-        agents that do not start as their base. It leaves what the method remembers as it was.
+        has become, and of the team in the roles it plays. At iteration 0 the bases are evaluated, and agents
+        only if they do not start as their base. What method and task remember stays as it was.
         """
         models, agents, row = {}, self.agents, {}
         if iteration == 0:
@@ -166,16 +167,18 @@ class Run:
         for name, of_model in models.items():
             for metric, value in evaluate(*of_model, self.task).items():
                 row[f"eval_{metric}/{name}"] = value
-        memory = copy.deepcopy(self.method.memory)
+        memories = copy.deepcopy((self.method.memory, self.task.memory))
         team = merged(self.method.team_metrics(self.roles))
-        self.method.memory = memory
+        self.method.memory, self.task.memory = memories
         row |= {f"eval_{metric}/team": value for metric, value in team.items()}
         self.logger.evaluation(iteration, row)
 
     def saving_is_due(self, iteration: int) -> bool:
-        """Every `save_every` iterations, at the end, and where a signal has been received."""
+        """Every `save_every` iterations, at the end, and where any process has received a signal."""
         every = self.cfg.save_every
-        return every > 0 and (iteration == self.cfg.iterations or iteration % every == 0 or self.signal() > 0)
+        self.signals = processes().gather([int(number) for number in device.received])
+        last = iteration == self.cfg.iterations
+        return every > 0 and (last or iteration % every == 0 or bool(self.signals))
 
     def save(self, iteration: int) -> None:
         """Writes a checkpoint, for the iterations that follow."""
@@ -183,26 +186,24 @@ class Run:
                  "method": self.method.memory, "task": self.task.memory, "wandb_id": self.logger.wandb_id}
         save_checkpoint(self.run_dir, iteration, self.agents, about)
 
-    def signal(self) -> int:
-        """The first signal that any process has received, or 0."""
-        return next(iter(processes().gather([int(number) for number in device.received])), 0)
-
     def stop_if_signalled(self, iteration: int) -> None:
-        number = self.signal()
-        if not number:
+        """Ends the run if `saving_is_due` has found a signal."""
+        if not self.signals:
             return
         folder, launcher = shlex.quote(str(self.run_dir)), processes().launcher
         hint = f"go on with: {launcher} {sys.argv[0]} --resume --run_dir {folder}"
         if not self.cfg.save_every:
             hint = "nothing is saved, as --save_every 0 asks"
         print(f"\nstopped after iteration {iteration}; {hint}", flush=True)
-        raise SystemExit(128 + number)
+        raise SystemExit(128 + self.signals[0])
 
     def finish(self) -> None:
         """Writes the final models, eval.json and curves.png, and prints the held-out table."""
         save_final(self.run_dir, self.agents)
         if not processes().is_main:
             return
+        memory = {"method": self.method.memory, "task": self.task.memory}       # for `evaluate`
+        torch.save(memory, self.run_dir / "final/memory.pt")
         cfg, rows = self.cfg, read_jsonl(self.run_dir / "metrics.jsonl")
         done = rows[-1]["iteration"]
         about = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
@@ -232,7 +233,7 @@ def run_folder(cfg: Config) -> Path:
 
 
 def require_agents(cfg: Config, configs: dict[str, Config]) -> None:
-    """Raises `UserError` unless the settings of each agent can be used."""
+    """Refuses settings of agents that cannot be used together."""
     shared = [f.name for f in fields(cfg) if not f.metadata.get("per_agent")]
     for name, own in configs.items():
         find_estimator(own)

@@ -46,7 +46,6 @@ class Agent:
                   for group in by_placement([*parameters])]
         self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
-        self.set_learning_rate(iteration=1)
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """By name: `lm.NAME` of all weights or the adapter's, and `critic.NAME`."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 
-# --- masked statistics ---
 def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
     """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding.
 
@@ -31,7 +30,6 @@ def explained_variance(value_N: Tensor, return_N: Tensor) -> float:
     return 1 - error_N.var(correction=0).item() / return_variance if return_variance > 0 else 0.0
 
 
-# --- log-probabilities, entropy, KL ---
 def token_logprobs(logp_NV: Tensor, token_N: Tensor) -> Tensor:
     """`log pi(token)` read off each row's log-probabilities. Returns (N,)."""
     return logp_NV.gather(-1, token_N[:, None]).squeeze(-1)
@@ -72,7 +70,6 @@ def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     return log_r.exp() - 1 - log_r
 
 
-# --- token rewards ---
 def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float) -> Tensor:
     """`r_t = -kl_coef * kl_t`, plus the score on each row's last real token (paper eq. 2).
 
@@ -83,7 +80,6 @@ def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: floa
     return reward_BT.scatter_add(1, last_B1, score_B[:, None].to(reward_BT))
 
 
-# --- losses ---
 def policy_loss(log_ratio_N: Tensor, advantage_N: Tensor, low: float, high: float) -> Tensor:
     """Clipped surrogate (Schulman et al. 2017, eq. 7; the paper's eq. 11), one loss per token.
 
@@ -106,7 +102,6 @@ def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange
     return 0.5 * torch.max((value_N - return_N) ** 2, (clipped_N - return_N) ** 2)
 
 
-# --- KL controller ---
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n: int) -> float:
     """The adaptive controller of Ziegler et al. 2019, sec. 2.2: one step of an agent per iteration.
 
@@ -118,7 +113,7 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n:
     return kl_coef * max(0.0, 1 + error * n / horizon)
 
 
-# --- learning-rate schedules: a factor at each progress of training, from 0 to just below 1 ---
+# Learning-rate schedules: a factor at each progress of training, from 0 to just below 1.
 def constant(progress: float) -> float:
     return 1.0
 

@@ -82,8 +82,8 @@ def switch_to(lm: nn.Module, name: str | None) -> None:
 
 
 def adapted_share(layers: nn.Module) -> float:
-    """The share of the layers' weights that are in a matrix with an adapter. "all-linear" passes over
-    matrices that are no layers of their own, as the experts of some models.
+    """The share of the layers' weights in matrices with an adapter. "all-linear" skips matrices that are not
+    linear modules, such as the experts of some models.
     """
     sizes = {path: getattr(p, "quant_state", p).shape.numel() for path, p in layers.named_parameters()
              if p.dim() > 1 and ".lora_" not in path}

@@ -38,10 +38,13 @@ class SentimentReward:
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
-        batch = self.tokenizer(texts, padding=True, truncation=True, return_token_type_ids=False,
-                               return_tensors="pt")
-        logits = self.model(**batch.to(self.model.device)).logits
-        return logits[:, self.positive].tolist()
+        rewards = []
+        for start in range(0, len(texts), 512):             # `evaluate` asks for many at once
+            batch = self.tokenizer(texts[start:start + 512], padding=True, truncation=True,
+                                   return_token_type_ids=False, return_tensors="pt")
+            logits = self.model(**batch.to(self.model.device)).logits
+            rewards += logits[:, self.positive].tolist()
+        return rewards
 
 
 class Imdb(Task):

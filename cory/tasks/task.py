@@ -172,7 +172,7 @@ class Task:
         return [query for query in queries for _ in range(k)], limit
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
-        """Task reward r(s0, a) of each response: (B,) float32 on the model's device. Raises `UserError`."""
+        """Task reward r(s0, a) of each response: (B,) float32 on the model's device."""
         mine = processes().rows(len(responses))
         n = len(responses[mine])
         values = self.reward_of(queries[mine], responses[mine]) if n else []
