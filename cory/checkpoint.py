@@ -1,12 +1,8 @@
-"""A run's folder: one process at a time; state on disk, so that a killed run continues bit for bit (on a CPU;
-some CUDA kernels add in varying order); and the final models, for plain transformers.
+"""A run's folder: one process at a time; checkpoints, from which a killed run continues bit for bit (on a
+CPU; some CUDA kernels add in varying order); and the final models, for plain transformers.
 
-A checkpoint is one file of `torch.save`, `checkpoints/iteration_000012.pt`, loaded with `weights_only`, so
-that no code in it can run:
-
-    {"iteration": 12, "roles": ..., "method": `method.memory`, "agents": {"llm1": what `agent_state` returns}}
-
-The file is written under another name, read once, and renamed.
+A checkpoint is one file of `torch.save`, written under another name, read once, and renamed. It is loaded
+with `weights_only`, so that no code in it can run.
 """
 import os
 import shutil
@@ -79,13 +75,7 @@ def agent_state(agent: Agent) -> dict:
     attributes = {name: x for name, x in vars(agent).items() if name not in Agent.REBUILT}
     adam = {name: gathered(agent.optimizer.state[parameter])
             for name, parameter in agent.trainable_parameters().items()}
-    return {"attributes": attributes, "tensors": gathered(tensors_of(agent)), "adam": adam}
-
-
-def tensors_of(agent: Agent) -> dict[str, Tensor]:
-    """Trained weights, and those of its own reference, if any."""
-    reference = agent.own_reference.weights() if agent.own_reference else {}
-    return agent.trainable_parameters() | {f"reference.{name}": x for name, x in reference.items()}
+    return {"attributes": attributes, "tensors": gathered(agent.trainable_parameters()), "adam": adam}
 
 
 def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -95,7 +85,6 @@ def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
-    """The run's checkpoints, newest first."""
     return sorted((run_dir / "checkpoints").glob("iteration_*.pt"), reverse=True)
 
 
@@ -113,11 +102,9 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
         hint = f"delete it to go on from {paths[1].name}" if paths[1:] else "start a new run"
         raise UserError("checkpoint", str(newest), f"is damaged ({str(error)[:100]}); {hint}") from error
     saved = state["agents"]
-    for agent in agents:
-        if any(name.startswith("reference.") for name in saved.get(agent.name, {"tensors": {}})["tensors"]):
-            agent.move_reference()
     old = {(f"{agent}/{name}", x.shape) for agent in saved for name, x in saved[agent]["tensors"].items()}
-    new = {(f"{agent.name}/{name}", x.shape) for agent in agents for name, x in tensors_of(agent).items()}
+    new = {(f"{agent.name}/{name}", x.shape) for agent in agents
+           for name, x in agent.trainable_parameters().items()}
     if old != new:
         name, shape = min(old ^ new)
         raise UserError("checkpoint", str(newest), f"is of other agents, which differ in {name} of shape "
@@ -130,9 +117,8 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
 def put_back(agent: Agent, attributes: dict, tensors: dict[str, Tensor], adam: dict[str, dict]) -> None:
     """Restores attributes, weights (in place) and Adam's state."""
     vars(agent).update(attributes)
-    for name, x in tensors_of(agent).items():
-        x.data.copy_(shard_like(tensors[name], x))
     for name, parameter in agent.trainable_parameters().items():
+        parameter.data.copy_(shard_like(tensors[name], parameter))
         agent.optimizer.state[parameter] = {moment: shard_like(x.clone().to(parameter.device), parameter)
                                             for moment, x in adam[name].items()}
 

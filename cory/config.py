@@ -366,7 +366,6 @@ def read_config(run_dir: Path) -> dict:
 
 
 def load_config(run_dir: Path) -> Config:
-    """The settings a run was started with."""
     saved = read_config(run_dir)
     config_class = find("config_class", saved.pop("config_class"), {})
     del saved["agents"]

@@ -25,7 +25,6 @@ launches = count()              # each has keys of its own in torchrun's store
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that train together, as one of them sees them."""
     rank: int = 0
     size: int = 1
     launcher: str = "python"
@@ -48,7 +47,6 @@ class Processes:
         return [item for items in gathered for item in items]
 
     def broadcast(self, x):
-        """The main process's x."""
         return self.gather([x])[0]
 
     def sum(self, x: Tensor) -> Tensor:

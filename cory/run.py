@@ -2,13 +2,14 @@
 import copy
 import json
 import math
+import os
 import random
 import shlex
 import statistics
 import sys
 import time
 from dataclasses import fields
-from itertools import count, cycle, islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -219,21 +220,13 @@ class Run:
 
 
 def run_folder(cfg: Config) -> Path:
-    """The run's folder: `cfg.run_dir`, or a new one under runs/, named by what runs and when."""
-    if cfg.run_dir or not processes().is_main:
-        return Path(processes().broadcast(cfg.run_dir))
+    """`cfg.run_dir`, or a new folder under runs/, named by what runs, when, and the process."""
     what = f"{short_name(cfg.task)}-{short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}".lower()
-    name = stem = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for again in count(2):
-        try:
-            Path(name).mkdir(parents=True)
-            return Path(processes().broadcast(name))
-        except FileExistsError:                     # of another job that has started in the same second
-            name = f"{stem}-{again}"
+    new = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return Path(processes().broadcast(cfg.run_dir or new))
 
 
 def require_agents(cfg: Config, configs: dict[str, Config]) -> None:
-    """Refuses settings of agents that cannot be used together."""
     shared = [f.name for f in fields(cfg) if not f.metadata.get("per_agent")]
     for name, own in configs.items():
         find_estimator(own)
@@ -257,8 +250,8 @@ def base_names(configs: dict[str, Config]) -> dict[str, str]:
 
 def first_lines(cfg: Config, configs: dict[str, Config], device_: torch.device) -> str:
     models = ", ".join(dict.fromkeys(own.model for own in configs.values()))
-    line = (f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
-            f"model {models}, data {cfg.dataset}.")
-    cpu = f"CPU, {torch.get_num_threads()} threads"
-    where = torch.cuda.get_device_name(device_) if device_.type == "cuda" else cpu
-    return line.replace(BUNDLED, "bundled ") + f"\n{where}, {cfg.dtype}"
+    is_gpu, threads = device_.type == "cuda", torch.get_num_threads()
+    where = torch.cuda.get_device_name(device_) if is_gpu else f"CPU, {threads} threads"
+    text = (f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
+            f"model {models}, data {cfg.dataset}.\n{where}, {cfg.dtype}")
+    return text.replace(BUNDLED, "bundled ")

@@ -68,15 +68,8 @@ class TwoBases(train.Cory):
 
 
 @pytest.mark.parametrize("method, rank", [("cory", 0), ("test_evaluate:TwoBases", 2)])
-def test_runs_are_measured_against_their_bases_and_again(method, rank, small_flags, tmp_path, capsys,
-                                                         monkeypatch):
-    """Full copies and adapters, also where references move. `evaluate` draws the same responses again."""
-    def update_and_move(agent, rollout, score_B, update=train.ppo_update):
-        metrics = update(agent, rollout, score_B)
-        agent.move_reference()
-        return metrics
-
-    monkeypatch.setattr(train, "ppo_update", update_and_move)
+def test_runs_are_measured_against_their_bases_and_again(method, rank, small_flags, tmp_path, capsys):
+    """Full copies and adapters. `evaluate` draws the same responses again."""
     save_gpt2(tmp_path / "lm")
     save_gpt2(tmp_path / "lm_of_llm2", n_layer=1)
     run, more = tmp_path / "run", "--num_ppo_epochs 1 --iterations 1 --eval_queries 4 --eval_samples 8"

@@ -59,8 +59,8 @@ def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divi
 
 
 def test_a_temperature_divides_the_logits_once_wherever_they_are_used():
-    """A half doubles them: in sampling, log-probabilities, KL, the reference, `forward` and the update, whose
-    gradient it doubles, too.
+    """A half doubles them: in sampling, log-probabilities, KL, `forward` and the update, whose gradient it
+    doubles, too.
     """
     found = []
     for temperature, scale in ((0.5, 1), (1.0, 2)):
@@ -69,8 +69,7 @@ def test_a_temperature_divides_the_logits_once_wherever_they_are_used():
         agent = agent_of(base, advantage="reinforce", num_ppo_epochs=1)
         agent.policy.lm.head.weight.data += scale * torch.randn(7, 7, generator=generator(2))
         drawn, ids = collect_rollout(agent, PROMPTS, 12), torch.arange(7)[None]
-        agent.move_reference()
-        assert drawn.sampling_gap < 1e-6 and collect_rollout(agent, PROMPTS, 12).kl_BT.abs().max() == 0
+        assert drawn.sampling_gap < 1e-6
         metrics = ppo_update(agent, drawn, torch.arange(8.0)) | {"learning_rate": 0}
         metrics["grad_norm"] *= scale
         found.append((drawn, agent.base(ids, torch.ones_like(ids)), metrics))

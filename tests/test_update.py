@@ -170,16 +170,15 @@ def test_learning_rates_are_those_of_the_schedule(name, factors):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_with_lora_another_models_pass_before_the_backward_pass_loses_no_gradient(checkpointing, monkeypatch):
-    """The base, another agent and the moved reference are asked inside the losses."""
+    """The base and another agent are asked inside the losses."""
     found = []
     for asks in (False, True):
         cfg, base = settings(lora_rank=2, gradient_checkpointing=checkpointing), tiny_gpt2()
         agent, other = (moved(Agent(name, base, cfg, i)) for i, name in enumerate(("llm1", "llm2")))
-        agent.move_reference()
         rollout = collect_rollout(moved(agent), PROMPTS, 6)
 
         def asking(agent, rows, *of_policy):
-            for model in (base, agent.reference, other.policy):
+            for model in (base, other.policy):
                 model.response_hidden(rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT)
             return losses(agent, rows, *of_policy)
 

@@ -26,7 +26,6 @@ def estimator(critic: bool, whiten: bool, grouped: bool = False) -> Callable:
 
 
 def find_estimator(cfg: Config) -> Callable[..., Tensor]:
-    """The estimator that `--advantage` names."""
     function = find("advantage", cfg.advantage, ADVANTAGES)
     if not hasattr(function, "critic"):
         raise UserError("advantage", cfg.advantage, "does not say whether it has a critic; put "

@@ -1,6 +1,4 @@
 """One agent: all state that stays with it when roles are exchanged."""
-import copy
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -18,17 +16,15 @@ class Agent:
     """One LLM of the team (`llm1`, `llm2`, ...), whichever role it plays.
 
     policy: what it samples from and trains; a copy of its base, or an adapter on it. critic: its V, or None.
-    reference: what its KL is measured against, the base unless `move_reference` is called. kl_coef: eta.
-    draws: the number of random generators created so far.
+    base: what its KL is measured against. kl_coef: eta. draws: random generators created so far.
 
     Checkpoints keep every attribute, also one that you add: numbers, text, tensors, collections of these.
     """
-    REBUILT = ("name", "cfg", "index", "base", "policy", "critic", "own_reference", "optimizer")
+    REBUILT = ("name", "cfg", "index", "base", "policy", "critic", "optimizer")
 
     def __init__(self, name: str, base: LanguageModel, cfg: Config, index: int):
         self.name, self.cfg, self.index, self.base = name, cfg, index, base
-        self.own_reference, self.draws = None, 0
-        adapter = None
+        self.draws, adapter = 0, None
         if cfg.lora_rank:
             adapter_seed = int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0])
             adapter = Lora.new(base.lm, name, cfg, adapter_seed)
@@ -52,25 +48,6 @@ class Agent:
         of_critic = dict(self.critic.named_parameters()) if self.critic else {}
         return ({f"lm.{name}": p for name, p in self.policy.weights().items()}
                 | {f"critic.{name}": p for name, p in of_critic.items()})
-
-    @property
-    def reference(self) -> LanguageModel:
-        return self.own_reference or self.base
-
-    def move_reference(self) -> None:
-        """From here on the KL is measured against the current policy (iterative KL)."""
-        policy = self.policy
-        if self.own_reference is None:
-            if policy.adapter:
-                lm, adapter = policy.lm, Lora.new(policy.lm, f"{self.name}_reference", self.cfg, seed=0)
-            else:
-                lm, adapter = copy.deepcopy(policy.lm).requires_grad_(False), None
-            self.own_reference = LanguageModel(lm, policy.tokenizer, policy.dtype, policy.chat_template,
-                                               policy.temperature, adapter)
-        with torch.no_grad():
-            old = self.own_reference.weights().values()
-            for x, new in zip(old, policy.weights().values(), strict=True):
-                x.copy_(new)
 
     @torch.no_grad()
     def is_base(self, prompt: str) -> bool:

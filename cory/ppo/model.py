@@ -59,7 +59,6 @@ class LanguageModel(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """The last layer, from hidden states to logits."""
         return self.lm.get_output_embeddings()
 
     @property
@@ -76,7 +75,6 @@ class LanguageModel(nn.Module):
         return self.adapter.weights() if self.adapter else dict(self.lm.named_parameters())
 
     def autocast(self):
-        """Matrix products in bfloat16 where `dtype` says so."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
 
     def encode(self, prompts: list[str]) -> list[list[int]]:

@@ -99,7 +99,7 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
     """`a ~ pi_agent(. | prompt)` for each prompt, with log-probabilities, KL and values. Each process
     generates its rows; all then receive the whole rollout.
     """
-    policy, reference, mine = agent.policy, agent.reference, processes().rows(len(prompts))
+    policy, reference, mine = agent.policy, agent.base, processes().rows(len(prompts))
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, len(prompts))))
     with unsharded(policy, reference):
         rollout = sample_rollout(policy, prompts[mine], max_new_tokens, uniform_TB[:, mine])

@@ -134,5 +134,4 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
 
 
 def max_length(mask: Tensor) -> int:
-    """The largest number of real tokens in a row."""
     return int(mask.sum(1).max())
