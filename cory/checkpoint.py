@@ -115,7 +115,6 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
 
 
 def put_back(agent: Agent, attributes: dict, tensors: dict[str, Tensor], adam: dict[str, dict]) -> None:
-    """Restores attributes, weights (in place) and Adam's state."""
     vars(agent).update(attributes)
     for name, parameter in agent.trainable_parameters().items():
         parameter.data.copy_(shard_like(tensors[name], parameter))

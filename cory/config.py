@@ -149,7 +149,6 @@ class Config:
         self.require_consistent()
 
     def require_consistent(self) -> None:
-        """Rejects inconsistent limits, uneven divisions and contradictory settings."""
         require, rows = self.require, self.rows_per_optimizer_step
         require("batch_size", self.batch_size % rows == 0,
                 "must be a multiple of mini_batch_size x gradient_accumulation_steps = "
@@ -170,7 +169,7 @@ class Config:
         method or an advantage of your own may read all of them.
         """
         own_method = self.method not in METHODS
-        own_advantage = self.advantage not in ADVANTAGES
+        own_advantage, own_controller = self.advantage not in ADVANTAGES, self.kl_controller != "adaptive"
         conditions = [
             (self.method != "ppo", "a method of two agents",
              ["role_exchange_every", "knowledge_transfer", "partner_reward", "share_weights",
@@ -179,8 +178,9 @@ class Config:
              ["reset_on_exchange"]),
             (own_method or not self.share_weights or self.reset_on_exchange, "--share_weights false",
              ["role_exchange_every"]),
-            (self.kl_target > 0, "--kl_target above 0", ["kl_horizon"]),
-            (self.init_kl_coef > 0 or self.kl_target == 0, "--init_kl_coef above 0", ["kl_target"]),
+            (own_controller or self.kl_target > 0, "--kl_target above 0", ["kl_horizon"]),
+            (own_controller or self.init_kl_coef > 0 or self.kl_target == 0, "--init_kl_coef above 0",
+             ["kl_target"]),
             (own_advantage or self.advantage == "gae", "a critic, as with --advantage gae",
              ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
             (own_advantage or self.advantage in ("gae", "reinforce"), "--advantage gae or reinforce",

@@ -27,7 +27,6 @@ launches = count()              # each has keys of its own in torchrun's store
 class Processes:
     rank: int = 0
     size: int = 1
-    launcher: str = "python"
 
     @property
     def is_main(self) -> bool:
@@ -39,7 +38,6 @@ class Processes:
         return slice(first, end)
 
     def gather(self, items: list) -> list:
-        """The items of all processes, in the order of their ranks."""
         if self.size == 1:
             return items
         gathered = [None] * self.size
@@ -68,8 +66,7 @@ def processes() -> Processes:
     """All of torchrun's processes inside a `launched` block; otherwise this process alone."""
     if not dist.is_initialized():
         return Processes()
-    launcher = f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']}"
-    return Processes(dist.get_rank(), dist.get_world_size(), launcher)
+    return Processes(dist.get_rank(), dist.get_world_size())
 
 
 @contextmanager
@@ -121,7 +118,6 @@ def is_sharded(x: nn.Module | Tensor) -> bool:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """The whole of a tensor of which each process may hold a part."""
     return x.full_tensor() if is_sharded(x) else x
 
 

@@ -60,7 +60,9 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
         # final adapter's base has those of its authors until it is given these.
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        lm.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=sorted(ends), pad_token_id=eos)
+        lm.generation_config = GenerationConfig(
+            bos_token_id=bos, eos_token_id=sorted(ends), pad_token_id=eos,
+            do_sample=True, temperature=cfg.temperature, top_k=0)
         if low:
             head = lm.get_output_embeddings()
             head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)       # no longer tied

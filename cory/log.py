@@ -97,7 +97,8 @@ class Logger:
         except Exception as error:
             if type(error) not in self.failures:
                 where = f"; upload later with: {self.upload}" if self.wandb else ""
-                print(f"\nW&B failed, and the run goes on: {reason(error)}{where}", flush=True)
+                reason = textwrap.shorten(str(error), 200)
+                print(f"\nW&B failed, and the run goes on: {reason}{where}", flush=True)
             self.failures.add(type(error))
 
     def start_wandb(self, cfg: Config, run_dir: Path) -> None:
@@ -108,7 +109,8 @@ class Logger:
         try:
             self.wandb, why = init_wandb(cfg, run_dir, self.wandb_id, mode), "`wandb login` stores a key"
         except Exception as error:
-            self.wandb, why = init_wandb(cfg, run_dir, self.wandb_id, "offline"), reason(error)
+            why = textwrap.shorten(str(error), 200)
+            self.wandb = init_wandb(cfg, run_dir, self.wandb_id, "offline")
         self.wandb_id, self.constants = self.wandb.id, {}
         self.upload = "wandb sync " + shlex.quote(f"{self.wandb.settings.wandb_dir}/latest-run")
         print(f"W&B is offline ({why}); upload later with: {self.upload}" if self.wandb.offline else
@@ -159,10 +161,6 @@ def init_wandb(cfg: Config, run_dir: Path, wandb_id: str, mode: str):
         group=os.environ.get("WANDB_RUN_GROUP", "-".join(what)), resume="allow", config=asdict(cfg),
         tags=None if "WANDB_TAGS" in os.environ else what, settings=settings,
         dir=Path(os.environ.get("WANDB_DIR", run_dir.parent), run_dir.name))
-
-
-def reason(error: Exception) -> str:
-    return textwrap.shorten(str(error) or repr(error), 200)
 
 
 def bar_text(row: dict[str, float], agents: list[str], rounding: float) -> str:

@@ -1,7 +1,6 @@
 """A run as a method's loop sees it: agents with roles, made from the settings; log, evaluation and saving."""
 import copy
 import json
-import math
 import os
 import random
 import shlex
@@ -78,8 +77,10 @@ class Run:
         self.method = method_class(cfg, self.task)
         self.agents = [Agent(name, self.bases[self.base_of[name]], configs[name], i)
                        for i, name in enumerate(names)]
-        cfg.require("method", len(names) <= len(self.method.roles), "has more agents than roles")
-        self.roles = [*islice(cycle(self.agents), len(self.method.roles))]
+        roles = self.method.roles
+        cfg.require("method", len(names) <= len({*roles}) == len(roles), "needs a role for each of its "
+                    f"agents, and a name for each role; its roles are {', '.join(roles)}")
+        self.roles = [*islice(cycle(self.agents), len(roles))]
         trained = {p for agent in self.agents for p in agent.trainable_parameters().values()}
         for name, base in self.bases.items():
             if not cfg.lora_rank:
@@ -124,8 +125,7 @@ class Run:
         device.seconds.clear()
         self.clock = time.perf_counter()
 
-    def log(self, iteration: int, queries: list[str], steps: list[RoleStep],
-            metrics: dict[str, float] | None = None) -> None:
+    def log(self, iteration: int, queries: list[str], steps: list[RoleStep], metrics: dict) -> None:
         """Logs an iteration: each metric as NAME/AGENT, the mean over the roles that the agent played, and
         `role/AGENT`, its first role by number; `metrics` are whatever else the method measured.
         """
@@ -133,13 +133,11 @@ class Run:
         for agent in dict.fromkeys(step.agent for step in steps):
             played = [step.metrics(self.task, queries) for step in steps if step.agent is agent]
             of_agents[f"role/{agent.name}"] = [step.agent for step in steps].index(agent)
-            for name in played[0]:
-                of_agents[f"{name}/{agent.name}"] = statistics.fmean(values[name] for values in played)
+            for name in dict.fromkeys(name for values in played for name in values):
+                of_agents[f"{name}/{agent.name}"] = statistics.fmean(
+                    values[name] for values in played if name in values)
         phases = {f"{phase}_seconds": seconds for phase, seconds in device.seconds.items()}
-        tokens = sum(step.rollout.mask_BT.sum().item() for step in steps)
-        times = {"seconds": time.perf_counter() - self.clock, **phases,
-                 "tokens_per_second": tokens / phases.get("sampling_seconds", math.inf)}
-        row = merged(of_agents, metrics or {}, times)
+        row = merged(of_agents, metrics, phases, {"seconds": time.perf_counter() - self.clock})
         self.logger.iteration(iteration, row, self.samples(iteration, queries, steps))
 
     def samples(self, iteration: int, queries: list[str], steps: list[RoleStep]) -> list[dict]:
@@ -168,7 +166,8 @@ class Run:
         for name, of_model in models.items():
             for metric, value in evaluate(*of_model, self.task).items():
                 row[f"eval_{metric}/{name}"] = value
-        memories = copy.deepcopy((self.method.memory, self.task.memory))
+        memories = self.method.memory, self.task.memory
+        self.method.memory, self.task.memory = copy.deepcopy(memories)
         team = merged(self.method.team_metrics(self.roles))
         self.method.memory, self.task.memory = memories
         row |= {f"eval_{metric}/team": value for metric, value in team.items()}
@@ -191,7 +190,8 @@ class Run:
         """Ends the run if `saving_is_due` has found a signal."""
         if not self.signals:
             return
-        folder, launcher = shlex.quote(str(self.run_dir)), processes().launcher
+        folder, size = shlex.quote(str(self.run_dir)), processes().size
+        launcher = f"torchrun --nproc_per_node {size}" if size > 1 else "python"
         hint = f"go on with: {launcher} {sys.argv[0]} --resume --run_dir {folder}"
         if not self.cfg.save_every:
             hint = "nothing is saved, as --save_every 0 asks"

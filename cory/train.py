@@ -23,7 +23,7 @@ class Ppo:
 
     A method of your own (`--method module:Name`) is a subclass that overrides what it changes. Whatever it
     must remember between iterations belongs in `memory`, as numbers, text, tensors and collections of these:
-    checkpoints keep it.
+    checkpoints keep it, and no other attribute of a method.
     """
     agents = ("llm1",)
     roles = ("pioneer",)        # in the order in which they respond; with more roles than agents, in turn
@@ -39,9 +39,9 @@ class Ppo:
     def train(self, run: Run) -> None:
         """The training loop, of PPO with one agent and of CORY (the paper's algorithm 1) with two.
 
-        `run.agents` never change; `run.roles` are the agents in the order of the roles they play. With
-        `--share_weights true` both roles are one agent: the observer's rollout predates the pioneer's update,
-        so its ratios do not start at 1.
+        `run.agents` never change; `run.roles` are the agents in the order of the roles they play. If an agent
+        has several, as with `--share_weights true`, the later rollouts predate its first update: their ratios
+        do not start at 1.
         """
         cfg, task = self.cfg, self.task
         if run.done == 0:
@@ -59,7 +59,6 @@ class Ppo:
             # PPO: r(s0, a1)              CORY: r(s0, a1) + r(s0, a2), for both
             rewards = [task.reward(queries, a.text) for a in rollouts]
             scores = self.scores(queries, rollouts, rewards)
-            task.learn(queries, rewards)
 
             updates = [self.update(agent, a, score_B)
                        for agent, a, score_B in zip(run.roles, rollouts, scores, strict=True)]
@@ -67,7 +66,8 @@ class Ppo:
             for agent in run.agents:
                 agent.adapt_kl_coef([step.rollout.kl_B for step in steps if step.agent is agent])
 
-            run.log(iteration, queries, steps)
+            run.log(iteration, queries, steps, self.metrics(queries, rollouts, rewards))
+            task.learn(queries, rewards)
             if self.evaluation_is_due(iteration):
                 run.evaluate(iteration)
 
@@ -102,8 +102,12 @@ class Ppo:
         """Trains the agent that played a role on its scores (B,); returns metrics."""
         return ppo_update(agent, rollout, score_B)
 
+    def metrics(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
+        """What else is logged of an iteration, by name."""
+        return {}
+
     def team_metrics(self, roles: list) -> dict[str, float]:
-        """What agents do together on the held-out queries, at each evaluation, by name."""
+        """What agents do together on the held-out queries, by name."""
         return {}
 
 
@@ -132,10 +136,9 @@ class Cory(Ppo):
         return [r + lam * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
     def team_metrics(self, roles: list) -> dict[str, float]:
-        """The mean score, and how the observer uses the pioneer's responses; metrics: docs/settings.md.
+        """The mean score, and how the last role uses the response before its own: docs/settings.md.
 
-        observer_after_*: omitted if the pioneer's rewards are all equal. For rewards of 0 and 1 they are
-        P(second right | first right) and P(second right | first wrong).
+        observer_after_*: omitted if that response's rewards are all equal.
         """
         task, length, calls = self.task, self.cfg.max_response_length, []
 
@@ -148,7 +151,7 @@ class Cory(Ppo):
         scores = self.scores(task.held_out_queries, rollouts, rewards)
         metrics = {"score": fmean(score_B.mean().item() for score_B in scores)}
 
-        (a1, *_, a2), (r1, *_, r2) = rollouts, rewards
+        (*_, a1, a2), (*_, r1, r2) = rollouts, rewards
         copies = [first.strip() == second.strip() for first, second in zip(a1.text, a2.text, strict=True)]
         metrics["observer_copies"] = fmean(copies)
         better = r1 > r1.mean()

@@ -72,8 +72,6 @@ def test_an_iteration_tells_its_times(whole):
         if "seconds" in row:
             phases = [row[f"{phase}_seconds"] for phase in ("sampling", "logprob", "update")]
             assert min(phases) > 0 and sum(phases) < row["seconds"]
-            tokens = 4 * (row["length/llm1"] + row["length/llm2"])
-            assert row["tokens_per_second"] * row["sampling_seconds"] == pytest.approx(tokens)
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -90,7 +88,7 @@ def test_as_many_exchanges_as_agents_are_the_identity_bit_for_bit(n, monkeypatch
 
     before, played = copy.deepcopy(state()), []
     task = MagicMock(batch=lambda _: (["q"], 4), reward=lambda *_: torch.zeros(1))
-    the_run = MagicMock(done=0, agents=team, roles=[*team], log=lambda iteration, queries, steps:
+    the_run = MagicMock(done=0, agents=team, roles=[*team], log=lambda iteration, queries, steps, metrics:
                         played.append([step.agent.name for step in steps]))
     monkeypatch.setattr(train, "collect_rollout", lambda *_, **__: MagicMock(kl_B=torch.ones(1)))
     monkeypatch.setattr(train, "ppo_update", lambda *_: {})

@@ -83,7 +83,7 @@ def test_draw_follows_the_distribution_and_never_takes_what_has_probability_zero
     assert ((share - p).abs() <= 3 * (p * (1 - p) / n).sqrt()).all() and share[p == 0].sum() == 0
     extremes = torch.tensor([0.0, 1 - 2**-53, 1.0], dtype=torch.float64)    # even one that rounds to 1
     assert draw(p.log().expand(3, 6), extremes)[0].tolist() == [1, 4, 4]
-    assert torch.equal(logp, p.log()[token])
+    close(logp, p.log()[token])
 
 
 def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should():
@@ -157,3 +157,13 @@ def test_rows_that_have_ended_are_dropped_with_the_columns_that_only_they_use():
         running = int((lengths > step).sum())
         assert running <= rows <= max(running / 0.75, running + 1)
     assert max(columns) < max(map(len, RAGGED)) + len(columns) - 1
+
+
+def test_a_top_k_that_renormalizes_nothing_shows_in_sampling_gap(monkeypatch):
+    """As one would write it first: what is drawn from is what counts, not what it was drawn by."""
+    def among_two(logp_BV, uniform_B):
+        least_B1 = logp_BV.topk(2).values[:, -1:]
+        return draw(logp_BV.masked_fill(logp_BV < least_B1, -torch.inf), uniform_B)
+
+    monkeypatch.setattr("cory.ppo.sampling.draw", among_two)
+    assert collect_rollout(agent_of(bigram()), ["ab"] * 20, 5).sampling_gap > 0.05

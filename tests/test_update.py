@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from toys import PROMPTS, agent_of, bigram, float64, generator, moved, same_tensors, settings, tiny_gpt2
 
 from cory.errors import UserError
@@ -262,3 +263,9 @@ def test_a_controller_of_ones_own_is_called_once_an_agent_and_iteration(share_we
     assert [name for name, _ in CONTROLLED] == names
     kl = torch.cat([step.rollout.kl_B for step in steps])
     assert torch.equal(torch.cat([kl_N for _, kl_N in CONTROLLED]), kl)
+
+
+def test_a_critic_that_would_never_be_trained_is_refused(monkeypatch):
+    monkeypatch.setattr("cory.ppo.agent.Critic", lambda base: nn.Linear(7, 1).requires_grad_(False))
+    with pytest.raises(UserError, match="parameter is 'critic.weight': would never be trained"):
+        agent_of(bigram())

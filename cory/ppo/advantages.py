@@ -100,6 +100,8 @@ def dr_grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int, **_) -> Tensor:
     """GRPO without the division by the standard deviation (Liu et al., arXiv:2503.20783, sec. 3.2):
 
         A_i = R_i - mean_group R        R as in `rloo`
+
+    DIFFERS from that paper: the loss is divided by the number of tokens, not by a constant.
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
     return (return_Gk - return_Gk.mean(1, keepdim=True)).view(-1, 1) * mask_BT

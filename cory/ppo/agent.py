@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from cory.config import KL_CONTROLLERS, LR_SCHEDULES, Config
 from cory.distributed import by_placement, shard
-from cory.errors import find
+from cory.errors import UserError, find
 from cory.ppo.advantages import find_estimator
 from cory.ppo.formulas import adapted_kl_coef
 from cory.ppo.lora import Lora
@@ -36,6 +36,9 @@ class Agent:
 
     def reset(self) -> None:
         """A new optimizer and the initial KL coefficient; the weights stay."""
+        for name, parameter in self.trainable_parameters().items():
+            if not parameter.requires_grad:
+                raise UserError("parameter", name, "would never be trained; call requires_grad_(True) on it")
         of_critic = self.critic.parameters() if self.critic else ()
         groups = [{"params": group, "is_critic": is_critic}
                   for is_critic, parameters in ((False, self.policy.weights().values()), (True, of_critic))

@@ -119,7 +119,6 @@ def constant(progress: float) -> float:
 
 
 def linear(progress: float) -> float:
-    """1 at the start, 0 at the end of training."""
     return 1.0 - progress
 
 

@@ -52,7 +52,6 @@ class Lora:
         return cls(lm, name)
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name."""
         return {path: p for path, p in self.lm.named_parameters()
                 if re.search(rf"\.lora_[AB]\.{self.name}\.", path)}
 

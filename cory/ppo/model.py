@@ -157,7 +157,8 @@ class Critic(nn.Module):
     """V(s): a linear value head on the policy's last hidden state (paper, sec. 3), in float32, whose gradient
     also reaches the transformer. It starts at 0 (the paper does not say).
 
-    Another critic is a module with these methods, in its place in `cory.ppo.agent`.
+    Another critic is a module with these methods, in its place in `cory.ppo.agent`. `base` is frozen, and has
+    the adapters of all agents: a critic that has a transformer loads one of its own.
     """
 
     def __init__(self, base: LanguageModel):

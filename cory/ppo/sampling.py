@@ -6,7 +6,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from cory.errors import UserError
-from cory.ppo import formulas
 from cory.ppo.model import LanguageModel, positions
 
 # Tokens between checks for finished rows, the loop's only GPU sync.
@@ -68,7 +67,8 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     never 0. Float64, because float32 would miss the many tokens with p below 6e-8. To draw from another
     distribution, put its log-probabilities in place of logp_BV: `sampling_gap` shows the difference.
     """
-    cumulative_BV = logp_BV.softmax(-1).cumsum(-1, dtype=torch.float64)     # softmax(log p) = p
+    p_BV = logp_BV.softmax(-1)              # softmax(log p) = p
+    cumulative_BV = p_BV.cumsum(-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:]
     # rounding may give uniform * total = total, beyond every token
     largest_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
@@ -76,7 +76,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     # right=True: strictly above the threshold, so never a token of probability 0
     token_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
     token_B = token_B.clamp(max=logp_BV.shape[1] - 1)       # where all is NaN: `sample` raises
-    return token_B, formulas.token_logprobs(logp_BV, token_B)
+    return token_B, p_BV.gather(1, token_B[:, None]).squeeze(1).log()
 
 
 @torch.no_grad()
