@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -213,3 +214,12 @@ def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
             find("advantage", name, known)
     with pytest.raises(ModuleNotFoundError, match="No module named 'lack'"):
         find("task", "lacking:Mine", {})
+
+
+def test_a_run_does_not_depend_on_where_the_package_lies():
+    """Two clones have the same config.json, and a script's settings are those that it says."""
+    for config_class, presets in config.EXPERIMENTS.values():
+        cfg = parse(config_class, presets, [])
+        assert str(config.ASSETS) not in config_json(cfg, {}) and cfg.preset == "tiny"
+        assert all(Path(config.located(name)).is_dir() for name in (cfg.model, cfg.dataset))
+        assert config_class().preset == "defaults"
