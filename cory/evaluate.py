@@ -149,13 +149,13 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
         models[base] = models.get(base) or load_language_model(own.model, own, device)
         models[name] = final_model(run_dir / "final" / name, name, own, models[base])
     task = task_class(replace(cfg, eval_queries=queries), data, models["base"])
+    method, last = method_class(cfg, task), read_jsonl(run_dir / "samples.jsonl")[-1]
+    memory = torch.load(run_dir / "final/memory.pt", weights_only=True)
+    method.memory, task.memory = memory["method"], memory["task"]
     folder = run_dir / "evaluation"
     folder.mkdir(exist_ok=True)
     metrics = {name: solved_metrics(models[name], task, samples, folder / f"{name}.jsonl")
                for name in [*dict.fromkeys(base_of.values()), *base_of]}
-    method, last = method_class(cfg, task), read_jsonl(run_dir / "samples.jsonl")[-1]
-    memory = torch.load(run_dir / "final/memory.pt", weights_only=True)
-    method.memory, task.memory = memory["method"], memory["task"]
     played = [last[f"{role}_agent"] for role in method.roles]                   # in the last iteration
     for team, names in (("base_team", [base_of[name] for name in played]), ("team", played)):
         of_team = method.team_metrics([SimpleNamespace(name=agent, policy=models[name])

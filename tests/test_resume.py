@@ -26,7 +26,7 @@ from toys import (
 )
 
 import train_imdb
-from cory import device
+from cory import device, evaluate
 from cory.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from cory.errors import UserError
 from cory.run import run_folder
@@ -122,6 +122,9 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, flags, tmp_p
         assert trained[1]["earned/llm1"] == pytest.approx(trained[0]["task_reward/llm1"])
         remembered = [row["eval_remembered/team"] for row in rows(whole) if "role/llm1" not in row]
         assert remembered == [1, 2, 3, 4]                   # with its own attempt
+        evaluate.main([str(whole), "--samples", "1", "--device", "cpu"])        # has the memory, too
+        earned = torch.load(checkpoints_of(whole)[0], weights_only=True)["task"]["earned"]
+        assert read(whole / "evaluation/results.json")["llm1"]["greedy_earned"] == pytest.approx(earned)
 
 
 def test_a_finished_run_is_lengthened_or_finished_again(flags, tmp_path, capsys):
