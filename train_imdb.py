@@ -6,7 +6,7 @@ from cory.errors import exit_on_user_error
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
     cfg = parse(ImdbConfig, IMDB_PRESETS, argv)
-    # After the command line has been found sound: this loads PyTorch.
+    # imported only now, so that a mistyped flag is answered before PyTorch is loaded
     from cory.train import train
 
     train(cfg)
