@@ -154,10 +154,12 @@ class Run:
         return rows
 
     def evaluate(self, iteration: int) -> None:
-        """Logs held-out metrics as eval_NAME/AGENT: of each agent against its base, whatever its reference
-        has become, and of the team in the roles it plays. At iteration 0 the bases are evaluated, and agents
-        only if they do not start as their base. What method and task remember stays as it was.
+        """Logs held-out metrics as eval_NAME/AGENT: of each agent against its base, and of the team in the
+        roles it plays. At iteration 0 the bases are evaluated, and agents only if they do not start as their
+        base. What method and task remember stays as it was.
         """
+        memories = self.method.memory, self.task.memory
+        self.method.memory, self.task.memory = copy.deepcopy(memories)
         models, agents, row = {}, self.agents, {}
         if iteration == 0:
             models = {name: (base, base, self.cfg) for name, base in self.bases.items()}
@@ -166,8 +168,6 @@ class Run:
         for name, of_model in models.items():
             for metric, value in evaluate(*of_model, self.task).items():
                 row[f"eval_{metric}/{name}"] = value
-        memories = self.method.memory, self.task.memory
-        self.method.memory, self.task.memory = copy.deepcopy(memories)
         team = merged(self.method.team_metrics(self.roles))
         self.method.memory, self.task.memory = memories
         row |= {f"eval_{metric}/team": value for metric, value in team.items()}

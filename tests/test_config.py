@@ -223,3 +223,9 @@ def test_a_run_does_not_depend_on_where_the_package_lies():
         assert str(config.ASSETS) not in config_json(cfg, {}) and cfg.preset == "tiny"
         assert all(Path(config.located(name)).is_dir() for name in (cfg.model, cfg.dataset))
         assert config_class().preset == "defaults"
+
+
+def test_a_controller_of_ones_own_may_start_from_an_eta_of_0(capsys):
+    for flags in ("--init_kl_coef 0 --kl_target 2", "--kl_horizon 9"):          # it may read all of them
+        imdb(["--kl_controller", "mine:dual", *flags.split()])
+    assert capsys.readouterr().err == ""

@@ -102,3 +102,10 @@ def test_a_classifier_that_cannot_be_used_is_refused(file, changes, says, small,
     (tmp_path / file).write_text(json.dumps(read(tmp_path / file) | changes))
     with pytest.raises(UserError, match=f"reward_model is .*{says}"):
         SentimentReward(str(tmp_path), CPU, max_tokens=23)
+
+
+def test_many_texts_are_read_a_part_at_a_time(small):
+    texts = [f"film {i}" for i in range(520)]
+    reward_model = SentimentReward(str(small / "classifier"), CPU)
+    assert reward_model(texts)[512:] == pytest.approx(reward_model(texts[512:]), abs=1e-5)
+    assert len(reward_model(texts)) == 520

@@ -217,9 +217,11 @@ def test_a_final_model_generates_what_was_evaluated(file, habit, tmp_path):
     save_gpt2(tmp_path / "lm", initializer_range=0.2)
     change(tmp_path / "lm", "generation_config.json", eos_token_id=[256, 164])
     change(tmp_path / "lm", file, **habit)
-    agent = agent_of(load(tmp_path / "lm"))
+    agent = agent_of(load(tmp_path / "lm", temperature=0.8))
     save_final(tmp_path, [agent])
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "final/llm1")
+    rules = final.generation_config                             # of what `generate` does by itself
+    assert (rules.do_sample, rules.temperature, rules.top_k) == (True, 0.8, 0)
     ids, mask = prompts = encode_prompts(agent.policy, ["a film", "one story of", "b"], 20)
     generated = final.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
     drawn = sample(agent.policy, prompts, 20, None)

@@ -247,3 +247,41 @@ def test_the_team_is_measured_by_hand(knowledge_transfer, said, expected, monkey
     roles = [SimpleNamespace(policy=role) for role in ("pioneer", "observer")]
     assert Cory(cfg, TASK).team_metrics(roles) == expected
     assert asked == [("pioneer", 1), ("observer", 2)]       # with one seed, like agents would agree by chance
+
+
+class Three(Cory):
+    agents, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
+
+
+def test_in_a_chain_the_last_is_compared_with_the_one_that_it_reads(monkeypatch):
+    said = {f"q{i}:": "bad" for i in range(1, 5)} | {f"q{i} bad:": "good" for i in range(1, 5)}
+    said |= {f"q{i} good:": "good" for i in range(1, 5)}
+    monkeypatch.setattr(train, "sample_responses", lambda model, prompts, length, seed: SimpleNamespace(
+        text=[said[prompt] for prompt in prompts]))
+    roles = [SimpleNamespace(policy=None)] * 3
+    assert Three(settings(), TASK).team_metrics(roles) == {"score": 2.0, "observer_copies": 1.0}
+
+
+class Twice(Cory):
+    roles = ("pioneer", "observer", "pioneer")
+
+
+class Noted(Cory):
+    """One metric of the observer's update alone, and one of the iteration."""
+
+    def update(self, agent, rollout, score_B):
+        self.memory["updates"] = self.memory.get("updates", 0) + 1
+        extra = {"second": 2.0} if self.memory["updates"] % 2 == 0 else {}
+        return super().update(agent, rollout, score_B) | extra
+
+    def metrics(self, queries, rollouts, rewards):
+        return {"rollouts": len(rollouts)}
+
+
+def test_metrics_of_one_role_and_of_an_iteration_are_logged(flags, tmp_path, capsys):
+    words = ["--share_weights", "--iterations", 1, "--kl_horizon", 4, "--method"]
+    (row,) = training_rows(run(flags, tmp_path / "noted", *words, "test_methods:Noted"))
+    assert row["second/llm1"] == row["rollouts"] == 2
+    words = [*flags, "--method", "test_methods:Twice", "--run_dir", tmp_path / "twice"]
+    line = error_line(train_imdb.main, words, capsys)
+    assert "needs a role for each of its agents, and a name for each role" in line
