@@ -1,11 +1,10 @@
-"""The device of a run, its precision, its memory and its time; and the signals that end a run."""
+"""The device of a run, its precision and its memory; and the signals that end a run."""
 import ctypes
 import os
 import resource
 import signal
 import sys
 import threading
-import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Iterator
@@ -15,7 +14,6 @@ import torch
 from cory.config import Config
 from cory.distributed import processes
 
-seconds: dict[str, float] = {}          # by phase, since the iteration began: see `timed`
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)       # Ctrl-C; a scheduler's end, and its warning
 received: list[int] = []                # signals, since `signals_noted` began
 
@@ -57,26 +55,13 @@ def peak_memory(device: torch.device) -> float:
 
 
 @contextmanager
-def timed(phase: str, device: torch.device) -> Iterator[None]:
-    """Adds the block's seconds to `seconds[phase]`, with all work that the GPU has been given by then."""
-    start = time.perf_counter()
-    yield
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
-
-
-@contextmanager
 def signals_noted() -> Iterator[None]:
     """A block in which the first of `SIGNALS` is noted in `received`, and a second one ends the program at
     once. Outside the main thread, where Python sets no handlers, signals do what they did.
     """
     received.clear()
     is_main = threading.current_thread() is threading.main_thread()
-    previous = {number: signal.getsignal(number) for number in SIGNALS if is_main}
-    for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:                   # a job in a script's background
-            signal.signal(number, note_signal)
+    previous = {number: signal.signal(number, note_signal) for number in SIGNALS if is_main}
     try:
         yield
     finally:
@@ -86,8 +71,7 @@ def signals_noted() -> Iterator[None]:
 
 def note_signal(number: int, frame) -> None:
     if received and processes().size == 1:                  # torchrun repeats the first one
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
+        raise KeyboardInterrupt
     if not received and processes().is_main:
         os.write(2, b"\nfinishing this iteration first\n")  # `print` may be what has been interrupted
     received.append(number)

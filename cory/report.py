@@ -1,8 +1,4 @@
-"""Tables and plots of any agents and metrics, of one run or of several compared. As a command, a plot of
-finished runs, and a table of means and standard deviations over seeds:
-
-    python -m cory report RUN_DIR [RUN_DIR ...] --by learning_rate --out comparison.png
-"""
+"""Tables and plots of any agents and metrics, of one run or of several compared."""
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -12,8 +8,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cory.config import OneLineParser, read_config
-from cory.errors import UserError, exit_on_user_error, guess, short_name
+from cory.config import read_config
+from cory.errors import UserError, guess, short_name
 from cory.log import read_jsonl
 
 # Runs may differ in these, and still be compared.
@@ -80,7 +76,7 @@ def results_table(held_out: dict, corner: str = "held-out") -> str:
     """The tables of eval.json: every metric of the base and of each agent, then those of the team, before and
     after training.
     """
-    columns = {name: [x] for name, x in held_out.items() if isinstance(x, dict)}
+    columns = {name: [x] for name, x in held_out.items() if isinstance(x, dict) and x}
     team = {name: columns.pop(name) for name in ("base_team", "team") if name in columns}
     return "\n\n".join(groups_table(corner, groups) for groups in (columns, team) if groups)
 
@@ -220,21 +216,15 @@ def comparable(run_dirs: list[Path], by: list[str]) -> list[dict]:
     return configs
 
 
-@exit_on_user_error
-def main(argv: list[str]) -> None:
-    parser = OneLineParser(prog="python -m cory report", description="Compares finished runs.")
-    parser.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
-    parser.add_argument("--by", nargs="+", default=[], metavar="SETTING",
-                        help="settings of which each value forms its own group; goes after the folders")
-    parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="plot: png, pdf, svg")
-    args = parser.parse_args(argv)
-    if args.out.suffix not in (".png", ".pdf", ".svg"):
-        raise UserError("out", str(args.out), "must end in .png, .pdf or .svg")
+def compare(run_dirs: list[Path], by: list[str], out: Path) -> None:
+    """Prints a table of means and standard deviations over seeds, and draws the runs into `out`."""
+    if out.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError("out", str(out), "must end in .png, .pdf or .svg")
     runs = []
-    for run_dir, config in zip(args.run_dirs, comparable(args.run_dirs, args.by), strict=True):
+    for run_dir, config in zip(run_dirs, comparable(run_dirs, by), strict=True):
         held_out = json.loads((run_dir / "eval.json").read_text())
         runs.append((config, {name: x for name, x in held_out.items() if isinstance(x, dict)}))
-    print(groups_table("held-out", grouped(runs, args.by)))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    draw_runs(args.run_dirs, args.out, args.by)
-    print(f"written: {args.out}")
+    print(groups_table("held-out", grouped(runs, by)))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draw_runs(run_dirs, out, by)
+    print(f"written: {out}")

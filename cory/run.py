@@ -7,7 +7,7 @@ import shlex
 import statistics
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import NamedTuple
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from cory import device
 from cory.checkpoint import load_checkpoint, save_checkpoint, save_final
-from cory.config import BUNDLED, METHODS, TASKS, Config, config_json
+from cory.config import BUNDLED, METHODS, TASKS, Config, config_json, load_config
 from cory.distributed import processes, shard
-from cory.errors import find, short_name
-from cory.evaluate import evaluate, merged
-from cory.loading import load_language_model
+from cory.errors import UserError, find, short_name
+from cory.evaluate import evaluate, solved_metrics
+from cory.loading import load_language_model, model_errors
 from cory.log import Logger, read_jsonl, write_text
 from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
-from cory.ppo.lora import adapted_share
-from cory.ppo.rollout import Rollout
-from cory.ppo.sampling import real_ids
+from cory.ppo.lora import Lora
+from cory.ppo.model import LanguageModel
+from cory.ppo.rollout import Rollout, real_ids
 from cory.report import draw_runs, held_out_parts, results_table
 from cory.tasks.task import Task
 
@@ -44,17 +44,19 @@ class RoleStep(NamedTuple):
     update: dict[str, float]        # metrics of its update
 
     def metrics(self, task: Task, queries: list[str]) -> dict[str, float]:
-        """Metrics of the rollout, the update and the task."""
+        """Metrics of the rollout, the update and the task; a name in two of these raises."""
         rollout, reward, cfg = self.rollout, self.reward_B.mean().item(), self.agent.cfg
         kl = rollout.kl_B.mean().item()
         own = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
                f"kl_{cfg.kl_penalty}": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
                "length": rollout.mask_BT.sum(1).mean().item(), "sampling_gap": rollout.sampling_gap}
-        return merged(own, self.update, task.metrics(queries, rollout.text))
+        return dict(**own, **self.update, **task.metrics(queries, rollout.text))
 
 
 class Run:
-    """agents: all of them, always in the same order. roles: the agents in the order of the roles they play.
+    """The settings, data and bases of a run; after `start`, its agents.
+
+    agents: all of them, always in the same order. roles: the agents in the order of the roles they play.
     done: iterations completed by the checkpoint that the run resumes from, or 0.
     """
 
@@ -64,35 +66,38 @@ class Run:
         device.prepare_device(cfg, self.device)
         method_class, task_class = find("method", cfg.method, METHODS), find("task", cfg.task, TASKS)
         names = method_class.agents[:1] if cfg.share_weights else method_class.agents
-        configs = {name: method_class.agent_config(cfg, name) for name in names}
-        require_agents(cfg, configs)
-        print(first_lines(cfg, configs, self.device), flush=True)
+        self.configs = {name: method_class.agent_config(cfg, name) for name in names}
+        print(first_lines(cfg, self.configs, self.device), flush=True)
         data = task_class.load_data(cfg)
-        self.base_of = base_names(configs)
+        self.base_of = base_names(self.configs)
         self.bases = {}
         for name, base in self.base_of.items():         # agents with the same base share it
             if base not in self.bases:
-                self.bases[base] = load_language_model(configs[name].model, configs[name], self.device)
+                own = self.configs[name]
+                self.bases[base] = load_language_model(own.model, own, self.device)
         self.task = task_class(cfg, data, self.bases["base"])
         self.method = method_class(cfg, self.task)
-        self.agents = [Agent(name, self.bases[self.base_of[name]], configs[name], i)
-                       for i, name in enumerate(names)]
-        roles = self.method.roles
-        cfg.require("method", len(names) <= len({*roles}) == len(roles), "needs a role for each of its "
-                    f"agents, and a name for each role; its roles are {', '.join(roles)}")
+
+    def start(self) -> None:
+        """Makes the agents, or restores them from the last checkpoint, and opens the log."""
+        cfg, roles = self.cfg, self.method.roles
+        require_agents(cfg, self.configs)
+        cfg.require("method", len(self.configs) <= len({*roles}) == len(roles), "needs a role for each of "
+                    f"its agents, and a name for each role; its roles are {', '.join(roles)}")
+        self.agents = [Agent(name, self.bases[self.base_of[name]], own, i)
+                       for i, (name, own) in enumerate(self.configs.items())]
         self.roles = [*islice(cycle(self.agents), len(roles))]
         trained = {p for agent in self.agents for p in agent.trainable_parameters().values()}
-        for name, base in self.bases.items():
+        print(f"{sum(p.numel() for p in trained):,} parameters to train", flush=True)
+        for base in self.bases.values():
             if not cfg.lora_rank:
                 base.cast_once()                    # after agents have had their copies
-            elif (share := adapted_share(base.layers)) < 1:
-                print(f"{name}: {share:.1%} of its layers' weights have an adapter", flush=True)
             if cfg.shard:
                 shard(base, cfg, whole=trained)
         self.done, wandb_id = self.resume() if cfg.resume else (0, "")
         if processes().is_main:
-            write_text(run_dir / "config.json", config_json(cfg, self.base_of))
-        self.logger = Logger(cfg, names, run_dir, self.done, wandb_id)
+            write_text(self.run_dir / "config.json", config_json(cfg, self.base_of))
+        self.logger = Logger(cfg, [*self.configs], self.run_dir, self.done, wandb_id)
 
     def resume(self) -> tuple[int, str]:
         """Restores the last checkpoint's state. Returns (iterations done, W&B id), or (0, "")."""
@@ -122,7 +127,6 @@ class Run:
         random.seed(int(seed))
         np.random.seed(seed)
         torch.manual_seed(int(seed))
-        device.seconds.clear()
         self.clock = time.perf_counter()
 
     def log(self, iteration: int, queries: list[str], steps: list[RoleStep], metrics: dict) -> None:
@@ -136,8 +140,7 @@ class Run:
             for name in dict.fromkeys(name for values in played for name in values):
                 of_agents[f"{name}/{agent.name}"] = statistics.fmean(
                     values[name] for values in played if name in values)
-        phases = {f"{phase}_seconds": seconds for phase, seconds in device.seconds.items()}
-        row = merged(of_agents, metrics, phases, {"seconds": time.perf_counter() - self.clock})
+        row = dict(**of_agents, **metrics, seconds=time.perf_counter() - self.clock)
         self.logger.iteration(iteration, row, self.samples(iteration, queries, steps))
 
     def samples(self, iteration: int, queries: list[str], steps: list[RoleStep]) -> list[dict]:
@@ -155,22 +158,17 @@ class Run:
 
     def evaluate(self, iteration: int) -> None:
         """Logs held-out metrics as eval_NAME/AGENT: of each agent against its base, and of the team in the
-        roles it plays. At iteration 0 the bases are evaluated, and agents only if they do not start as their
-        base. What method and task remember stays as it was.
+        roles it plays; at iteration 0 of the bases, too. What method and task remember stays as it was.
         """
         memories = self.method.memory, self.task.memory
         self.method.memory, self.task.memory = copy.deepcopy(memories)
-        models, agents, row = {}, self.agents, {}
-        if iteration == 0:
-            models = {name: (base, base, self.cfg) for name, base in self.bases.items()}
-            agents = [agent for agent in agents if not agent.is_base(self.task.held_out_queries[0])]
-        models |= {agent.name: (agent.policy, agent.base, agent.cfg) for agent in agents}
-        for name, of_model in models.items():
-            for metric, value in evaluate(*of_model, self.task).items():
-                row[f"eval_{metric}/{name}"] = value
-        team = merged(self.method.team_metrics(self.roles))
+        bases = self.bases if iteration == 0 else {}
+        metrics = {name: evaluate(base, base, self.cfg, self.task) for name, base in bases.items()}
+        metrics |= {agent.name: evaluate(agent.policy, agent.base, agent.cfg, self.task)
+                    for agent in self.agents}
+        metrics["team"] = self.method.team_metrics([agent.policy for agent in self.roles])
         self.method.memory, self.task.memory = memories
-        row |= {f"eval_{metric}/team": value for metric, value in team.items()}
+        row = {f"eval_{name}/{who}": x for who, of_model in metrics.items() for name, x in of_model.items()}
         self.logger.evaluation(iteration, row)
 
     def saving_is_due(self, iteration: int) -> bool:
@@ -198,6 +196,15 @@ class Run:
         print(f"\nstopped after iteration {iteration}; {hint}", flush=True)
         raise SystemExit(128 + self.signals[0])
 
+    def final_model(self, name: str) -> LanguageModel:
+        """The final policy of an agent, of a finished run."""
+        folder, own, base = self.run_dir / "final" / name, self.configs[name], self.bases[self.base_of[name]]
+        if not own.lora_rank:
+            return load_language_model(str(folder), own, self.device)
+        with model_errors("adapter", str(folder)):
+            adapter = Lora.load(base.lm, name, folder)
+        return LanguageModel(base.lm, base.tokenizer, own.dtype, own.chat_template, own.temperature, adapter)
+
     def finish(self) -> None:
         """Writes the final models, eval.json and curves.png, and prints the held-out table."""
         save_final(self.run_dir, self.agents)
@@ -217,6 +224,30 @@ class Run:
         print(f"{results_table(held_out)}\n{seconds:.2f} s per iteration (median of {done}), peak memory "
               f"{device.peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: metrics.jsonl, "
               "samples.jsonl, eval.json, curves.png, final/", flush=True)
+
+
+def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
+    """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
+    saved = load_config(run_dir)
+    if not (run_dir / "final").exists():
+        raise UserError("run_dirs", str(run_dir), "is no finished run (no final/); --resume it first")
+    cfg = replace(saved, device=device, dtype=dtype or saved.dtype,
+                  eval_queries=queries or saved.eval_queries)
+    run, last = Run(cfg, run_dir), read_jsonl(run_dir / "samples.jsonl")[-1]
+    memory = torch.load(run_dir / "final/memory.pt", weights_only=True)
+    run.method.memory, run.task.memory = memory["method"], memory["task"]
+    models = run.bases | {name: run.final_model(name) for name in run.configs}
+    folder = run_dir / "evaluation"
+    folder.mkdir(exist_ok=True)
+    metrics = {name: solved_metrics(model, run.task, samples, folder / f"{name}.jsonl")
+               for name, model in models.items()}
+    played = [last[f"{role}_agent"] for role in run.method.roles]               # in the last iteration
+    metrics["base_team"] = run.method.team_metrics([run.bases[run.base_of[name]] for name in played])
+    metrics["team"] = run.method.team_metrics([models[name] for name in played])
+    if processes().is_main:
+        results = {"queries": cfg.eval_queries, "samples": samples, **metrics}
+        write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
+    print(f"{results_table(metrics, run_dir.name)}\nresponses and metrics: {folder}", flush=True)
 
 
 def run_folder(cfg: Config) -> Path:

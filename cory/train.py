@@ -12,7 +12,9 @@ from cory.device import signals_noted
 from cory.distributed import launched
 from cory.evaluate import sample_responses
 from cory.ppo.agent import Agent
-from cory.ppo.rollout import Rollout, collect_rollout
+from cory.ppo.model import LanguageModel
+from cory.ppo.rollout import Rollout
+from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import ppo_update
 from cory.run import RoleStep, Run, run_folder
 from cory.tasks.task import Task
@@ -88,8 +90,8 @@ class Ppo:
         return iteration == cfg.iterations or cfg.eval_every > 0 and iteration % cfg.eval_every == 0
 
     def respond(self, roles: list, queries: list[str], sample: Callable) -> list[Rollout]:
-        """A response in each role. `sample(agent, prompts)` returns a `Rollout`, in held-out evaluation one
-        without log-probabilities.
+        """A response in each role. `sample(agent, prompts)` returns a `Rollout`. In held-out evaluation,
+        policies play the roles, and a rollout has no log-probabilities.
         """
         (agent,) = roles
         return [sample(agent, self.task.pioneer_prompts(queries))]
@@ -106,8 +108,8 @@ class Ppo:
         """What else is logged of an iteration, by name."""
         return {}
 
-    def team_metrics(self, roles: list) -> dict[str, float]:
-        """What agents do together on the held-out queries, by name."""
+    def team_metrics(self, roles: list[LanguageModel]) -> dict[str, float]:
+        """What the policies in these roles do together on the held-out queries, by name."""
         return {}
 
 
@@ -135,16 +137,16 @@ class Cory(Ppo):
         lam = self.cfg.partner_reward
         return [r + lam * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
-    def team_metrics(self, roles: list) -> dict[str, float]:
+    def team_metrics(self, roles: list[LanguageModel]) -> dict[str, float]:
         """The mean score, and how the last role uses the response before its own: docs/settings.md.
 
         observer_after_*: omitted if that response's rewards are all equal.
         """
         task, length, calls = self.task, self.cfg.max_response_length, []
 
-        def sample(agent: Agent, prompts: list[str]) -> Rollout:
-            calls.append(agent)         # with equal seeds, identical agents would respond identically
-            return sample_responses(agent.policy, prompts, length, seed=len(calls))
+        def sample(policy: LanguageModel, prompts: list[str]) -> Rollout:
+            calls.append(policy)        # with equal seeds, identical agents would respond identically
+            return sample_responses(policy, prompts, length, seed=len(calls))
 
         rollouts = self.respond(roles, task.held_out_queries, sample)
         rewards = [task.reward(task.held_out_queries, a.text) for a in rollouts]
@@ -165,6 +167,7 @@ def train(cfg: Config) -> Run:
     """Runs the method that `cfg.method` names, from the start or the last checkpoint to the end."""
     with launched(asdict(cfg)), claimed(run_folder(cfg), cfg.resume) as run_dir:
         run = Run(cfg, run_dir)
+        run.start()
         with run.logger, signals_noted():
             run.method.train(run)
             run.finish()

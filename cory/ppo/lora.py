@@ -78,13 +78,3 @@ def switch_to(lm: nn.Module, name: str | None) -> None:
         if ".lora_" in path:
             parameter.requires_grad_(True)
     lm.adapter_in_use = name
-
-
-def adapted_share(layers: nn.Module) -> float:
-    """The share of the layers' weights in matrices with an adapter. "all-linear" skips matrices that are not
-    linear modules, such as the experts of some models.
-    """
-    sizes = {path: getattr(p, "quant_state", p).shape.numel() for path, p in layers.named_parameters()
-             if p.dim() > 1 and ".lora_" not in path}
-    adapted = sum(size for path, size in sizes.items() if ".base_layer." in path)
-    return adapted / sum(sizes.values())

@@ -40,16 +40,8 @@ class LanguageModel(nn.Module):
 
     @property
     def context_length(self) -> int | None:
-        """Maximum number of tokens; None where the config does not say. "longrope" and "dynamic" RoPE rescale
-        all positions beyond the original context, which is then the limit.
-        """
-        config = self.lm.config.get_text_config()
-        lengths = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-        rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type") in ("longrope", "dynamic"):
-            lengths += [rope.get("original_max_position_embeddings"),
-                        getattr(config, "original_max_position_embeddings", None)]
-        return min((length for length in lengths if length), default=None)
+        """Maximum number of tokens; None where the config does not say."""
+        return getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def layers(self) -> nn.ModuleList:

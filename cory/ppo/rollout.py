@@ -1,17 +1,12 @@
-"""The rollout buffer: an agent's responses to prompts, with log-probabilities, KL and values."""
+"""The rollout buffer: responses with log-probabilities, KL and values; and its division into passes."""
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cory.device import timed
-from cory.distributed import processes, unsharded
 from cory.errors import UserError
-from cory.ppo import formulas
-from cory.ppo.agent import Agent
-from cory.ppo.model import Critic, LanguageModel
-from cory.ppo.sampling import decode, encode_prompts, max_length, sample
+from cory.ppo.model import LanguageModel
 
 # How rows are divided into forward passes and calls of the LM head affects results only by rounding.
 # Tokens of a pass through the transformer, padding included: on a CPU the fastest measured on 2 cores.
@@ -95,79 +90,6 @@ def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
     return replace(rollouts[0], text=text, **{name: joined(name) for name in names[0]})
 
 
-def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
-    """`a ~ pi_agent(. | prompt)` for each prompt, with log-probabilities, KL and values. Each process
-    generates its rows; all then receive the whole rollout.
-    """
-    policy, reference, mine = agent.policy, agent.base, processes().rows(len(prompts))
-    uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, len(prompts))))
-    with unsharded(policy, reference):
-        rollout = sample_rollout(policy, prompts[mine], max_new_tokens, uniform_TB[:, mine])
-        rollout = score_rollout(rollout, policy, reference, agent.cfg.kl_penalty, agent.cfg.mini_batch_size,
-                                agent.critic)
-    if processes().size == 1:
-        return rollout
-    rollouts = processes().gather([rollout.to("cpu")])
-    return join(rollouts, policy.tokenizer.eos_token_id).to(policy.device)
-
-
-@torch.no_grad()
-def sample_rollout(policy: LanguageModel, prompts: list[str], max_new_tokens: int,
-                   uniform_TB: Tensor | None) -> Rollout:
-    """A response to each prompt, sampled with uniform_TB, or greedy without it."""
-    encoded = encode_prompts(policy, prompts, max_new_tokens)
-    with timed("sampling", policy.device):
-        sampled = sample(policy, encoded, max_new_tokens, uniform_TB)
-    return Rollout(text=decode(policy, encoded, sampled), prompt_BP=encoded.ids_BP,
-                   prompt_mask_BP=encoded.mask_BP, response_BT=sampled.response_BT, mask_BT=sampled.mask_BT,
-                   sampling_logp_BT=sampled.logp_BT)
-
-
-@torch.no_grad()
-def score_rollout(rollout: Rollout, policy: LanguageModel, reference: LanguageModel, kl_penalty: str,
-                  max_rows: int, critic: Critic | None = None) -> Rollout:
-    """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in passes over at most `max_rows` rows.
-
-    The policy's log-probabilities are recomputed, in passes over whole rows, whose rounding matches that
-    of the update: initial ratios are nearly 1 even in bfloat16.
-    """
-    names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (critic is not None)
-    scored = {name: torch.zeros_like(rollout.mask_BT) for name in names}
-    with timed("logprob", policy.device):
-        for index in by_length(rollout, max_rows):
-            rows = take(rollout, index)
-            real = rows.mask_BT.nonzero(as_tuple=True)
-            model_inputs = rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT
-            hidden_NH = ref_hidden_NH = policy.response_hidden(*model_inputs)[real]
-            if reference is not policy:
-                ref_hidden_NH = reference.response_hidden(*model_inputs)[real]
-            columns = [*logprobs_and_kl(policy, reference, hidden_NH, ref_hidden_NH, rows.response_BT[real],
-                                        kl_penalty)]
-            if critic is not None:
-                columns.append(critic(rows, hidden_NH))
-            for name, x_N in zip(names, columns, strict=True):
-                scored[name][index[real[0]], real[1]] = x_N
-    return replace(rollout, **scored)
-
-
-def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor,
-                    ref_hidden_NH: Tensor, token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from the models' hidden states."""
-    # a few tokens at a time, so that no (B, T, V) tensor exists
-    size, parts = lm_head_tokens(policy), []
-    columns = (x.split(size) for x in (hidden_NH, ref_hidden_NH, token_N))
-    for hidden, ref_hidden, token in zip(*columns, strict=True):
-        logp_NV, ref_logp_NV = policy.logprobs(hidden), reference.logprobs(ref_hidden)
-        logp_N = formulas.token_logprobs(logp_NV, token)
-        ref_logp_N = formulas.token_logprobs(ref_logp_NV, token)
-        if kl_penalty == "full":
-            kl_N = formulas.kl_full(logp_NV, ref_logp_NV)
-        else:
-            kl_N = formulas.kl_k1(logp_N, ref_logp_N)
-        parts.append(torch.stack([logp_N, ref_logp_N, kl_N]))
-    return torch.cat(parts, dim=1).unbind()
-
-
 def by_length(rollout: Rollout, max_rows: int) -> list[Tensor]:
     """Indices of the rows in groups for one pass each, in order of length, to keep padding low: at most
     `max_rows` rows and `MAX_TOKENS_PER_PASS` tokens, or one row.
@@ -188,3 +110,11 @@ def by_length(rollout: Rollout, max_rows: int) -> list[Tensor]:
 def lm_head_tokens(model: LanguageModel) -> int:
     """How many tokens' logits are computed together: a multiple of 64, for efficient matrix products."""
     return max(64, MAX_LOGITS_PER_PASS[model.device.type] // model.head.out_features // 64 * 64)
+
+
+def max_length(mask: Tensor) -> int:
+    return int(mask.sum(1).max())
+
+
+def real_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu().bool(), strict=True)]

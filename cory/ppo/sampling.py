@@ -1,31 +1,43 @@
-"""Prompts to responses: the sampling loop. Shapes as in `cory.ppo.model`."""
-from typing import NamedTuple
+"""Prompts to rollouts: the sampling loop, then log-probabilities, KL and values.
+
+Shapes as in `cory.ppo.model`.
+"""
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from cory.distributed import processes, unsharded
 from cory.errors import UserError
-from cory.ppo.model import LanguageModel, positions
+from cory.ppo import formulas
+from cory.ppo.agent import Agent
+from cory.ppo.model import Critic, LanguageModel, positions
+from cory.ppo.rollout import Rollout, by_length, join, lm_head_tokens, max_length, real_ids, take
 
 # Tokens between checks for finished rows, the loop's only GPU sync.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
 
 
-class Prompts(NamedTuple):
-    ids_BP: Tensor      # token ids, padded on the left with EOS
-    mask_BP: Tensor     # 1 = real token
+def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
+    """`a ~ pi_agent(. | prompt)` for each prompt, with log-probabilities, KL and values. Each process
+    generates its rows; all then receive the whole rollout.
+    """
+    policy, cfg, mine = agent.policy, agent.cfg, processes().rows(len(prompts))
+    uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, len(prompts))))
+    with unsharded(policy, agent.base):
+        rollout = sample(policy, prompts[mine], max_new_tokens, uniform_TB[:, mine])
+        rollout = score_rollout(rollout, policy, agent.base, cfg.kl_penalty, cfg.mini_batch_size,
+                                agent.critic)
+    if processes().size == 1:
+        return rollout
+    return join(processes().gather([rollout.to("cpu")]), policy.tokenizer.eos_token_id).to(policy.device)
 
 
-class Sample(NamedTuple):
-    response_BT: Tensor         # sampled ids; EOS on padding
-    mask_BT: Tensor             # float, 1 = real response token, up to the first of `end_ids`, inclusive
-    logp_BT: Tensor             # log-probability of each token as it was drawn, nats; 0 on padding
-
-
-def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> Prompts:
-    """Tokenizes and pads on the left. Raises `UserError` for a prompt that is empty, that leaves the response
-    no room in the model's context, or that has a token without an embedding.
+# --- sampling ---
+def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
+    """(token ids, mask), each (B, P), padded on the left with EOS. Raises `UserError` for a prompt that is
+    empty, that leaves the response no room in the model's context, or that has a token without an embedding.
     """
     rows, context = model.encode(prompts), model.context_length or 10**9
     embeddings = model.lm.get_input_embeddings().weight.shape[0]
@@ -39,14 +51,10 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
     width = max(map(len, rows))
     ids = torch.tensor([[model.tokenizer.eos_token_id] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return Prompts(ids.to(model.device), mask.to(model.device))
+    return ids.to(model.device), mask.to(model.device)
 
 
-def real_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu().bool(), strict=True)]
-
-
-def decode(model: LanguageModel, prompts: Prompts, sample: Sample) -> list[str]:
+def decode(model: LanguageModel, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> list[str]:
     """What the model wrote after each prompt, without special tokens: all that rewards and the other agent
     see. Decoded together with the prompt, since some tokenizers drop the space that a text begins with.
     """
@@ -54,7 +62,6 @@ def decode(model: LanguageModel, prompts: Prompts, sample: Sample) -> list[str]:
         return model.tokenizer.batch_decode(rows, skip_special_tokens=True,
                                             clean_up_tokenization_spaces=False)
 
-    prompt_ids, response_ids = real_ids(*prompts), real_ids(sample.response_BT, sample.mask_BT)
     whole = texts([prompt + response for prompt, response in zip(prompt_ids, response_ids, strict=True)])
     return [text[len(prompt):] for prompt, text in zip(texts(prompt_ids), whole, strict=True)]
 
@@ -80,7 +87,8 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_TB: Tensor | None) -> Sample:
+def sample(model: LanguageModel, prompts: list[str], max_new_tokens: int,
+           uniform_TB: Tensor | None) -> Rollout:
     """Samples `a ~ pi(. | prompt)` until one of `end_ids` or `max_new_tokens`, using one uniform number per
     token; greedily without them. Raises `UserError` where log-probabilities are NaN.
 
@@ -89,14 +97,15 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
     R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the
     leading columns that are padding in all others. The cache has the same R rows in the same order.
     """
-    B, device = len(prompts.ids_BP), model.device
+    B, device = len(prompts), model.device
+    prompt_BP, prompt_mask_BP = encode_prompts(model, prompts, max_new_tokens)
     eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
     uniform_TB = None if uniform_TB is None else uniform_TB.to(device)
     response_BT = torch.full((B, max_new_tokens), eos, device=device)
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
     # the rows that are computed, and whether each of them still runs
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
-    ids_RL, mask_RL, position_ids_RL = prompts.ids_BP, prompts.mask_BP, positions(prompts.mask_BP)
+    ids_RL, mask_RL, position_ids_RL = prompt_BP, prompt_mask_BP, positions(prompt_mask_BP)
     cache = DynamicCache()          # keeps all keys of a sliding window, too: the model's mask hides the rest
     with model.autocast():                      # once for all tokens, so that each weight is cast once
         for t in range(max_new_tokens):
@@ -130,8 +139,51 @@ def sample(model: LanguageModel, prompts: Prompts, max_new_tokens: int, uniform_
         raise UserError("log-probability", float("nan"), "the model has diverged; go on from the last "
                        "checkpoint or start again, with a lower --learning_rate or with --max_grad_norm 1")
     T = max_length(mask_BT)
-    return Sample(response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T])
+    response_BT, mask_BT, logp_BT = response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T]
+    text = decode(model, real_ids(prompt_BP, prompt_mask_BP), real_ids(response_BT, mask_BT))
+    return Rollout(text, prompt_BP, prompt_mask_BP, response_BT, mask_BT, sampling_logp_BT=logp_BT)
 
 
-def max_length(mask: Tensor) -> int:
-    return int(mask.sum(1).max())
+# --- scoring ---
+@torch.no_grad()
+def score_rollout(rollout: Rollout, policy: LanguageModel, reference: LanguageModel, kl_penalty: str,
+                  max_rows: int, critic: Critic | None = None) -> Rollout:
+    """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in passes over at most `max_rows` rows.
+
+    The policy's log-probabilities are recomputed, in passes over whole rows, whose rounding matches that
+    of the update: initial ratios are nearly 1 even in bfloat16.
+    """
+    names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (critic is not None)
+    scored = {name: torch.zeros_like(rollout.mask_BT) for name in names}
+    for index in by_length(rollout, max_rows):
+        rows = take(rollout, index)
+        real = rows.mask_BT.nonzero(as_tuple=True)
+        model_inputs = rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT
+        hidden_NH = ref_hidden_NH = policy.response_hidden(*model_inputs)[real]
+        if reference is not policy:
+            ref_hidden_NH = reference.response_hidden(*model_inputs)[real]
+        columns = [*logprobs_and_kl(policy, reference, hidden_NH, ref_hidden_NH, rows.response_BT[real],
+                                    kl_penalty)]
+        if critic is not None:
+            columns.append(critic(rows, hidden_NH))
+        for name, x_N in zip(names, columns, strict=True):
+            scored[name][index[real[0]], real[1]] = x_N
+    return replace(rollout, **scored)
+
+
+def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor,
+                    ref_hidden_NH: Tensor, token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from the models' hidden states."""
+    # a few tokens at a time, so that no (B, T, V) tensor exists
+    size, parts = lm_head_tokens(policy), []
+    columns = (x.split(size) for x in (hidden_NH, ref_hidden_NH, token_N))
+    for hidden, ref_hidden, token in zip(*columns, strict=True):
+        logp_NV, ref_logp_NV = policy.logprobs(hidden), reference.logprobs(ref_hidden)
+        logp_N = formulas.token_logprobs(logp_NV, token)
+        ref_logp_N = formulas.token_logprobs(ref_logp_NV, token)
+        if kl_penalty == "full":
+            kl_N = formulas.kl_full(logp_NV, ref_logp_NV)
+        else:
+            kl_N = formulas.kl_k1(logp_N, ref_logp_N)
+        parts.append(torch.stack([logp_N, ref_logp_N, kl_N]))
+    return torch.cat(parts, dim=1).unbind()

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cory.device import timed
 from cory.distributed import as_many_as_others, gradient_norm, is_sharded, processes
 from cory.errors import UserError
 from cory.ppo import formulas
@@ -31,14 +30,13 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
     cfg, rng = agent.cfg, agent.generator()
     rollout = with_advantages(rollout, score_B, agent)
     sums, counts, grad_norms = defaultdict(float), defaultdict(float), []
-    with timed("update", agent.policy.device):
-        for _ in range(cfg.num_ppo_epochs):
-            for batch in mini_batches(rollout, agent, rng):
-                # what the loss is divided by: the real tokens of the optimizer step, in all processes
-                divisor = processes().sum(sum(rows.mask_BT.sum() for rows in batch))
-                for rows in batch:
-                    add_gradient(agent, rows, divisor, sums, counts)
-                grad_norms.append(apply_gradient(agent))
+    for _ in range(cfg.num_ppo_epochs):
+        for batch in mini_batches(rollout, agent, rng):
+            # what the loss is divided by: the real tokens of the optimizer step, in all processes
+            divisor = processes().sum(sum(rows.mask_BT.sum() for rows in batch))
+            for rows in batch:
+                add_gradient(agent, rows, divisor, sums, counts)
+            grad_norms.append(apply_gradient(agent))
     metrics = {name: (processes().sum(sums[name]) / processes().sum(counts[name])).item() for name in sums}
     own = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "grad_norm": fmean(grad_norms),
            "learning_rate": agent.optimizer.param_groups[0]["lr"]}
@@ -47,9 +45,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
         value_N, return_N = rollout.value_BT[real], rollout.return_BT[real]
         own |= {"value_mse": ((value_N - return_N) ** 2).mean().item(),
                 "explained_variance": formulas.explained_variance(value_N, return_N)}
-    for name in metrics.keys() & own.keys():
-        raise UserError("metric", name, "of `losses` has the name of another one; rename it")
-    return metrics | own
+    return dict(**metrics, **own)           # a name in both raises
 
 
 def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:

@@ -82,15 +82,12 @@ def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
 
 def divided(cfg: Config, splits: dict[str, list]) -> Data:
     """The splits. Where validation or test is missing, it is drawn from train and not trained on: a tenth of
-    the distinct rows, at least `eval_queries`, the same for every seed.
+    the distinct rows, the same for every seed.
     """
     for split in ("validation", "test"):
         if split not in splits:
             different = list(dict.fromkeys(splits["train"]))
-            n = max(cfg.eval_queries, len(different) // 10)
-            cfg.require("eval_queries", n < len(different), f"{cfg.dataset} has {len(different)} different "
-                        f"rows, and {split} would take as many; lower it or provide more data")
-            drawn = dict.fromkeys(random.Random(split).sample(different, n))
+            drawn = dict.fromkeys(random.Random(split).sample(different, len(different) // 10))
             rest = [row for row in splits["train"] if row not in drawn]
             splits = {**splits, split: list(drawn), "train": rest}
     trained_on, held_out = set(splits["train"]), splits[cfg.eval_split]
