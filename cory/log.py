@@ -27,7 +27,7 @@ def write_text(path: Path, text: str) -> None:
 
 def append_jsonl(path: Path, rows: list[dict]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, default=float) + "\n" for row in rows)     # NumPy's numbers, too
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def read_jsonl(path: Path) -> list[dict]:

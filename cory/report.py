@@ -26,7 +26,7 @@ TITLES = {"task_reward": "task reward", "kl": "KL per response (nats)", "combine
 WITHOUT_PANEL = {
     "role", "task_reward_std", "length", "sampling_gap", "policy_loss", "value_loss", "value_mse",
     "approx_kl", "clip_fraction", "kl_loss", "grad_norm", "learning_rate", "distinct_1", "distinct_2",
-    "repeated_tokens", "base_perplexity", "seconds", "sampling_seconds", "logprob_seconds", "update_seconds"}
+    "repeated_tokens", "base_perplexity", "seconds"}
 KEY = "^(?:(?P<kind>eval_greedy|eval)_)?(?P<metric>.+?)(?:/(?P<who>[^/]+))?$"
 DOTS = {"linewidth": 1.6, "marker": "o", "markersize": 6, "zorder": 3}
 KINDS = {"training": {"linewidth": 1.2, "alpha": 0.6},

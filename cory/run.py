@@ -140,6 +140,7 @@ class Run:
             for name in dict.fromkeys(name for values in played for name in values):
                 of_agents[f"{name}/{agent.name}"] = statistics.fmean(
                     values[name] for values in played if name in values)
+        metrics = {name: float(x) for name, x in metrics.items()}
         row = dict(**of_agents, **metrics, seconds=time.perf_counter() - self.clock)
         self.logger.iteration(iteration, row, self.samples(iteration, queries, steps))
 
@@ -168,7 +169,7 @@ class Run:
                     for agent in self.agents}
         metrics["team"] = self.method.team_metrics([agent.policy for agent in self.roles])
         self.method.memory, self.task.memory = memories
-        row = {f"eval_{name}/{who}": x for who, of_model in metrics.items() for name, x in of_model.items()}
+        row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
         self.logger.evaluation(iteration, row)
 
     def saving_is_due(self, iteration: int) -> bool:

@@ -6,7 +6,7 @@ from toys import agent_of, bigram, close, generator, moved
 from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.advantages import dr_grpo, estimator, gae, grpo, reinforce, rloo
-from cory.ppo.rollout import collect_rollout
+from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import ppo_update, with_advantages
 
 REWARD = torch.tensor([[1.0, 2.0, 99.0], [0.0, 5.0, 1.0], [4.0, 99.0, 99.0], [-1.0, 1.0, 0.0]])

@@ -13,6 +13,7 @@ from toys import bigram, error_line, read, settings
 
 import train_imdb
 from cory import evaluate, train
+from cory.__main__ import main
 from cory.log import read_jsonl
 
 
@@ -77,7 +78,7 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
     train_imdb.main([*small_flags, *more.split(), *own.split()])
     held_out = read(run / "eval.json")
     assert held_out["llm1"]["kl"] > 0.01
-    evaluate.main([str(run), "--samples", "8", "--device", "cpu"])
+    main(["evaluate", str(run), "--samples", "8", "--device", "cpu"])
     assert "| pass@8 " in (said := capsys.readouterr().out) and "| observer copies " in said
     results = read(run / "evaluation" / "results.json")
     for team in ("base_team", "team"):                      # in the roles played, by the same random numbers
@@ -87,8 +88,9 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
     for name in names:
         rewards = [row["rewards"] for row in read_jsonl(run / "evaluation" / f"{name}.jsonl")]
         assert np.mean(rewards) == pytest.approx(held_out[name]["task_reward"], rel=1e-4)
-    evaluate.main([str(run), "--samples", "1", "--device", "cpu", "--queries", "99"])
-    assert read(run / "evaluation" / "results.json")["queries"] == 20               # all that there are
-    assert "samples is 0" in error_line(evaluate.main, [run, "--samples", "0"], capsys)
+    main(["evaluate", str(run), "--samples", "1", "--device", "cpu", "--queries", "20"])
+    assert read(run / "evaluation" / "results.json")["queries"] == 20
+    assert "leaves only 20 rows for its 99" in error_line(main, ["evaluate", run, "--queries", "99"], capsys)
+    assert "samples is 0" in error_line(main, ["evaluate", run, "--samples", "0"], capsys)
     shutil.rmtree(run / "final")
-    assert "is no finished run" in error_line(evaluate.main, [run], capsys)
+    assert "is no finished run" in error_line(main, ["evaluate", run], capsys)

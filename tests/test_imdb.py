@@ -18,7 +18,7 @@ from transformers import (
 
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
-from cory.ppo.sampling import Sample, decode, encode_prompts
+from cory.ppo.sampling import decode
 from cory.tasks.imdb import Imdb, SentimentReward
 from cory.tasks.task import Data
 
@@ -59,9 +59,7 @@ def test_query_and_response_are_joined_as_the_model_wrote_them(raw, opening):
     task, model = imdb([review], [review], raw, lambda texts: scored.extend(texts) or [0.0],
                        min_query_length=n, max_query_length=n, eval_queries=1)
     query = task.query(review, random.Random(0))
-    response_BT = torch.tensor([raw.encode(review).ids[n:]])
-    sample = Sample(response_BT, torch.ones_like(response_BT), None)
-    response, = decode(model, encode_prompts(model, [query], 0), sample)
+    response, = decode(model, model.encode([query]), [raw.encode(review).ids[n:]])
     task.reward([query], [response])
     assert query == opening and scored == [review]
     expected = f'I can make this sentence "{review}" more positive: {opening}'

@@ -68,10 +68,11 @@ def test_a_row_of_a_model_that_is_taken_does_not_depend_on_its_batch(kind, tmp_p
     """
     model = load(save_tiny(kind, tmp_path, **USABLE[kind]))
     model.lm.generation_config.eos_token_id = list(range(0, 257, 12))           # so that rows end
-    encoded = encode_prompts(model, ["a", "a longer prompt than that", "xyz"] * 4, 12)
-    drawn = sample(model, encoded, 12, torch.rand(12, 12, dtype=torch.float64))
+    drawn = sample(model, ["a", "a longer prompt than that", "xyz"] * 4, 12,
+                   torch.rand(12, 12, dtype=torch.float64))
     assert len(set(drawn.mask_BT.sum(1).tolist())) > 3
-    for prompt, mask, response, real, logp in zip(*encoded, *drawn):
+    for prompt, mask, response, real, logp in zip(drawn.prompt_BP, drawn.prompt_mask_BP, drawn.response_BT,
+                                                  drawn.mask_BT, drawn.sampling_logp_BT):
         ids = torch.cat([prompt[mask.bool()], response[real.bool()]])[None]
         own = model.lm(input_ids=ids).logits[0, -1 - int(real.sum()):-1].log_softmax(-1)
         close(logp[real.bool()], own.gather(1, response[real.bool()][:, None])[:, 0], 1e-4)
@@ -222,10 +223,10 @@ def test_a_final_model_generates_what_was_evaluated(file, habit, tmp_path):
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "final/llm1")
     rules = final.generation_config                             # of what `generate` does by itself
     assert (rules.do_sample, rules.temperature, rules.top_k) == (True, 0.8, 0)
-    ids, mask = prompts = encode_prompts(agent.policy, ["a film", "one story of", "b"], 20)
-    generated = final.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
-    drawn = sample(agent.policy, prompts, 20, None)
-    assert torch.equal(generated[:, ids.shape[1]:], drawn.response_BT)
+    drawn = sample(agent.policy, ["a film", "one story of", "b"], 20, None)
+    generated = final.generate(drawn.prompt_BP, attention_mask=drawn.prompt_mask_BP, do_sample=False,
+                               max_new_tokens=20)
+    assert torch.equal(generated[:, drawn.prompt_BP.shape[1]:], drawn.response_BT)
     assert drawn.mask_BT.sum(1).tolist() == [20, 3, 13]
     assert final.generation_config.eos_token_id == agent.policy.end_ids == [164, 256]
 
@@ -244,11 +245,13 @@ def test_a_name_of_the_hub_may_have_a_revision(name, place, revision, tmp_path, 
 
 @pytest.mark.parametrize("kind, changes, flags, says", [
     ("bloom", dict(max_position_embeddings=None), [], "/lm: its config.json gives no context length"),
-    # attention and the shared expert: 1936 of 3536 weights per layer
+    # attention and the shared expert alone have adapters
     ("qwen2_moe", dict(shared_expert_intermediate_size=24, max_position_embeddings=160), ["--lora_rank", "2"],
-     "base: 54.8% of its layers' weights have an adapter")])
+     " parameters to train")])
 def test_what_a_user_cannot_know_is_said_in_the_first_lines_of_a_run(
         kind, changes, flags, says, small_flags, tmp_path, capsys):
     model = save_tiny(kind, tmp_path / "lm", **changes)
-    with Run(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--model", str(model), *flags]), tmp_path).logger:
+    run = Run(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--model", str(model), *flags]), tmp_path)
+    run.start()
+    with run.logger:
         assert says in capsys.readouterr().out

@@ -14,8 +14,7 @@ from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.lora import Lora
 from cory.ppo.model import LanguageModel
-from cory.ppo.rollout import collect_rollout
-from cory.ppo.sampling import encode_prompts, sample
+from cory.ppo.sampling import collect_rollout, encode_prompts, sample
 from cory.ppo.update import ppo_update
 
 CPU, PROMPTS = torch.device("cpu"), ["Ann has 3 eggs.", "How many?", "5 + 4 =", "a"] * 2
@@ -55,7 +54,7 @@ def test_a_step_moves_the_adapter_and_the_critic_and_nothing_else(folder):
     for name, p in base.lm.named_parameters():
         assert torch.equal(p, before[name]) != (f"lm.{name}" in trained), name
         assert p.requires_grad == ("lora_" in name)                 # also of the adapter that is not in use
-    assert not one.is_base("a") and two.is_base("a")
+    assert torch.equal(logits_of(two.policy), reference)
     mine, yours = logits_of(one.policy), logits_of(moved(two).policy)
     assert (mine - reference).abs().max() > 1e-3 and (yours - mine).abs().max() > 1e-3
     for order in permutations(zip(models, (mine, yours, reference))):
@@ -136,9 +135,9 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     rules = read(final / "adapter_config.json")
     assert rules["lora_alpha"] == 2 * rules["r"] == 8
     plain.generation_config = GenerationConfig.from_pretrained(final)
-    padded, mask = prompts = encode_prompts(agents[0].policy, PROMPTS, 12)
+    padded, mask = encode_prompts(agents[0].policy, PROMPTS, 12)
     generated = plain.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=12)
-    assert torch.equal(generated[:, -12:], sample(agents[0].policy, prompts, 12, None).response_BT)
+    assert torch.equal(generated[:, -12:], sample(agents[0].policy, PROMPTS, 12, None).response_BT)
 
     base = load_language_model(str(folder), settings(), CPU)
     ours = LanguageModel(base.lm, base.tokenizer, adapter=Lora.load(base.lm, "llm1", final))

@@ -7,7 +7,8 @@ from toys import PROMPTS, agent_of, bigram, close, generator, moved, tiny_gpt2
 
 from cory.errors import UserError
 from cory.ppo import formulas, rollout
-from cory.ppo.rollout import Rollout, collect_rollout, join, score_rollout, take
+from cory.ppo.rollout import Rollout, join, take
+from cory.ppo.sampling import collect_rollout, score_rollout
 from cory.ppo.update import ppo_update
 
 

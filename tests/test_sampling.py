@@ -7,8 +7,8 @@ from transformers import GenerationConfig
 
 from cory.errors import UserError
 from cory.ppo import sampling
-from cory.ppo.rollout import collect_rollout, sample_rollout
-from cory.ppo.sampling import Sample, decode, draw, encode_prompts
+from cory.ppo.rollout import real_ids
+from cory.ppo.sampling import collect_rollout, decode, draw, encode_prompts, sample
 
 END = "<|endoftext|>"
 RAGGED = ["a", "abcdefabc", "dd", "fedcba", "e"] * 4
@@ -28,7 +28,7 @@ def numbers(limit: int, rows: int) -> torch.Tensor:
 
 
 def sampled(model, prompts: list[str], limit: int, greedy=False):
-    return sample_rollout(model, prompts, limit, None if greedy else numbers(limit, len(prompts)))
+    return sample(model, prompts, limit, None if greedy else numbers(limit, len(prompts)))
 
 
 # --- prompts and masks ---
@@ -70,8 +70,8 @@ def test_a_text_is_that_of_its_response_alone_without_special_tokens():
     first_of_two, _, a = model.tokenizer("éa")["input_ids"]
     response, real = torch.tensor([[first_of_two, a, 256], [a, a, 256]]), torch.ones(2, 3)
     real[1, 1:] = 0
-    prompts = encode_prompts(model, ["é", f"a{END} long prompt"], 3)
-    assert decode(model, prompts, Sample(response, real, real)) == ["\ufffda", "a"]
+    prompts = model.encode(["é", f"a{END} long prompt"])
+    assert decode(model, prompts, real_ids(response, real)) == ["\ufffda", "a"]
 
 
 # --- what is drawn ---
@@ -136,7 +136,7 @@ def test_a_row_is_sampled_as_if_it_were_alone(every, monkeypatch):
     assert (drawn.response_BT[drawn.mask_BT == 0] == 6).all()
     monkeypatch.setitem(interval, "cpu", 1)
     for row, length in enumerate(lengths):
-        alone = sample_rollout(model, RAGGED[row:row + 1], limit, uniform_TB[:, row:row + 1])
+        alone = sample(model, RAGGED[row:row + 1], limit, uniform_TB[:, row:row + 1])
         assert torch.equal(alone.response_BT[0], drawn.response_BT[row, :length])
         close(alone.sampling_logp_BT[0], drawn.sampling_logp_BT[row, :length], 1e-5)
 

@@ -16,7 +16,8 @@ from cory.ppo import formulas, update
 from cory.ppo import rollout as rollouts
 from cory.ppo.agent import Agent
 from cory.ppo.lora import activate
-from cory.ppo.rollout import by_length, collect_rollout, take
+from cory.ppo.rollout import by_length, take
+from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import losses, ppo_update, with_advantages
 from cory.train import Cory, Ppo
 
@@ -194,7 +195,7 @@ def test_with_lora_another_models_pass_before_the_backward_pass_loses_no_gradien
 @pytest.mark.parametrize("edit, error", [
     (lambda loss, metrics: (loss.mean(), metrics), IndexError),
     (lambda loss, metrics: (loss, metrics | {"k2": loss.sum()}), IndexError),
-    (lambda loss, metrics: (loss, metrics | {"score": loss}), UserError)])
+    (lambda loss, metrics: (loss, metrics | {"score": loss}), TypeError)])
 def test_a_mean_taken_too_early_or_a_name_that_is_taken_is_an_error(edit, error, monkeypatch):
     """It would be divided by the tokens again; it would hide another metric."""
     agent, rollout = ragged()
