@@ -7,7 +7,6 @@ from cory.config import KL_CONTROLLERS, LR_SCHEDULES, Config
 from cory.distributed import by_placement, shard
 from cory.errors import UserError, find
 from cory.ppo.advantages import find_estimator
-from cory.ppo.formulas import adapted_kl_coef
 from cory.ppo.lora import Lora
 from cory.ppo.model import Critic, LanguageModel, Policy
 
@@ -75,12 +74,16 @@ class Agent:
 
 
 def adaptive(agent: Agent, kl_N: Tensor) -> float:
-    """The next eta by `adapted_kl_coef`, on the KL (N,) of an agent's responses; constant if `kl_target` is
-    0. A controller of your own has these arguments.
+    """The next eta by the adaptive controller of Ziegler et al. 2019, sec. 2.2; constant if `kl_target` is 0.
+
+        error = clip(KL / target - 1, -0.2, 0.2)        eta <- eta (1 + error N / horizon)
+
+    KL is the mean of the N responses' KL, in nats. A controller of your own has these arguments.
     """
     cfg, n = agent.cfg, len(kl_N)
     if not cfg.kl_target:
         return agent.kl_coef
     cfg.require("kl_horizon", cfg.kl_horizon > 0.2 * n,
                 f"must exceed 0.2 x {n} responses of an iteration, or eta could fall to 0")
-    return adapted_kl_coef(agent.kl_coef, kl_N.mean().item(), cfg.kl_target, cfg.kl_horizon, n)
+    error = min(max(kl_N.mean().item() / cfg.kl_target - 1, -0.2), 0.2)
+    return agent.kl_coef * (1 + error * n / cfg.kl_horizon)

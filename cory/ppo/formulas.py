@@ -102,17 +102,6 @@ def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange
     return 0.5 * torch.max((value_N - return_N) ** 2, (clipped_N - return_N) ** 2)
 
 
-def adapted_kl_coef(kl_coef: float, kl: float, target: float, horizon: float, n: int) -> float:
-    """The adaptive controller of Ziegler et al. 2019, sec. 2.2: one step of an agent per iteration.
-
-        error = clip(kl / target - 1, -0.2, 0.2)        kl_coef <- kl_coef (1 + error n / horizon)
-
-    kl: the iteration's mean KL of a response, in nats; n: responses in it. The factor is never negative.
-    """
-    error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * max(0.0, 1 + error * n / horizon)
-
-
 # Learning-rate schedules: a factor at each progress of training, from 0 to just below 1.
 def constant(progress: float) -> float:
     return 1.0
