@@ -35,6 +35,9 @@ SUMMARY = [
     ("GSM8K, both at CORY's first draw, same batch", "parts", "gsm8k", "cory", "ppo"),
     ("GSM8K, PPO with a quarter of the responses", "tuned", "gsm8k", "cory, lower rate",
      "ppo, half the iterations"),
+    *((f"{base}, along five etas, {label}", "frontier", task, "cory", ppo)
+      for base, task in (("IMDB", "imdb"), ("GSM8K", "gsm8k"))
+      for label, ppo in (("same batch", "ppo"), ("twice the batch", "ppo, twice the batch"))),
     *((f"SmolLM2, {eta}, {label}", "smollm2", "imdb", f"cory, {eta}", f"{ppo}, {eta}")
       for eta in ("eta 0.05", "eta 0.15")
       for label, ppo in (("same batch", "ppo"), ("twice the batch", "ppo, twice the batch")))]
@@ -271,11 +274,14 @@ def planned(study: str, task: str, group: str, a: str, b: str, figure: str) -> b
     return study in ("parts", "transfer", "paper") or study == "tuned" and of_tuned
 
 
-def summary(found: dict[tuple, Difference]) -> str:
-    """CORY less PPO on each base. A star: a planned test that is significant after Holm's correction."""
+def summary(found: dict[tuple, Difference], stands: set) -> str:
+    """CORY less PPO on each base. A star: a planned test that is significant after Holm's correction, among
+    the 28 of combined reward or, as in `stands`, the twelve along etas.
+    """
     tests = [key for key in found if planned(*key)]
     adjusted = holm([found[key].p for key in tests])
-    stands = {key for key, p in zip(tests, adjusted, strict=True) if p < 0.05}
+    stands = {key for key in stands if key[2] == "frontiers"}
+    stands |= {key for key, p in zip(tests, adjusted, strict=True) if p < 0.05}
     lines = [["CORY minus PPO (seeds)", "combined reward", "KL at equal reward", "reward at equal KL"]]
     for label, study, task, a, b in SUMMARY:
         cells = {}
@@ -283,7 +289,8 @@ def summary(found: dict[tuple, Difference]) -> str:
             if key[:2] == (study, task) and key[3:5] == (a, b):
                 cells[key[5]] = f"{x}{'*' * (key in stands)}"
                 seeds = x.seeds
-        lines.append([f"{label} ({seeds})", *(cells[figure] for figure in ("combined_reward", *EQUAL))])
+        shown = [cells.get(figure, "–") for figure in ("combined_reward", *EQUAL)]
+        lines.append([f"{label} ({seeds})", *shown])
     return markdown(lines)
 
 
@@ -305,7 +312,7 @@ def main() -> None:
     for _, p in tests.groupby(lambda key: key[0] if key[0] in OWN_FAMILY else "all others"):
         stands |= {key for key, adjusted in zip(p.index, holm(p), strict=True) if adjusted < 0.05}
     print("# Tables of the studies\n\nMade by table.py; [README](README.md) says what the figures are.\n")
-    print(f"## Summary\n\n{summary(found)}")
+    print(f"## Summary\n\n{summary(found, stands)}")
     for (name, task), of_task in rows.items():
         spec = studies[name]["tasks"][task]
         pairs = {key: x for key, x in found.items() if key[:2] == (name, task)}
