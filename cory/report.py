@@ -24,7 +24,7 @@ TITLES = {"task_reward": "task reward", "kl": "KL per response (nats)", "combine
           "explained_variance": "explained variance", "kl_coef": "KL coefficient eta"}
 # The other metrics of every update and evaluation. One listed neither here nor above gets a panel, too.
 WITHOUT_PANEL = {
-    "role", "task_reward_std", "length", "sampling_gap", "policy_loss", "value_loss", "value_mse",
+    "role", "task_reward_std", "length", "sampling_gap", "policy_loss", "value_loss",
     "approx_kl", "clip_fraction", "kl_loss", "grad_norm", "learning_rate", "distinct_1", "distinct_2",
     "repeated_tokens", "base_perplexity", "seconds"}
 KEY = "^(?:(?P<kind>eval_greedy|eval)_)?(?P<metric>.+?)(?:/(?P<who>[^/]+))?$"
