@@ -2,14 +2,7 @@
 import sys
 from importlib import import_module
 
-
-def main() -> None:
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command not in ("report", "evaluate"):
-        print(__doc__, file=sys.stderr)
-        raise SystemExit(2)
-    import_module(f"cory.{command}").main(sys.argv[2:])
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] not in (["report"], ["evaluate"]):
+        sys.exit(__doc__)
+    import_module(f"cory.{sys.argv[1]}").main(sys.argv[2:])

@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cory.config import OneLineParser, read_config
-from cory.errors import UserError, exit_on_user_error, guess, short_name
+from cory.errors import UserError, exit_on_user_error, short_name
 from cory.log import read_jsonl
 
 # Runs may differ in these, and still be compared.
@@ -206,7 +206,7 @@ def comparable(run_dirs: list[Path], by: list[str]) -> list[dict]:
     configs = [read_config(run_dir) for run_dir in run_dirs]
     settings = pd.DataFrame(configs).astype(str)
     for name in {*by} - {*settings}:
-        raise UserError("by", name, f"is no setting; {guess(name, settings)}config.json lists them")
+        raise UserError("by", name, "is no setting; config.json lists them")
     differ = [name for name in settings.columns.difference([*by, *FREE])
               if settings[name].nunique(dropna=False) > 1]
     if differ:

@@ -6,7 +6,6 @@ import re
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from toys import error_line, read, settings
@@ -56,24 +55,14 @@ def test_every_setting_has_help_and_is_read_somewhere():
 
 
 # --- flags ---
-def test_a_flag_overrides_the_preset_and_leaves_the_rest():
-    changed = imdb("--preset gpt2 --learning_rate 3e-5 --knowledge_transfer false --shard".split())
-    old, new = vars(imdb(["--preset", "gpt2"])), vars(changed)
-    assert {name: new[name] for name in new if new[name] != old[name]} == {
-        "learning_rate": 3e-5, "knowledge_transfer": False, "shard": True}
-    assert ImdbConfig().preset == "defaults" and imdb([]).preset == "tiny"
-
-
-def test_a_negative_number_and_a_home_are_read_as_one_means_them(monkeypatch):
+def test_a_flag_overrides_the_preset_and_leaves_the_rest(monkeypatch):
     monkeypatch.setenv("HOME", "/h")
-    cfg = imdb("--partner_reward -1e-1 --run_dir=~/x".split())
-    assert (cfg.partner_reward, cfg.run_dir) == (-0.1, "/h/x")
-
-
-def test_ctrl_c_while_models_are_loaded_is_one_line(capsys):
-    with pytest.raises(SystemExit, match="130"):
-        exit_on_user_error(Mock(side_effect=KeyboardInterrupt))()
-    assert capsys.readouterr().err == "interrupted\n"
+    flags = "--learning_rate 3e-5 --knowledge_transfer false --shard --partner_reward=-1e-1 --run_dir=~/x"
+    old, new = vars(imdb(["--preset", "gpt2"])), vars(imdb(["--preset", "gpt2", *flags.split()]))
+    assert {name: new[name] for name in new if new[name] != old[name]} == {
+        "learning_rate": 3e-5, "knowledge_transfer": False, "shard": True, "partner_reward": -0.1,
+        "run_dir": "/h/x"}
+    assert ImdbConfig().preset == "defaults" and imdb([]).preset == "tiny"
 
 
 def test_help_has_every_flag_with_the_presets_own_default(capsys):
@@ -85,16 +74,14 @@ def test_help_has_every_flag_with_the_presets_own_default(capsys):
 
 
 BAD = [                                 # one of each kind
-    ("--learning_rat 1", "flag is '--learning_rat': unknown; did you mean --learning_rate?"),
-    ("--learning_rat=1", "flag is '--learning_rat=1': unknown; did you mean --learning_rate?"),
-    ("model=x", "flag is 'model=x': unknown"), ("--kl_in rewards", "'rewards'"),
+    ("--learning_rat 1", "unrecognized arguments: --learning_rat 1"),
     ("--learning_rate x", "--learning_rate: invalid float value: 'x'"),
-    ("--knowledge_transfer maybe", "error: argument --knowledge_transfer: 'maybe' is neither true nor false"),
-    ("--preset huge", "preset is 'huge': choose from tiny, smollm2"), ("--preset", "--preset: expected one"),
-    ("--resume", "run_dir is '': names no run"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run"),
-    ("--method grpo", "method is 'grpo': unknown; choose from ppo, cory, or"),
-    ("--lr_schedule liner", "did you mean linear?"), ("--learning_rate nan", "must be a finite number"),
-    ("--cliprange 0", "must be above 0"), ("--gamma 1.1", "must be 0 or more and 1 or less"),
+    ("--kl_in rewards", "--kl_in: invalid choice"), ("--preset huge", "--preset: invalid choice: 'huge'"),
+    ("--knowledge_transfer maybe", "invalid true_or_false value: 'maybe'"),
+    ("--resume", "--resume needs --run_dir"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run"),
+    ("--method grpo", "method is 'grpo': choose from ppo, cory, or name your own"),
+    ("--learning_rate nan", "must be from"), ("--cliprange 0", "must be from 1e-30 to"),
+    ("--gamma 1.1", "must be from 0 to 1"),
     # sizes
     ("--batch_size 100 --mini_batch_size 32", "batch_size is 100: must be a multiple"),
     ("--responses_per_query 3", "must divide batch_size"),
@@ -155,7 +142,7 @@ def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkey
     cfg = imdb([*resume, "--iterations", "99", "--wandb", "offline"])
     assert (cfg.learning_rate, cfg.vf_coef, cfg.iterations, cfg.wandb) == (3e-5, 0.1, 99, "offline")
     assert cfg.kl_horizon == 99 and capsys.readouterr().err == ""
-    assert "has other settings: lam was 0.95, now 0.0;" in error_line(imdb, [*resume, "--lam", "0"], capsys)
+    assert "lam is 0.0: the run has 0.95;" in error_line(imdb, [*resume, "--lam", "0"], capsys)
     assert "holds a run of imdb" in error_line(train_gsm8k.main, resume, capsys)
 
 
@@ -207,13 +194,11 @@ def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     known = config.ADVANTAGES
     assert find("method", "cory", config.METHODS) is Cory and find("advantage", "present:x", known) == 7
-    for name, says in (("rlo", "advantage is 'rlo': unknown; did you mean rloo? choose from gae, rloo"),
-                       ("present:", "unknown"), ("present:y", "the module present has no y"),
-                       ("nowhere:x", "there is no module nowhere"), ("present.py:x", "name it without .py")):
-        with pytest.raises(UserError, match=re.escape(says)):
+    for name, says in (("present:", "has no name behind a colon"), ("present:y", "module present has no y"),
+                       ("nowhere:x", "'nowhere:x': No module named 'nowhere'"),
+                       ("present.py:x", "named without .py"), ("lacking:x", "No module named 'lack'")):
+        with pytest.raises(UserError, match=says):
             find("advantage", name, known)
-    with pytest.raises(ModuleNotFoundError, match="No module named 'lack'"):
-        find("task", "lacking:Mine", {})
 
 
 def test_a_run_does_not_depend_on_where_the_package_lies():

@@ -145,7 +145,7 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch)
     other = write_run(tmp_path / "c", gamma=0.9, kl_target=0.0)
     for words, says in (([first, again], "has the seed of"), ([first, first], "has the seed of"),
                         ([first, other], "in gamma, kl_target;"), ([tmp_path], "holds no run"),
-                        ([first, "--by", "gama"], "did you mean gamma?"),
+                        ([first, "--by", "gama"], "is no setting"),
                         ([first, "--out", "x.xyz"], "out is 'x.xyz': must end in .png")):
         assert says in error_line(report.main, words, capsys)
     chain = write_run(tmp_path / "p", method="my:Chain", base=0.3, kl_target=6.0)
