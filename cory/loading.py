@@ -5,7 +5,6 @@ import warnings
 from contextlib import contextmanager
 
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -24,7 +23,6 @@ from cory.errors import UserError
 from cory.ppo.model import LanguageModel, positions
 
 TEXT = "a good film"            # what models are tested on
-HARD_TEXT = f"{TEXT} of 2023.  DON'T miss Amélie\n\nat 10:45"     # to split, and to normalize
 # In a file, but in no computation: value heads, poolers, and constants that older versions stored.
 UNUSED = re.compile(
     r"v_head|value_head|pooler|masked_bias|causal_mask|\b(attn|attention)\.bias$|position_ids|inv_freq")
@@ -81,7 +79,11 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     config = AutoConfig.from_pretrained(place, **where)
     if getattr(config, "activation_function", None) == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"        # the same, in one operation instead of eight
-    tokenizer = load_tokenizer(place, **where)
+    tokenizer = AutoTokenizer.from_pretrained(place, **where)
+    # its class may take the vocabulary alone from tokenizer.json, and split, say, numbers otherwise
+    if cached_file(place, "tokenizer.json", revision=where["revision"],
+                   _raise_exceptions_for_missing_entries=False):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(place, **tokenizer.special_tokens_map, **where)
     if TEXT not in tokenizer.decode(tokenizer(TEXT)["input_ids"]).lower():      # a missing one is made up
         raise ValueError("it has no tokenizer, or one that does not decode to the text that it encoded")
     model, info = auto_class.from_pretrained(place, config=config, use_safetensors=True,
@@ -93,36 +95,16 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     return model, tokenizer
 
 
-def load_tokenizer(place: str, **where):
-    """The tokenizer that a tokenizer.json describes, where there is one. A class of its own may take no more
-    than the vocabulary from there, and split text by other rules, for example numbers.
-    """
-    file = cached_file(place, "tokenizer.json", revision=where["revision"],
-                       _raise_exceptions_for_missing_entries=False)
-    if file is None:
-        return AutoTokenizer.from_pretrained(place, **where)
-    described = Tokenizer.from_file(file)
-    described.no_padding()
-    described.no_truncation()
-    for any_class in AutoTokenizer, PreTrainedTokenizerFast:
-        tokenizer = any_class.from_pretrained(place, **where)
-        ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
-        if ids == described.encode(HARD_TEXT, add_special_tokens=False).ids:
-            return tokenizer
-    raise ValueError("its tokenizer.json splits text otherwise than its tokenizer_config.json")
-
-
 def end_of_message(tokenizer) -> int:
     """The special token that the chat template puts behind an assistant's message. Where that ends the chat,
     it may be another than before a further message, or none.
     """
     chat = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "ANSWER"}]
     for messages in chat, [*chat, chat[0]]:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        if TEXT not in text or "ANSWER" not in text:
+        before, _, behind = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("ANSWER")
+        if TEXT not in before:
             raise ValueError("its chat template leaves out a message")
-        behind = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False)["input_ids"]
-        for token in behind:
+        for token in tokenizer(behind, add_special_tokens=False)["input_ids"]:
             if str(tokenizer.added_tokens_decoder.get(token, "")).strip():      # some are of white space
                 return token
     raise ValueError("its chat template puts no special token behind an assistant's message, to end it")

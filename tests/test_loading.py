@@ -156,17 +156,17 @@ def test_weights_that_no_policy_computes_with_may_be_left_out(tmp_path):
 
 
 # --- tokenizers ---
-@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "TokenizersBackend"])
-def test_text_is_split_as_tokenizer_json_says(kind, tmp_path):
-    """Also where a class would split it by rules of its own, and in `final/`. Its padding is not a rule."""
+@pytest.mark.parametrize("tokenizer_config", [
+    {"tokenizer_class": "GPT2Tokenizer"}, {"tokenizer_class": "TokenizersBackend", "eos_token": END}])
+def test_text_is_split_as_tokenizer_json_says(tokenizer_config, tmp_path):
+    """Also in `final/`, and where a class, which may name EOS, would split it by rules of its own."""
     raw = byte_tokenizer().backend_tokenizer
     model = json.loads(raw.to_str())["model"]
     raw.model = models.BPE(model["vocab"] | {"20": 257}, [("2", "0")])
     raw.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), raw.pre_tokenizer])
-    raw.enable_padding(length=64, pad_id=256, pad_token=END)
     save_gpt2(tmp_path / "lm", vocab_size=258)
     raw.save(str(tmp_path / "lm/tokenizer.json"))
-    change(tmp_path / "lm", "tokenizer_config.json", tokenizer_class=kind)
+    (tmp_path / "lm/tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     agent = agent_of(load(tmp_path / "lm"))
     save_final(tmp_path, [agent])
     for tokenizer in (agent.policy.tokenizer, AutoTokenizer.from_pretrained(tmp_path / "final/llm1")):

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from cory.config import BUNDLED, Config, located
+from cory.config import Config, located
 from cory.distributed import processes
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
@@ -33,13 +33,13 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     read. Any other layout (parquet, csv, the Hub) is read by `datasets`; of several subsets, `main`.
     """
     path = Path(located(dataset))
-    if "/" not in dataset and not path.exists() and not dataset.startswith(BUNDLED):
+    if "/" not in dataset and not path.exists():
         # `datasets` would take a folder of this name that another project has left in its cache
         raise UserError("dataset", dataset, "is no file or folder here; a Hub name has the form OWNER/NAME")
     files = {"train": path} if path.is_file() else {name: path / f"{name}.jsonl" for name in Data._fields}
-    files = {split: file for split, file in files.items() if file.is_file()}
     try:
-        splits = {split: parse_jsonl(file) for split, file in files.items()} or read_with_datasets(str(path))
+        splits = {split: read_jsonl(file) for split, file in files.items() if file.is_file()}
+        splits = splits or read_with_datasets(str(path))
     except Exception as error:                                  # each file format raises errors of its own
         hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a Hub name"
         raise UserError("dataset", dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
@@ -49,10 +49,8 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     for split, rows in splits.items():
         for number, row in enumerate(rows, start=1):
             if not (isinstance(row, dict) and all(is_text(row.get(name)) for name in columns)):
-                found = ", ".join(row) if isinstance(row, dict) else "none"
                 raise UserError("dataset", f"{dataset} ({split}), row {number}",
-                                f"needs texts in its {' and '.join(columns)}; columns found: {found}; it is "
-                                f"{ascii(row)[:100]}")
+                                f"needs texts in its {' and '.join(columns)}; it is {ascii(row)[:200]}")
     return {split: [*map(itemgetter(*columns), rows)] for split, rows in splits.items()}
 
 
@@ -61,14 +59,9 @@ def is_text(value) -> bool:
     return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
 
 
-def parse_jsonl(path: Path) -> list[dict]:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            raise ValueError(f"{path.name}, line {number}: {error}") from error
-    return rows
+def read_jsonl(path: Path) -> list[dict]:
+    """As one document, so that an error has the number of its line."""
+    return json.loads("[" + ",\n".join(path.read_text(encoding="utf-8").strip().split("\n")) + "]")
 
 
 def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
@@ -87,12 +80,10 @@ def divided(cfg: Config, splits: dict[str, list]) -> Data:
     for split in ("validation", "test"):
         if split not in splits:
             different = list(dict.fromkeys(splits["train"]))
-            n = max(cfg.eval_queries, len(different) // 10)
-            cfg.require("eval_queries", n < len(different), f"{cfg.dataset} has {len(different)} different "
-                        f"rows, and {split} would take as many; lower it or provide more data")
-            drawn = dict.fromkeys(random.Random(split).sample(different, n))
-            rest = [row for row in splits["train"] if row not in drawn]
-            splits = {**splits, split: list(drawn), "train": rest}
+            n = min(len(different), max(cfg.eval_queries, len(different) // 10))
+            drawn = random.Random(split).sample(different, n)
+            trained_on = set(different) - {*drawn}
+            splits = splits | {split: drawn, "train": [row for row in splits["train"] if row in trained_on]}
     trained_on, held_out = set(splits["train"]), splits[cfg.eval_split]
     for name, need, rows in (("eval_queries", cfg.eval_queries, held_out),
                              ("batch_size", cfg.batch_size // cfg.responses_per_query, splits["train"])):
@@ -176,11 +167,7 @@ class Task:
         mine = processes().rows(len(responses))
         n = len(responses[mine])
         values = self.reward_of(queries[mine], responses[mine]) if n else []
-        try:
-            rewards = torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
-        except (TypeError, ValueError, RuntimeError) as error:
-            hint = f"({error}): a task returns one number for each of its {n} responses"
-            raise UserError("reward", str(values)[:60], hint) from error
+        rewards = torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
         reward_B = torch.tensor(processes().gather(rewards), device=self.device)
         for i in (~reward_B.isfinite()).nonzero().flatten().tolist():
             text = queries[i] + responses[i]
