@@ -86,10 +86,8 @@ class Config:
     gradient_accumulation_steps: int = own(1, "backward passes per Adam step (paper: 1, GSM8K 16)", min=1)
     num_ppo_epochs: int = own(4, "passes over each rollout (paper: 4)", min=1)
     init_kl_coef: float = own(0.3, "eta, initial KL coefficient, per nat (paper: 0.3, GSM8K 0.01)", min=0)
-    kl_penalty: Literal["full", "k1"] = own(
-        "full", "the KL. full: exact, at each state (paper, eq. 2); k1: the sampled token's log-ratio")
-    kl_in: Literal["reward", "loss"] = own(
-        "reward", "reward: subtract kl_penalty from rewards (paper, eq. 2); loss: add k3 to the loss (GRPO)")
+    kl_penalty: Literal["full", "k1"] = own("full", "full: exact KL (paper, eq. 2); k1: sampled log-ratio")
+    kl_in: Literal["reward", "loss"] = own("reward", "rewards minus KL (paper), or loss plus k3 (GRPO)")
     kl_controller: str = own("adaptive", "how eta moves: adaptive (TRL), or yours as module:function")
     kl_target: float = own(6.0, "target KL, nats per response; 0: constant eta (TRL: 6)", min=0)
     kl_horizon: float = own(10_000.0, "responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
@@ -101,8 +99,7 @@ class Config:
     vf_coef: float = own(0.1, "beta, weight of the value loss (paper: 0.1)", min=0)
     max_grad_norm: float = own(0.0, "clip the gradient's norm to this; 0: off (paper: off)", min=0)
     # evaluation, saving, logging
-    eval_split: Literal["test", "validation"] = setting(
-        "test", "held-out queries: validation to choose settings by, test to report (ours)")
+    eval_split: Literal["test", "validation"] = setting("test", "validation: to choose settings by (ours)")
     eval_queries: int = setting(256, "held-out queries per evaluation (ours)", min=1)
     eval_samples: int = setting(1, "responses to each held-out query per evaluation (ours)", min=1)
     eval_every: int = setting(20, "iterations between evaluations; 0: at start and end (ours)", min=0)
@@ -242,13 +239,21 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     effect. Each setting is a flag `--name VALUE`; for a bool, `--name` alone means true.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = parser_of(config_class, presets)
+    parser = OneLineParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
+    types, hints = {bool: true_or_false, int: int, float: float}, get_type_hints(config_class)
+    for f in fields(config_class):
+        kind = hints[f.name]
+        words = presets if f.name == "preset" else get_args(kind) or None
+        alone = {"nargs": "?", "const": True} if kind is bool else {}
+        parser.add_argument(f"--{f.name}", type=types.get(kind, os.path.expanduser), choices=words,
+                            default=f.default, help=f.metadata.get("help"), **alone)
+    parser.set_defaults(preset=next(iter(presets)))
     given = parser.parse_args([word for word in argv if word not in ("-h", "--help")])
     if given.resume:
         if not given.run_dir:
             parser.error("--resume needs --run_dir")
         saved = load_config(Path(given.run_dir))
-        if class_name(type(saved)) != class_name(config_class):
+        if type(saved).__name__ != config_class.__name__:
             raise UserError("run_dir", given.run_dir, f"holds a run of {saved.task}; use its own script")
     parser.set_defaults(**asdict(saved) if given.resume else presets[given.preset])
     config = config_class(**vars(parser.parse_args(argv)))
@@ -262,29 +267,11 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     return config
 
 
-def parser_of(config_class: type[Config], presets: dict[str, dict]) -> OneLineParser:
-    parser = OneLineParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
-    types, hints = {bool: true_or_false, int: int, float: float}, get_type_hints(config_class)
-    for f in fields(config_class):
-        kind = hints[f.name]
-        words = presets if f.name == "preset" else get_args(kind) or None
-        alone = {"nargs": "?", "const": True} if kind is bool else {}
-        parser.add_argument(f"--{f.name}", type=types.get(kind, os.path.expanduser), choices=words,
-                            default=f.default, help=f.metadata.get("help"), **alone)
-    parser.set_defaults(preset=next(iter(presets)))
-    return parser
-
-
 # --- config.json ---
-def class_name(config_class: type[Config]) -> str:
-    """`module:Name`; for the script being run, the module is the script's own name."""
-    module = config_class.__module__
-    return f"{Path(sys.argv[0]).stem if module == '__main__' else module}:{config_class.__name__}"
-
-
 def config_json(cfg: Config, bases: dict[str, str]) -> str:
     """The settings, their class, and the name in logs of each agent's base, by agent, in order."""
-    about = {"config_class": class_name(type(cfg)), "agents": bases}
+    module = type(cfg).__module__.replace("__main__", Path(sys.argv[0]).stem)       # of a script, its name
+    about = {"config_class": f"{module}:{type(cfg).__name__}", "agents": bases}
     return json.dumps(about | asdict(cfg), indent=1) + "\n"
 
 
@@ -299,6 +286,5 @@ def read_config(run_dir: Path) -> dict:
 
 def load_config(run_dir: Path) -> Config:
     saved = read_config(run_dir)
-    config_class = find("config_class", saved.pop("config_class"), {})
     del saved["agents"]
-    return config_class(**saved)
+    return find("config_class", saved.pop("config_class"), {})(**saved)

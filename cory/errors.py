@@ -28,16 +28,13 @@ def find(field: str, name: str, known: dict[str, str]):
     """What the setting `field` names: a short name of this package, a key of `known`, or `module:Name` of the
     user's own, whose module may be in the current folder.
     """
-    module_name, _, attribute = known.get(name, name).partition(":")
+    module, _, attribute = known.get(name, name).partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UserError(field, name, f"{error}; a module is named without .py") from error
-    if not hasattr(module, attribute):
-        raise UserError(field, name, f"the module {module_name} has no {attribute or 'name behind a colon'}")
-    return getattr(module, attribute)
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(field, name, f"{error}; name code as module:Name, without .py") from error
 
 
 def short_name(name: str) -> str:

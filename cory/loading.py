@@ -5,18 +5,10 @@ import warnings
 from contextlib import contextmanager
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import cached_file
-from transformers.utils import logging as transformers_logging
+from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
+from transformers.utils import cached_file, logging
 
 from cory.config import Config, located
 from cory.errors import UserError
@@ -26,10 +18,11 @@ TEXT = "a good film"            # what models are tested on
 # In a file, but in no computation: value heads, poolers, and constants that older versions stored.
 UNUSED = re.compile(
     r"v_head|value_head|pooler|masked_bias|causal_mask|\b(attn|attention)\.bias$|position_ids|inv_freq")
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+NF4 = transformers.BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
-transformers_logging.set_verbosity_error()
-transformers_logging.disable_progress_bar()
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 
 def load_language_model(name: str, cfg: Config, device: torch.device) -> LanguageModel:
@@ -43,24 +36,21 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         if os.path.exists(f"{name}/adapter_config.json"):
             raise ValueError("it is a LoRA adapter; merge it into its base with peft's merge_and_unload")
         lm, tokenizer = load_pretrained(
-            AutoModelForCausalLM, name, dtype=torch.bfloat16 if low else torch.float32,
+            transformers.AutoModelForCausalLM, name, dtype=torch.bfloat16 if low else torch.float32,
             quantization_config=NF4 if cfg.load_in_4bit else None,
             device_map={"": device} if device.type == "cuda" else None)
         model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
         model.requires_grad_(False)
         if tokenizer.eos_token_id is None:
             raise ValueError("its tokenizer has no EOS token; set eos_token in tokenizer_config.json")
-        if model.chat_template and not tokenizer.chat_template:
-            raise ValueError("its tokenizer has no chat template; use --chat_template false, or a chat model")
         if tokenizer(TEXT)["input_ids"][-1] in tokenizer.all_special_ids:
             raise ValueError("its tokenizer puts a token behind each prompt, as add_eos_token does")
         ends = {*model.end_ids, end_of_message(tokenizer)} if model.chat_template else model.end_ids
         # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
         # final adapter's base has those of its authors until it is given these.
-        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        lm.generation_config = GenerationConfig(
-            bos_token_id=bos, eos_token_id=sorted(ends), pad_token_id=eos,
-            do_sample=True, temperature=cfg.temperature, top_k=0)
+        lm.generation_config = transformers.GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
+            pad_token_id=tokenizer.eos_token_id, do_sample=True, temperature=cfg.temperature, top_k=0)
         if low:
             head = lm.get_output_embeddings()
             head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)       # no longer tied
@@ -76,13 +66,12 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     name = located(name)
     place, _, revision = (name, "", "") if os.path.exists(name) else name.partition("@")
     where = {"revision": revision or "main", "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(place, **where)
+    config = transformers.AutoConfig.from_pretrained(place, **where)
     if getattr(config, "activation_function", None) == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"        # the same, in one operation instead of eight
     tokenizer = AutoTokenizer.from_pretrained(place, **where)
-    # its class may take the vocabulary alone from tokenizer.json, and split, say, numbers otherwise
-    if cached_file(place, "tokenizer.json", revision=where["revision"],
-                   _raise_exceptions_for_missing_entries=False):
+    if cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **where):
+        # its own class may take the vocabulary alone from that file, and split, say, numbers otherwise
         tokenizer = PreTrainedTokenizerFast.from_pretrained(place, **tokenizer.special_tokens_map, **where)
     if TEXT not in tokenizer.decode(tokenizer(TEXT)["input_ids"]).lower():      # a missing one is made up
         raise ValueError("it has no tokenizer, or one that does not decode to the text that it encoded")

@@ -194,9 +194,9 @@ def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     known = config.ADVANTAGES
     assert find("method", "cory", config.METHODS) is Cory and find("advantage", "present:x", known) == 7
-    for name, says in (("present:", "has no name behind a colon"), ("present:y", "module present has no y"),
+    for name, says in (("present:y", "module 'present' has no attribute 'y'"),
                        ("nowhere:x", "'nowhere:x': No module named 'nowhere'"),
-                       ("present.py:x", "named without .py"), ("lacking:x", "No module named 'lack'")):
+                       ("present.py:x", "without .py"), ("lacking:x", "No module named 'lack'")):
         with pytest.raises(UserError, match=says):
             find("advantage", name, known)
 

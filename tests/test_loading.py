@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from toys import agent_of, close, settings
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cory import loading
 from cory.checkpoint import save_final
 from cory.config import IMDB_PRESETS, ImdbConfig, parse
 from cory.errors import UserError
@@ -135,7 +134,7 @@ BROKEN = {
     "a cut": (lambda at: os.truncate(at / "model.safetensors", 20_000), "incomplete|metadata"),
     "a pickle": (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), "safetensors"),
     "no tokenizer": (lambda at: [file.unlink() for file in at.glob("tokenizer*")], "tokenizer"),
-    "no template for chats": (config(), "no chat template"),
+    "no template for chats": (config(), "chat_template is not set"),
     "a token behind": (put_token_behind, "puts a token behind each prompt"),
     "no EOS": (lambda at: byte_tokenizer(pad_token=END).save_pretrained(at), "no EOS token"),
     "no row for EOS": (lambda at: save_gpt2(at, vocab_size=256, eos_token_id=0), "out of range")}
@@ -236,7 +235,7 @@ def test_a_final_model_generates_what_was_evaluated(file, habit, tmp_path):
 def test_a_name_of_the_hub_may_have_a_revision(name, place, revision, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("here@2").mkdir()
-    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", asked := Mock(side_effect=ValueError))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", asked := Mock(side_effect=ValueError))
     with pytest.raises(UserError, match=f"model is '{name}'"):
         load_language_model(name, settings(), CPU)
     asked.assert_called_once_with(place, revision=revision, trust_remote_code=False)
