@@ -41,17 +41,15 @@ def imdb(argv: list[str]) -> ImdbConfig:
     ("imdb", "gpt2-large", GPT2_LARGE), ("gsm8k", "llama2-7b", LLAMA2_7B | {"learning_rate": 1e-5}),
     ("gsm8k", "llama2-7b-lr1e-4", LLAMA2_7B | {"learning_rate": 1e-4})])
 def test_presets_are_the_papers_settings(task, name, expected):
-    for method in ("ppo", "cory"):
-        cfg = parse(*config.EXPERIMENTS[task], ["--method", method, "--preset", name])
-        assert {setting: getattr(cfg, setting) for setting in expected} == expected
+    cfg = parse(*config.EXPERIMENTS[task], ["--preset", name])
+    assert {setting: getattr(cfg, setting) for setting in expected} == expected
 
 
 def test_every_setting_has_help_and_is_read_somewhere():
     files = [path for path in config.ASSETS.parent.rglob("*.py") if path.name != "config.py"]
     read = {*re.findall(r"(?:cfg|\))\.(\w+)", "".join(path.read_text() for path in files))}
-    by_property = {"gradient_accumulation_steps"}
     for f in (*fields(ImdbConfig), *fields(Gsm8kConfig)):
-        assert f.metadata["help"] and f.name in read | by_property, f.name
+        assert f.metadata["help"] and f.name in read | {"gradient_accumulation_steps"}, f.name
 
 
 # --- flags ---
@@ -62,7 +60,6 @@ def test_a_flag_overrides_the_preset_and_leaves_the_rest(monkeypatch):
     assert {name: new[name] for name in new if new[name] != old[name]} == {
         "learning_rate": 3e-5, "knowledge_transfer": False, "shard": True, "partner_reward": -0.1,
         "run_dir": "/h/x"}
-    assert ImdbConfig().preset == "defaults" and imdb([]).preset == "tiny"
 
 
 def test_help_has_every_flag_with_the_presets_own_default(capsys):
@@ -113,18 +110,13 @@ def test_a_misspelt_word_in_a_preset_is_refused():
     ("--init_kl_coef 0 --kl_target 3", "--init_kl_coef above 0"),
     ("--kl_target 0 --init_kl_coef 0", ""),
     ("--share_weights --role_exchange_every 3 --reset_on_exchange", ""),
+    ("--kl_controller mine:dual --init_kl_coef 0 --kl_target 2", ""),
+    ("--kl_controller mine:dual --kl_target 0 --kl_horizon 9", ""),
     ("--method mine:Method --share_weights --role_exchange_every 2 --advantage mine:own --lam 0.5", "")])
 def test_a_flag_that_nothing_would_read_is_said(argv, needs, capsys):
     imdb(argv.split())
     flag = re.findall(r"--\w+", argv)[-1]
     assert capsys.readouterr().err == (f"{flag} has no effect here: it needs {needs}\n" if needs else "")
-
-
-def test_a_run_with_a_flag_without_effect_goes_on(small_flags, tmp_path, capsys):
-    flags = "--iterations 1 --eval_queries 2 --num_ppo_epochs 1 --kl_target 0 --kl_horizon 99"
-    train_imdb.main([*small_flags, *flags.split(), "--run_dir", str(tmp_path)])
-    assert capsys.readouterr().err.count("--kl_horizon has no effect here") == 1
-    assert (tmp_path / "eval.json").exists()
 
 
 # --- config.json ---
@@ -207,10 +199,3 @@ def test_a_run_does_not_depend_on_where_the_package_lies():
         cfg = parse(config_class, presets, [])
         assert str(config.ASSETS) not in config_json(cfg, {}) and cfg.preset == "tiny"
         assert all(Path(config.located(name)).is_dir() for name in (cfg.model, cfg.dataset))
-        assert config_class().preset == "defaults"
-
-
-def test_a_controller_of_ones_own_may_start_from_an_eta_of_0(capsys):
-    for flags in ("--init_kl_coef 0 --kl_target 2", "--kl_horizon 9"):          # it may read all of them
-        imdb(["--kl_controller", "mine:dual", *flags.split()])
-    assert capsys.readouterr().err == ""

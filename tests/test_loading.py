@@ -1,6 +1,5 @@
 """Language models that can be used, as they are then, and one line about each of the others."""
 import json
-import os
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -131,7 +130,6 @@ BROKEN = {
     "no head": (config(tie_word_embeddings=False), "lack lm_head"),
     "a NaN": (config(layer_norm_epsilon=float("nan")), "differ by nan"),
     "its own code": (config(model_type="mine", auto_map={"AutoConfig": "mine.C"}), "custom code"),
-    "a cut": (lambda at: os.truncate(at / "model.safetensors", 20_000), "incomplete|metadata"),
     "a pickle": (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), "safetensors"),
     "no tokenizer": (lambda at: [file.unlink() for file in at.glob("tokenizer*")], "tokenizer"),
     "no template for chats": (config(), "chat_template is not set"),

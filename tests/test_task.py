@@ -73,7 +73,6 @@ def test_the_test_split_of_the_real_data_is_whole(real_data):
     ({"train.jsonl": GOOD + '{"text": " "}\n'}, "row 2': "),
     ({"train.csv": "text\n1\n2\n"}, "row 1': "),
     ({"train.jsonl": GOOD + '["text"]\n'}, "row 2': "),
-    ({"train.jsonl": GOOD + "null\n"}, "row 2': "), ({"train.jsonl": '[{"text": "a"}]'}, "row 1': "),
     ({"train.jsonl": GOOD + '{"text": "a \\ud800 b"}\n'}, r"row 2': .*a \\ud800 b"),
     ({"train.jsonl": GOOD * 9}, "eval_queries is 8: .* leaves only 0 rows"),
     ({"test.jsonl": GOOD * 20}, "no split named train, only test"),

@@ -53,7 +53,6 @@ class Imdb(Task):
 
     def query(self, review: str, rng: random.Random) -> str:
         """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, inclusive.
-
         DIFFERS: the released code excludes the maximum, and drops reviews of up to 100 or 200 characters.
         """
         n = rng.randint(self.cfg.min_query_length, self.cfg.max_query_length)
