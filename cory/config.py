@@ -26,7 +26,7 @@ KL_CONTROLLERS = {"adaptive": "cory.ppo.agent:adaptive"}
 NAMED = {"task": TASKS, "method": METHODS, "advantage": ADVANTAGES, "checker": CHECKERS,
          "lr_schedule": LR_SCHEDULES, "kl_controller": KL_CONTROLLERS}
 
-LARGEST = 2**31 - 1      # number that a setting takes
+LARGEST = 2**31 - 1     # number that a setting takes
 ABOVE_0 = 1e-30         # the minimum of settings that must be above 0
 
 
@@ -150,19 +150,16 @@ class Config:
         critic = ":" in self.advantage or self.advantage == "gae"
         needs = [
             ("a method of two agents", self.method != "ppo",
-             ["role_exchange_every", "knowledge_transfer", "partner_reward", "share_weights",
-              "reset_on_exchange"]),
-            ("--role_exchange_every above 0", own_method or self.role_exchange_every, ["reset_on_exchange"]),
+             "role_exchange_every knowledge_transfer partner_reward share_weights reset_on_exchange"),
+            ("--role_exchange_every above 0", own_method or self.role_exchange_every, "reset_on_exchange"),
             ("--share_weights false", own_method or self.reset_on_exchange or not self.share_weights,
-             ["role_exchange_every"]),
-            ("--kl_target above 0", own_controller or self.kl_target, ["kl_horizon"]),
-            ("--init_kl_coef above 0", own_controller or self.init_kl_coef or not self.kl_target,
-             ["kl_target"]),
-            ("a critic, as with --advantage gae", critic,
-             ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
-            ("--advantage gae or reinforce", critic or self.advantage == "reinforce", ["gamma"]),
-            ("--vf_coef above 0", self.vf_coef, ["cliprange_value", "critic_learning_rate"])]
-        return {name: what for what, holds, names in needs if not holds for name in names}
+             "role_exchange_every"),
+            ("--kl_target above 0", own_controller or self.kl_target, "kl_horizon"),
+            ("--init_kl_coef above 0", own_controller or self.init_kl_coef or not self.kl_target, "kl_target"),
+            ("a critic, as with --advantage gae", critic, "lam vf_coef cliprange_value critic_learning_rate"),
+            ("--advantage gae or reinforce", critic or self.advantage == "reinforce", "gamma"),
+            ("--vf_coef above 0", self.vf_coef, "cliprange_value critic_learning_rate")]
+        return {name: what for what, holds, names in needs if not holds for name in names.split()}
 
 
 @dataclass
