@@ -155,7 +155,8 @@ class Config:
             ("--share_weights false", own_method or self.reset_on_exchange or not self.share_weights,
              "role_exchange_every"),
             ("--kl_target above 0", own_controller or self.kl_target, "kl_horizon"),
-            ("--init_kl_coef above 0", own_controller or self.init_kl_coef or not self.kl_target, "kl_target"),
+            ("--init_kl_coef above 0", own_controller or self.init_kl_coef or not self.kl_target,
+             "kl_target"),
             ("a critic, as with --advantage gae", critic, "lam vf_coef cliprange_value critic_learning_rate"),
             ("--advantage gae or reinforce", critic or self.advantage == "reinforce", "gamma"),
             ("--vf_coef above 0", self.vf_coef, "cliprange_value critic_learning_rate")]
