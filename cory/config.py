@@ -4,16 +4,14 @@ Nothing here imports PyTorch, so that `--help` and a mistyped flag are answered 
 """
 import json
 import os
-import re
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from math import inf
 from pathlib import Path
-from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
-from cory.errors import UserError, find, guess, unknown
+from cory.errors import UserError, find
 
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED = "bundled:"            # prefix of models and data in ASSETS: a run does not depend on where that is
@@ -28,6 +26,7 @@ KL_CONTROLLERS = {"adaptive": "cory.ppo.agent:adaptive"}
 NAMED = {"task": TASKS, "method": METHODS, "advantage": ADVANTAGES, "checker": CHECKERS,
          "lr_schedule": LR_SCHEDULES, "kl_controller": KL_CONTROLLERS}
 
+LARGEST = 2**31 - 1     # number that a setting takes
 ABOVE_0 = 1e-30         # the minimum of settings that must be above 0
 
 
@@ -36,7 +35,7 @@ def located(name: str) -> str:
     return str(ASSETS / name.removeprefix(BUNDLED)) if name.startswith(BUNDLED) else name
 
 
-def setting(default, help: str, min: float = -inf, max: float = inf, per_agent: bool = False):
+def setting(default, help: str, min: float = -LARGEST, max: float = LARGEST, per_agent: bool = False):
     """A field of the settings: its help, a number's range, and whether agents may differ in it."""
     return field(default=default, metadata={"help": help, "min": min, "max": max, "per_agent": per_agent})
 
@@ -69,16 +68,14 @@ class Config:
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
     partner_reward: float = setting(1.0, "weight on the partner's task reward (paper: 1); may be negative")
     share_weights: bool = setting(False, "one model plays both roles (paper: mentioned, to save memory)")
-    reset_on_exchange: bool = setting(
-        False, "each exchange resets Adam's moments and KL coefficients, as in the released code (paper: no)")
+    reset_on_exchange: bool = setting(False, "exchanges reset Adam and eta (paper: no; released code: yes)")
     # rollout
     batch_size: int = setting(256, "responses per iteration and role (paper: 256, GSM8K 32)", min=1)
     responses_per_query: int = setting(1, "k; a batch has batch_size / k queries (paper: 1)", min=1)
     min_response_length: int = setting(
         4, "tokens; lower bound of an iteration's random limit; 0: the maximum (released code: 4)", min=0)
     max_response_length: int = setting(15, "tokens (released code: 15)", min=1)
-    temperature: float = setting(
-        1.0, "divides the logits, in sampling, training and evaluation alike (paper: 1)", min=ABOVE_0)
+    temperature: float = setting(1.0, "divides all logits, not only in sampling (paper: 1)", min=ABOVE_0)
     chat_template: bool = setting(False, "prompts are user messages in the model's chat template (ours)")
     # the update
     advantage: str = own("gae", "gae (paper), rloo, grpo, dr_grpo, reinforce, or yours as module:function")
@@ -89,10 +86,8 @@ class Config:
     gradient_accumulation_steps: int = own(1, "backward passes per Adam step (paper: 1, GSM8K 16)", min=1)
     num_ppo_epochs: int = own(4, "passes over each rollout (paper: 4)", min=1)
     init_kl_coef: float = own(0.3, "eta, initial KL coefficient, per nat (paper: 0.3, GSM8K 0.01)", min=0)
-    kl_penalty: Literal["full", "k1"] = own(
-        "full", "the KL. full: exact, at each state (paper, eq. 2); k1: the sampled token's log-ratio")
-    kl_in: Literal["reward", "loss"] = own(
-        "reward", "reward: subtract kl_penalty from rewards (paper, eq. 2); loss: add k3 to the loss (GRPO)")
+    kl_penalty: Literal["full", "k1"] = own("full", "full: exact KL (paper, eq. 2); k1: sampled log-ratio")
+    kl_in: Literal["reward", "loss"] = own("reward", "rewards minus KL (paper), or loss plus k3 (GRPO)")
     kl_controller: str = own("adaptive", "how eta moves: adaptive (TRL), or yours as module:function")
     kl_target: float = own(6.0, "target KL, nats per response; 0: constant eta (TRL: 6)", min=0)
     kl_horizon: float = own(10_000.0, "responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
@@ -104,8 +99,7 @@ class Config:
     vf_coef: float = own(0.1, "beta, weight of the value loss (paper: 0.1)", min=0)
     max_grad_norm: float = own(0.0, "clip the gradient's norm to this; 0: off (paper: off)", min=0)
     # evaluation, saving, logging
-    eval_split: Literal["test", "validation"] = setting(
-        "test", "held-out queries: validation to choose settings by, test to report (ours)")
+    eval_split: Literal["test", "validation"] = setting("test", "validation: to choose settings by (ours)")
     eval_queries: int = setting(256, "held-out queries per evaluation (ours)", min=1)
     eval_samples: int = setting(1, "responses to each held-out query per evaluation (ours)", min=1)
     eval_every: int = setting(20, "iterations between evaluations; 0: at start and end (ours)", min=0)
@@ -115,11 +109,6 @@ class Config:
     wandb: Literal["auto", "online", "offline", "disabled"] = setting(
         "auto", "auto: online if a W&B key is found, else offline (ours)")
     wandb_project: str = setting("cory", "W&B project (ours)")
-
-    # First setting of each group that --help shows.
-    GROUPS: ClassVar[dict[str, str]] = {
-        "task": "what runs", "lora_rank": "memory", "role_exchange_every": "the agents",
-        "batch_size": "rollout", "advantage": "the update", "eval_split": "evaluation, saving, logging"}
 
     @property
     def rows_per_optimizer_step(self) -> int:
@@ -132,27 +121,18 @@ class Config:
     def __post_init__(self):
         hints, require = get_type_hints(type(self)), self.require
         for f in fields(self):
-            value, words = getattr(self, f.name), get_args(hints[f.name])
-            if get_origin(hints[f.name]) is Literal:
-                require(f.name, value in words, f"choose from {', '.join(map(str, words))}")
+            value, words = getattr(self, f.name), NAMED.get(f.name) or get_args(hints[f.name])
+            own = ", or name your own as module:Name" if f.name in NAMED else ""
+            require(f.name, not words or value in words or own and ":" in value,
+                    f"choose from {', '.join(map(str, words))}{own}")
             if type(value) in (int, float):
-                low, high = f.metadata.get("min", -inf), f.metadata.get("max", inf)
-                least = "above 0" if low == ABOVE_0 else f"{low} or more"
-                most = f" and {high} or less" if high < inf else ""
-                require(f.name, abs(value) < 2**31, "must be a finite number, below 2^31 in magnitude")
-                require(f.name, low <= value <= high, f"must be {least}{most}")
-        for name, known in NAMED.items():
-            value = getattr(self, name, ":")
-            require(name, value in known or ":" in value, unknown(value, known))
+                low, high = f.metadata.get("min", value), f.metadata.get("max", value)
+                require(f.name, low <= value <= high, f"must be from {low} to {high}")
         experiment, _ = EXPERIMENTS.get(self.task, (Config, {}))
         require("task", isinstance(self, experiment), f"has its own script, train_{self.task}.py")
-        self.require_consistent()
-
-    def require_consistent(self) -> None:
-        require, rows = self.require, self.rows_per_optimizer_step
+        rows = self.rows_per_optimizer_step
         require("batch_size", self.batch_size % rows == 0,
-                "must be a multiple of mini_batch_size x gradient_accumulation_steps = "
-                f"{self.mini_batch_size} x {self.gradient_accumulation_steps} = {rows}")
+                f"must be a multiple of mini_batch_size x gradient_accumulation_steps = {rows}")
         require("responses_per_query", self.batch_size % self.responses_per_query == 0,
                 f"must divide batch_size = {self.batch_size}")
         require("min_response_length", self.min_response_length <= self.max_response_length,
@@ -165,34 +145,26 @@ class Config:
                 "trains nothing by itself: 4-bit weights are frozen; add --lora_rank 16")
 
     def without_effect(self) -> dict[str, str]:
-        """{setting: the condition under which it has an effect}, for settings that otherwise have none. A
-        method or an advantage of your own may read all of them.
-        """
-        own_method = self.method not in METHODS
-        own_advantage, own_controller = self.advantage not in ADVANTAGES, self.kl_controller != "adaptive"
-        conditions = [
-            (self.method != "ppo", "a method of two agents",
-             ["role_exchange_every", "knowledge_transfer", "partner_reward", "share_weights",
-              "reset_on_exchange"]),
-            (own_method or self.role_exchange_every > 0, "--role_exchange_every above 0",
-             ["reset_on_exchange"]),
-            (own_method or not self.share_weights or self.reset_on_exchange, "--share_weights false",
-             ["role_exchange_every"]),
-            (own_controller or self.kl_target > 0, "--kl_target above 0", ["kl_horizon"]),
-            (own_controller or self.init_kl_coef > 0 or self.kl_target == 0, "--init_kl_coef above 0",
-             ["kl_target"]),
-            (own_advantage or self.advantage == "gae", "a critic, as with --advantage gae",
-             ["lam", "vf_coef", "cliprange_value", "critic_learning_rate"]),
-            (own_advantage or self.advantage in ("gae", "reinforce"), "--advantage gae or reinforce",
-             ["gamma"]),
-            (self.vf_coef > 0, "--vf_coef above 0", ["cliprange_value", "critic_learning_rate"])]
-        return {name: what for holds, what, names in conditions if not holds for name in names}
+        """{setting: what it needs}, for those without effect. Code of your own may read all of them."""
+        own_method, own_controller = ":" in self.method, ":" in self.kl_controller
+        critic = ":" in self.advantage or self.advantage == "gae"
+        needs = [
+            ("a method of two agents", self.method != "ppo",
+             "role_exchange_every knowledge_transfer partner_reward share_weights reset_on_exchange"),
+            ("--role_exchange_every above 0", own_method or self.role_exchange_every, "reset_on_exchange"),
+            ("--share_weights false", own_method or self.reset_on_exchange or not self.share_weights,
+             "role_exchange_every"),
+            ("--kl_target above 0", own_controller or self.kl_target, "kl_horizon"),
+            ("--init_kl_coef above 0", own_controller or self.init_kl_coef or not self.kl_target,
+             "kl_target"),
+            ("a critic, as with --advantage gae", critic, "lam vf_coef cliprange_value critic_learning_rate"),
+            ("--advantage gae or reinforce", critic or self.advantage == "reinforce", "gamma"),
+            ("--vf_coef above 0", self.vf_coef, "cliprange_value critic_learning_rate")]
+        return {name: what for what, holds, names in needs if not holds for name in names.split()}
 
 
 @dataclass
 class ImdbConfig(Config):
-    GROUPS: ClassVar[dict[str, str]] = Config.GROUPS | {"reward_model": "IMDB"}
-
     reward_model: str = setting("lvwerra/distilbert-imdb", "sentiment classifier: folder or Hub name (paper)")
     min_query_length: int = setting(2, "fewest tokens of a review used as a query (paper: 2)", min=1)
     max_query_length: int = setting(8, "most tokens of a review used as a query (paper: 8)", min=1)
@@ -205,8 +177,6 @@ class ImdbConfig(Config):
 
 @dataclass
 class Gsm8kConfig(Config):
-    GROUPS: ClassVar[dict[str, str]] = Config.GROUPS | {"checker": "GSM8K"}
-
     task: str = setting("gsm8k", "gsm8k, or a class of yours as module:Class (ours)")
     checker: str = setting("last_number", "last_number (paper), strict, or yours as module:function")
     one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
@@ -214,12 +184,11 @@ class Gsm8kConfig(Config):
 
 # --- presets ---
 # `tiny`: chosen on validation queries, for PPO.
-IMDB_TINY = dict(model=f"{BUNDLED}imdb/lm", dataset=f"{BUNDLED}imdb/openings",
-                 reward_model=f"{BUNDLED}imdb/classifier", iterations=40, batch_size=128,
-                 mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
-                 learning_rate=2.2e-3, critic_learning_rate=5e-3, lr_schedule="linear", init_kl_coef=0.15,
-                 kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2, eval_every=20,
-                 save_every=10)
+TINY = dict(batch_size=128, mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
+            lr_schedule="linear", kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2)
+IMDB_TINY = TINY | dict(model=f"{BUNDLED}imdb/lm", dataset=f"{BUNDLED}imdb/openings",
+                        reward_model=f"{BUNDLED}imdb/classifier", learning_rate=2.2e-3, init_kl_coef=0.15,
+                        critic_learning_rate=5e-3, iterations=40, eval_every=20, save_every=10)
 
 IMDB_PRESETS = {
     "tiny": IMDB_TINY,
@@ -238,12 +207,9 @@ LLAMA2 = dict(model="meta-llama/Llama-2-7b-chat-hf", dataset="openai/gsm8k", min
               learning_rate=1e-5, init_kl_coef=0.01, lora_rank=16, load_in_4bit=True, dtype="bfloat16")
 
 GSM8K_PRESETS = {
-    # Chosen on validation queries, for PPO.
-    "tiny": dict(model=f"{BUNDLED}gsm8k/lm", dataset=f"{BUNDLED}gsm8k/problems", one_shot=False,
-                 min_response_length=0, max_response_length=48, iterations=50, batch_size=128,
-                 mini_batch_size=32, num_ppo_epochs=1, lora_rank=16, learning_rate=1.2e-3,
-                 critic_learning_rate=1e-3, lr_schedule="linear", init_kl_coef=0.02, kl_penalty="k1",
-                 kl_target=0.0, lam=1.0, eval_queries=128, eval_samples=2, eval_every=25, save_every=25),
+    "tiny": TINY | dict(model=f"{BUNDLED}gsm8k/lm", dataset=f"{BUNDLED}gsm8k/problems", one_shot=False,
+                        max_response_length=48, learning_rate=1.2e-3, critic_learning_rate=1e-3, lam=1.0,
+                        init_kl_coef=0.02, iterations=50, eval_every=25, save_every=25),
     "llama2-7b": LLAMA2,
     "llama2-7b-lr1e-4": LLAMA2 | dict(learning_rate=1e-4),          # the paper's learning rate for CORY
 }
@@ -258,101 +224,52 @@ FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wan
 
 
 class OneLineParser(ArgumentParser):
-    """argparse with one-line errors."""
-
     def error(self, message):
         raise UserError(f"{message} (--help lists every flag)")
 
-    def parse_args(self, args=None, namespace=None):
-        """Reads `--partner_reward -1e-1` as a flag with its value, and expands `--run_dir=~/runs`."""
-        words = []
-        for word in sys.argv[1:] if args is None else args:
-            flag, equals, value = word.partition("=")
-            if words and re.match(r"-\.?\d", word):
-                words[-1] += f"={word}"
-            else:
-                words.append(flag + equals + os.path.expanduser(value))
-        known, others = self.parse_known_args(words, namespace)
-        for word in others[:1]:
-            near = guess(word.partition("=")[0], [f"--{name}" for name in vars(known)])
-            raise UserError("flag", word, f"unknown; {near}--help lists every flag")
-        return known
+
+def true_or_false(word: str) -> bool:
+    return bool(("false", "true").index(word.lower()))
 
 
 def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None) -> Config:
-    """The command line over a preset, or with --resume over the run's own settings."""
+    """The command line over a preset, or with --resume over the run's own settings; says which flags have no
+    effect. Each setting is a flag `--name VALUE`; for a bool, `--name` alone means true.
+    """
     argv = sys.argv[1:] if argv is None else argv
-    defaults = {"preset": next(iter(presets))}
-    given = parser_of(config_class, defaults).parse_args([w for w in argv if w not in ("-h", "--help")])
-    if given.resume:
-        return continued(config_class, given.run_dir, argv)
-    if given.preset not in presets:
-        raise UserError("preset", given.preset, f"choose from {', '.join(presets)}")
-    return with_flags(config_class, {"preset": given.preset, **presets[given.preset]}, argv)
-
-
-def parser_of(config_class: type[Config], defaults: dict) -> OneLineParser:
-    """A flag for each setting of a dataclass, `--name VALUE`; for a bool `--name` alone means true."""
-    parser = group = OneLineParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
-    hints = get_type_hints(config_class)
+    parser = OneLineParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
+    types, hints = {bool: true_or_false, int: int, float: float}, get_type_hints(config_class)
     for f in fields(config_class):
-        if f.name in config_class.GROUPS:
-            group = parser.add_argument_group(config_class.GROUPS[f.name])
-        if hints[f.name] is bool:
-            options = {"type": true_or_false, "nargs": "?", "const": True}
-        elif get_origin(hints[f.name]) is Literal:
-            options = {"choices": get_args(hints[f.name])}
-        else:
-            options = {"type": hints[f.name]}
-        group.add_argument(f"--{f.name}", default=defaults.get(f.name, f.default),
-                           help=f.metadata.get("help", " "), **options)
-    return parser
-
-
-def true_or_false(word: str) -> bool:
-    if word.lower() not in ("true", "false"):
-        raise ArgumentTypeError(f"{word!r} is neither true nor false")
-    return word.lower() == "true"
-
-
-def with_flags(config_class: type[Config], defaults: dict, argv: list[str]) -> Config:
-    """The command line over `defaults`; says which flags have no effect given the other settings."""
-    parser = parser_of(config_class, defaults)
-    given = parser.parse_args(argv)
-    config = config_class(**vars(given))
-    for name, needs in config.without_effect().items():
-        if getattr(config, name) != parser.get_default(name) and os.environ.get("RANK", "0") == "0":
-            print(f"--{name} has no effect here: it needs {needs}", file=sys.stderr)
-    return config
-
-
-def continued(config_class: type[Config], run_dir: str, argv: list[str]) -> Config:
-    """The settings of a run, with the changes that the command line may make."""
-    if not run_dir:
-        raise UserError("run_dir", run_dir, "names no run to resume; give the folder of one")
-    saved = load_config(Path(run_dir))
-    if class_name(type(saved)) != class_name(config_class):
-        raise UserError("run_dir", run_dir, f"holds a run of {saved.task}; use its own script")
-    old, config = asdict(saved), with_flags(config_class, asdict(saved), argv)
-    changed = "; ".join(f"{name} was {old[name]!r}, now {new!r}" for name, new in asdict(config).items()
-                        if name not in FREE_ON_RESUME and new != old[name])
-    if changed:
-        raise UserError("resume", run_dir, f"has other settings: {changed}; leave these out, or start afresh")
+        kind = hints[f.name]
+        words = presets if f.name == "preset" else get_args(kind) or None
+        alone = {"nargs": "?", "const": True} if kind is bool else {}
+        parser.add_argument(f"--{f.name}", type=types.get(kind, os.path.expanduser), choices=words,
+                            default=f.default, help=f.metadata.get("help"), **alone)
+    parser.set_defaults(preset=next(iter(presets)))
+    given = parser.parse_args([word for word in argv if word not in ("-h", "--help")])
+    if given.resume:
+        if not given.run_dir:
+            parser.error("--resume needs --run_dir")
+        saved = load_config(Path(given.run_dir))
+        if type(saved).__name__ != config_class.__name__:
+            raise UserError("run_dir", given.run_dir, f"holds a run of {saved.task}; use its own script")
+    parser.set_defaults(**asdict(saved) if given.resume else presets[given.preset])
+    config = config_class(**vars(parser.parse_args(argv)))
+    needs = config.without_effect()
+    for name, value in asdict(config).items():
+        if value != (old := parser.get_default(name)):
+            config.require(name, not given.resume or name in FREE_ON_RESUME,
+                           f"the run has {old!r}; leave this flag out, or start afresh")
+            if name in needs and os.environ.get("RANK", "0") == "0":
+                print(f"--{name} has no effect here: it needs {needs[name]}", file=sys.stderr)
     return config
 
 
 # --- config.json ---
-def class_name(config_class: type[Config]) -> str:
-    """`module:Name`; for the script being run, the module is the script's own name."""
-    module = config_class.__module__
-    return f"{Path(sys.argv[0]).stem if module == '__main__' else module}:{config_class.__name__}"
-
-
 def config_json(cfg: Config, bases: dict[str, str]) -> str:
-    """What config.json holds: the settings, their class, and each agent, in order, with the name of its base
-    in logs.
-    """
-    about = {"config_class": class_name(type(cfg)), "agents": bases}
+    """The settings, their class, and the name in logs of each agent's base, by agent, in order."""
+    module = type(cfg).__module__.replace("__main__", Path(sys.argv[0]).stem)       # of a script, its name
+    about = {"config_class": f"{module}:{type(cfg).__name__}", "agents": bases}
     return json.dumps(about | asdict(cfg), indent=1) + "\n"
 
 
@@ -367,6 +284,5 @@ def read_config(run_dir: Path) -> dict:
 
 def load_config(run_dir: Path) -> Config:
     saved = read_config(run_dir)
-    config_class = find("config_class", saved.pop("config_class"), {})
     del saved["agents"]
-    return config_class(**saved)
+    return find("config_class", saved.pop("config_class"), {})(**saved)

@@ -5,33 +5,24 @@ import warnings
 from contextlib import contextmanager
 
 import torch
-from tokenizers import Tokenizer
+import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import cached_file
-from transformers.utils import logging as transformers_logging
+from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
+from transformers.utils import cached_file, logging
 
 from cory.config import Config, located
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel, positions
 
 TEXT = "a good film"            # what models are tested on
-HARD_TEXT = f"{TEXT} of 2023.  DON'T miss Amélie\n\nat 10:45"     # to split, and to normalize
 # In a file, but in no computation: value heads, poolers, and constants that older versions stored.
 UNUSED = re.compile(
     r"v_head|value_head|pooler|masked_bias|causal_mask|\b(attn|attention)\.bias$|position_ids|inv_freq")
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+NF4 = transformers.BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
-transformers_logging.set_verbosity_error()
-transformers_logging.disable_progress_bar()
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 
 
 def load_language_model(name: str, cfg: Config, device: torch.device) -> LanguageModel:
@@ -45,24 +36,21 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         if os.path.exists(f"{name}/adapter_config.json"):
             raise ValueError("it is a LoRA adapter; merge it into its base with peft's merge_and_unload")
         lm, tokenizer = load_pretrained(
-            AutoModelForCausalLM, name, dtype=torch.bfloat16 if low else torch.float32,
+            transformers.AutoModelForCausalLM, name, dtype=torch.bfloat16 if low else torch.float32,
             quantization_config=NF4 if cfg.load_in_4bit else None,
             device_map={"": device} if device.type == "cuda" else None)
         model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
         model.requires_grad_(False)
         if tokenizer.eos_token_id is None:
             raise ValueError("its tokenizer has no EOS token; set eos_token in tokenizer_config.json")
-        if model.chat_template and not tokenizer.chat_template:
-            raise ValueError("its tokenizer has no chat template; use --chat_template false, or a chat model")
         if tokenizer(TEXT)["input_ids"][-1] in tokenizer.all_special_ids:
             raise ValueError("its tokenizer puts a token behind each prompt, as add_eos_token does")
         ends = {*model.end_ids, end_of_message(tokenizer)} if model.chat_template else model.end_ids
         # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
         # final adapter's base has those of its authors until it is given these.
-        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        lm.generation_config = GenerationConfig(
-            bos_token_id=bos, eos_token_id=sorted(ends), pad_token_id=eos,
-            do_sample=True, temperature=cfg.temperature, top_k=0)
+        lm.generation_config = transformers.GenerationConfig(
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
+            pad_token_id=tokenizer.eos_token_id, do_sample=True, temperature=cfg.temperature, top_k=0)
         if low:
             head = lm.get_output_embeddings()
             head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)       # no longer tied
@@ -78,10 +66,13 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     name = located(name)
     place, _, revision = (name, "", "") if os.path.exists(name) else name.partition("@")
     where = {"revision": revision or "main", "trust_remote_code": False}
-    config = AutoConfig.from_pretrained(place, **where)
+    config = transformers.AutoConfig.from_pretrained(place, **where)
     if getattr(config, "activation_function", None) == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"        # the same, in one operation instead of eight
-    tokenizer = load_tokenizer(place, **where)
+    tokenizer = AutoTokenizer.from_pretrained(place, **where)
+    if cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **where):
+        # its own class may take the vocabulary alone from that file, and split, say, numbers otherwise
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(place, **tokenizer.special_tokens_map, **where)
     if TEXT not in tokenizer.decode(tokenizer(TEXT)["input_ids"]).lower():      # a missing one is made up
         raise ValueError("it has no tokenizer, or one that does not decode to the text that it encoded")
     model, info = auto_class.from_pretrained(place, config=config, use_safetensors=True,
@@ -93,36 +84,16 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     return model, tokenizer
 
 
-def load_tokenizer(place: str, **where):
-    """The tokenizer that a tokenizer.json describes, where there is one. A class of its own may take no more
-    than the vocabulary from there, and split text by other rules, for example numbers.
-    """
-    file = cached_file(place, "tokenizer.json", revision=where["revision"],
-                       _raise_exceptions_for_missing_entries=False)
-    if file is None:
-        return AutoTokenizer.from_pretrained(place, **where)
-    described = Tokenizer.from_file(file)
-    described.no_padding()
-    described.no_truncation()
-    for any_class in AutoTokenizer, PreTrainedTokenizerFast:
-        tokenizer = any_class.from_pretrained(place, **where)
-        ids = tokenizer(HARD_TEXT, add_special_tokens=False)["input_ids"]
-        if ids == described.encode(HARD_TEXT, add_special_tokens=False).ids:
-            return tokenizer
-    raise ValueError("its tokenizer.json splits text otherwise than its tokenizer_config.json")
-
-
 def end_of_message(tokenizer) -> int:
     """The special token that the chat template puts behind an assistant's message. Where that ends the chat,
     it may be another than before a further message, or none.
     """
     chat = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "ANSWER"}]
     for messages in chat, [*chat, chat[0]]:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        if TEXT not in text or "ANSWER" not in text:
+        before, _, behind = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("ANSWER")
+        if TEXT not in before:
             raise ValueError("its chat template leaves out a message")
-        behind = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False)["input_ids"]
-        for token in behind:
+        for token in tokenizer(behind, add_special_tokens=False)["input_ids"]:
             if str(tokenizer.added_tokens_decoder.get(token, "")).strip():      # some are of white space
                 return token
     raise ValueError("its chat template puts no special token behind an assistant's message, to end it")

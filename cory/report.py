@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cory.config import read_config
-from cory.errors import UserError, guess, short_name
+from cory.errors import UserError, short_name
 from cory.log import read_jsonl
 
 # Runs may differ in these, and still be compared.
@@ -202,7 +202,7 @@ def comparable(run_dirs: list[Path], by: list[str]) -> list[dict]:
     configs = [read_config(run_dir) for run_dir in run_dirs]
     settings = pd.DataFrame(configs).astype(str)
     for name in {*by} - {*settings}:
-        raise UserError("by", name, f"is no setting; {guess(name, settings)}config.json lists them")
+        raise UserError("by", name, "is no setting; config.json lists them")
     differ = [name for name in settings.columns.difference([*by, *FREE])
               if settings[name].nunique(dropna=False) > 1]
     if differ:

@@ -6,7 +6,6 @@ import re
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from toys import error_line, read, settings
@@ -42,38 +41,25 @@ def imdb(argv: list[str]) -> ImdbConfig:
     ("imdb", "gpt2-large", GPT2_LARGE), ("gsm8k", "llama2-7b", LLAMA2_7B | {"learning_rate": 1e-5}),
     ("gsm8k", "llama2-7b-lr1e-4", LLAMA2_7B | {"learning_rate": 1e-4})])
 def test_presets_are_the_papers_settings(task, name, expected):
-    for method in ("ppo", "cory"):
-        cfg = parse(*config.EXPERIMENTS[task], ["--method", method, "--preset", name])
-        assert {setting: getattr(cfg, setting) for setting in expected} == expected
+    cfg = parse(*config.EXPERIMENTS[task], ["--preset", name])
+    assert {setting: getattr(cfg, setting) for setting in expected} == expected
 
 
 def test_every_setting_has_help_and_is_read_somewhere():
     files = [path for path in config.ASSETS.parent.rglob("*.py") if path.name != "config.py"]
     read = {*re.findall(r"(?:cfg|\))\.(\w+)", "".join(path.read_text() for path in files))}
-    by_property = {"gradient_accumulation_steps"}
     for f in (*fields(ImdbConfig), *fields(Gsm8kConfig)):
-        assert f.metadata["help"] and f.name in read | by_property, f.name
+        assert f.metadata["help"] and f.name in read | {"gradient_accumulation_steps"}, f.name
 
 
 # --- flags ---
-def test_a_flag_overrides_the_preset_and_leaves_the_rest():
-    changed = imdb("--preset gpt2 --learning_rate 3e-5 --knowledge_transfer false --shard".split())
-    old, new = vars(imdb(["--preset", "gpt2"])), vars(changed)
-    assert {name: new[name] for name in new if new[name] != old[name]} == {
-        "learning_rate": 3e-5, "knowledge_transfer": False, "shard": True}
-    assert ImdbConfig().preset == "defaults" and imdb([]).preset == "tiny"
-
-
-def test_a_negative_number_and_a_home_are_read_as_one_means_them(monkeypatch):
+def test_a_flag_overrides_the_preset_and_leaves_the_rest(monkeypatch):
     monkeypatch.setenv("HOME", "/h")
-    cfg = imdb("--partner_reward -1e-1 --run_dir=~/x".split())
-    assert (cfg.partner_reward, cfg.run_dir) == (-0.1, "/h/x")
-
-
-def test_ctrl_c_while_models_are_loaded_is_one_line(capsys):
-    with pytest.raises(SystemExit, match="130"):
-        exit_on_user_error(Mock(side_effect=KeyboardInterrupt))()
-    assert capsys.readouterr().err == "interrupted\n"
+    flags = "--learning_rate 3e-5 --knowledge_transfer false --shard --partner_reward=-1e-1 --run_dir=~/x"
+    old, new = vars(imdb(["--preset", "gpt2"])), vars(imdb(["--preset", "gpt2", *flags.split()]))
+    assert {name: new[name] for name in new if new[name] != old[name]} == {
+        "learning_rate": 3e-5, "knowledge_transfer": False, "shard": True, "partner_reward": -0.1,
+        "run_dir": "/h/x"}
 
 
 def test_help_has_every_flag_with_the_presets_own_default(capsys):
@@ -85,16 +71,14 @@ def test_help_has_every_flag_with_the_presets_own_default(capsys):
 
 
 BAD = [                                 # one of each kind
-    ("--learning_rat 1", "flag is '--learning_rat': unknown; did you mean --learning_rate?"),
-    ("--learning_rat=1", "flag is '--learning_rat=1': unknown; did you mean --learning_rate?"),
-    ("model=x", "flag is 'model=x': unknown"), ("--kl_in rewards", "'rewards'"),
+    ("--learning_rat 1", "unrecognized arguments: --learning_rat 1"),
     ("--learning_rate x", "--learning_rate: invalid float value: 'x'"),
-    ("--knowledge_transfer maybe", "error: argument --knowledge_transfer: 'maybe' is neither true nor false"),
-    ("--preset huge", "preset is 'huge': choose from tiny, smollm2"), ("--preset", "--preset: expected one"),
-    ("--resume", "run_dir is '': names no run"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run"),
-    ("--method grpo", "method is 'grpo': unknown; choose from ppo, cory, or"),
-    ("--lr_schedule liner", "did you mean linear?"), ("--learning_rate nan", "must be a finite number"),
-    ("--cliprange 0", "must be above 0"), ("--gamma 1.1", "must be 0 or more and 1 or less"),
+    ("--kl_in rewards", "--kl_in: invalid choice"), ("--preset huge", "--preset: invalid choice: 'huge'"),
+    ("--knowledge_transfer maybe", "invalid true_or_false value: 'maybe'"),
+    ("--resume", "--resume needs --run_dir"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run"),
+    ("--method grpo", "method is 'grpo': choose from ppo, cory, or name your own"),
+    ("--learning_rate nan", "must be from"), ("--cliprange 0", "must be from 1e-30 to"),
+    ("--gamma 1.1", "must be from 0 to 1"),
     # sizes
     ("--batch_size 100 --mini_batch_size 32", "batch_size is 100: must be a multiple"),
     ("--responses_per_query 3", "must divide batch_size"),
@@ -126,18 +110,13 @@ def test_a_misspelt_word_in_a_preset_is_refused():
     ("--init_kl_coef 0 --kl_target 3", "--init_kl_coef above 0"),
     ("--kl_target 0 --init_kl_coef 0", ""),
     ("--share_weights --role_exchange_every 3 --reset_on_exchange", ""),
+    ("--kl_controller mine:dual --init_kl_coef 0 --kl_target 2", ""),
+    ("--kl_controller mine:dual --kl_target 0 --kl_horizon 9", ""),
     ("--method mine:Method --share_weights --role_exchange_every 2 --advantage mine:own --lam 0.5", "")])
 def test_a_flag_that_nothing_would_read_is_said(argv, needs, capsys):
     imdb(argv.split())
     flag = re.findall(r"--\w+", argv)[-1]
     assert capsys.readouterr().err == (f"{flag} has no effect here: it needs {needs}\n" if needs else "")
-
-
-def test_a_run_with_a_flag_without_effect_goes_on(small_flags, tmp_path, capsys):
-    flags = "--iterations 1 --eval_queries 2 --num_ppo_epochs 1 --kl_target 0 --kl_horizon 99"
-    train_imdb.main([*small_flags, *flags.split(), "--run_dir", str(tmp_path)])
-    assert capsys.readouterr().err.count("--kl_horizon has no effect here") == 1
-    assert (tmp_path / "eval.json").exists()
 
 
 # --- config.json ---
@@ -155,7 +134,7 @@ def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkey
     cfg = imdb([*resume, "--iterations", "99", "--wandb", "offline"])
     assert (cfg.learning_rate, cfg.vf_coef, cfg.iterations, cfg.wandb) == (3e-5, 0.1, 99, "offline")
     assert cfg.kl_horizon == 99 and capsys.readouterr().err == ""
-    assert "has other settings: lam was 0.95, now 0.0;" in error_line(imdb, [*resume, "--lam", "0"], capsys)
+    assert "lam is 0.0: the run has 0.95;" in error_line(imdb, [*resume, "--lam", "0"], capsys)
     assert "holds a run of imdb" in error_line(train_gsm8k.main, resume, capsys)
 
 
@@ -207,13 +186,11 @@ def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     known = config.ADVANTAGES
     assert find("method", "cory", config.METHODS) is Cory and find("advantage", "present:x", known) == 7
-    for name, says in (("rlo", "advantage is 'rlo': unknown; did you mean rloo? choose from gae, rloo"),
-                       ("present:", "unknown"), ("present:y", "the module present has no y"),
-                       ("nowhere:x", "there is no module nowhere"), ("present.py:x", "name it without .py")):
-        with pytest.raises(UserError, match=re.escape(says)):
+    for name, says in (("present:y", "module 'present' has no attribute 'y'"),
+                       ("nowhere:x", "'nowhere:x': No module named 'nowhere'"),
+                       ("present.py:x", "without .py"), ("lacking:x", "No module named 'lack'")):
+        with pytest.raises(UserError, match=says):
             find("advantage", name, known)
-    with pytest.raises(ModuleNotFoundError, match="No module named 'lack'"):
-        find("task", "lacking:Mine", {})
 
 
 def test_a_run_does_not_depend_on_where_the_package_lies():
@@ -222,10 +199,3 @@ def test_a_run_does_not_depend_on_where_the_package_lies():
         cfg = parse(config_class, presets, [])
         assert str(config.ASSETS) not in config_json(cfg, {}) and cfg.preset == "tiny"
         assert all(Path(config.located(name)).is_dir() for name in (cfg.model, cfg.dataset))
-        assert config_class().preset == "defaults"
-
-
-def test_a_controller_of_ones_own_may_start_from_an_eta_of_0(capsys):
-    for flags in ("--init_kl_coef 0 --kl_target 2", "--kl_horizon 9"):          # it may read all of them
-        imdb(["--kl_controller", "mine:dual", *flags.split()])
-    assert capsys.readouterr().err == ""

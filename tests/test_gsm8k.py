@@ -38,12 +38,11 @@ def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest(gsm8k):
     assert text.reward(queries[:2], [f"{gold[0]}.0", f"x {gold[1]}"]).tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("question, answer, says", [
-    ("b?", "2", "does not end in '####'"), ("a?", "#### 2", "has the answer 1, too")])
-def test_a_question_has_one_answer_and_that_is_a_number(question, answer, says, tmp_path):
+@pytest.mark.parametrize("question, answer", [("b?", "2"), ("a?", "#### 2")])
+def test_a_question_has_one_answer_and_that_is_a_number(question, answer, tmp_path):
     rows = [{"question": "a?", "answer": "#### 1"}, {"question": question, "answer": answer}]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(UserError, match=f"row 2': its .*{says}"):
+    with pytest.raises(UserError, match="row 2': its answer must end in '####' and a number, the same"):
         Gsm8k.load_data(Gsm8kConfig(dataset=str(tmp_path)))
 
 

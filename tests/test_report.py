@@ -10,7 +10,6 @@ from toys import error_line
 
 import train_imdb
 from cory import report
-from cory.__main__ import main
 from cory.log import read_jsonl
 
 
@@ -123,11 +122,11 @@ def test_values_of_a_setting_are_grouped_and_never_averaged(tmp_path, capsys, mo
     """
     runs = [write_run(tmp_path / str(end), learning_rate=rate, seed=seed, reward=end, base=1e4 * rate)
             for rate, seed, end in ((1e-5, 0, 1.0), (1e-5, 1, 2.0), (1e-4, 0, 3.0), (1e-4, 1, 4.0))]
-    assert "in learning_rate; make a group" in error_line(main, ["report", *runs], capsys)
+    assert "in learning_rate; make a group" in error_line(report.main, runs, capsys)
     figures, draw = [], report.draw_runs
     monkeypatch.setattr(report, "draw_runs", lambda *args: figures.append(draw(*args)))
     out = tmp_path / "new" / "c.pdf"
-    main(["report", *map(str, runs), "--out", str(out), "--by", "learning_rate"])
+    report.main([*map(str, runs), "--out", str(out), "--by", "learning_rate"])
     cells = columns_of(capsys.readouterr().out)
     runs_of, rewards = ({name: values[i] for name, values in cells.items()} for i in (0, 1))
     assert runs_of["held-out"] == "runs" and runs_of["CORY LLM1, learning_rate 1e-05"] == "2"
@@ -146,12 +145,12 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch)
     other = write_run(tmp_path / "c", gamma=0.9, kl_target=0.0)
     for words, says in (([first, again], "has the seed of"), ([first, first], "has the seed of"),
                         ([first, other], "in gamma, kl_target;"), ([tmp_path], "holds no run"),
-                        ([first, "--by", "gama"], "did you mean gamma?"),
+                        ([first, "--by", "gama"], "is no setting"),
                         ([first, "--out", "x.xyz"], "out is 'x.xyz': must end in .png")):
-        assert says in error_line(main, ["report", *words], capsys)
+        assert says in error_line(report.main, words, capsys)
     chain = write_run(tmp_path / "p", method="my:Chain", base=0.3, kl_target=6.0)
-    main(["report", str(first), str(chain), "--out", str(tmp_path / "c.png")])
+    report.main([str(first), str(chain), "--out", str(tmp_path / "c.png")])
     shown = columns_of(capsys.readouterr().out)
     assert {"CORY LLM1", "CHAIN LLM1"} < {*shown} and shown["base"][:2] == ["2", "0.15 ± 0.21"]  # 0, 0.3
     (again / "eval.json").unlink()
-    assert "is no finished run" in error_line(main, ["report", again], capsys)
+    assert "is no finished run" in error_line(report.main, [again], capsys)

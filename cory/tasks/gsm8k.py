@@ -15,7 +15,6 @@ EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each f
 
 
 class Gsm8k(Task):
-    """Queries are questions. Besides the checker's reward, accuracy is measured by two fixed rules."""
     columns = ["question", "answer"]
     greedy = True
 
@@ -27,16 +26,13 @@ class Gsm8k(Task):
 
     @classmethod
     def load_data(cls, cfg: Gsm8kConfig) -> Data:
-        """Raises `UserError` where an answer has no number, and where one question has two answers."""
         splits, known = {}, {}
         for split, rows in load_columns(cfg.dataset, cls.columns).items():
             splits[split] = [(question, gold_answer(solution)) for question, solution in rows]
             for number, (question, gold) in enumerate(splits[split], start=1):
-                place = f"{cfg.dataset} ({split}), row {number}"
-                if gold is None:
-                    raise UserError("dataset", place, "its answer does not end in '####' and a number")
-                if known.setdefault(question, gold) != gold:
-                    raise UserError("dataset", place, f"its question has the answer {known[question]}, too")
+                if gold is None or known.setdefault(question, gold) != gold:
+                    raise UserError("dataset", f"{cfg.dataset} ({split}), row {number}",
+                                    "its answer must end in '####' and a number, the same for each question")
         return divided(cfg, splits)
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:
@@ -47,7 +43,7 @@ class Gsm8k(Task):
                 for query, response in zip(queries, responses, strict=True)]
 
     def answer_in(self, response: str) -> Decimal | None:
-        """What the checker reads. A checker of your own returns a number, its text, or None."""
+        """A checker of your own returns a number, its text, or None."""
         return decimal(str(self.checker(response)))
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:

@@ -12,20 +12,17 @@ from cory.tasks.task import Data, Task
 
 
 class SentimentReward:
-    """The raw logit of a classifier's positive class, or the only one of a reward model, in float32 for each
-    text of up to `max_tokens`; unbounded.
-    """
+    """The raw logit of a classifier's positive class, or the only one of a reward model, in float32."""
 
     def __init__(self, name: str, device: torch.device, max_tokens: int = 0):
         with model_errors("reward_model", name):
             model, self.tokenizer = load_pretrained(AutoModelForSequenceClassification, name,
                                                     dtype=torch.float32)
-            labels = {index: str(label).lower() for index, label in model.config.id2label.items()}
-            positive = [index for index, label in labels.items()
-                        if {"pos", "positive"} & {*re.findall("[a-z]+", label)} or len(labels) == 1]
+            labels = model.config.id2label
+            positive = [index for index, label in labels.items() if len(labels) == 1
+                        or re.search(r"(?<![a-z])pos(itive)?(?![a-z])", str(label), re.IGNORECASE)]
             if len(positive) != 1:
-                raise ValueError("one label must have the word 'positive' or 'pos'; its config.json has "
-                                 f"{str(labels)[:200]}")
+                raise ValueError(f"one label must have the word 'positive' or 'pos', of {str(labels)[:200]}")
             self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
             if self.tokenizer.pad_token is None:
                 raise ValueError("its tokenizer has no padding token; set pad_token in tokenizer_config.json")
@@ -41,9 +38,8 @@ class SentimentReward:
         rewards = []
         for start in range(0, len(texts), 512):             # `evaluate` asks for many at once
             batch = self.tokenizer(texts[start:start + 512], padding=True, truncation=True,
-                                   return_token_type_ids=False, return_tensors="pt")
-            logits = self.model(**batch.to(self.model.device)).logits
-            rewards += logits[:, self.positive].tolist()
+                                   return_token_type_ids=False, return_tensors="pt").to(self.model.device)
+            rewards += self.model(**batch).logits[:, self.positive].tolist()
         return rewards
 
 
@@ -57,7 +53,6 @@ class Imdb(Task):
 
     def query(self, review: str, rng: random.Random) -> str:
         """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, inclusive.
-
         DIFFERS: the released code excludes the maximum, and drops reviews of up to 100 or 200 characters.
         """
         n = rng.randint(self.cfg.min_query_length, self.cfg.max_query_length)

@@ -4,7 +4,7 @@ stream of queries; held-out queries; the check of rewards.
 import json
 import random
 import re
-from functools import lru_cache
+from math import isfinite
 from operator import itemgetter
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from cory.config import BUNDLED, Config, located
+from cory.config import Config, located
 from cory.distributed import processes
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
@@ -33,13 +33,13 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     read. Any other layout (parquet, csv, the Hub) is read by `datasets`; of several subsets, `main`.
     """
     path = Path(located(dataset))
-    if "/" not in dataset and not path.exists() and not dataset.startswith(BUNDLED):
+    if "/" not in dataset and not path.exists():
         # `datasets` would take a folder of this name that another project has left in its cache
         raise UserError("dataset", dataset, "is no file or folder here; a Hub name has the form OWNER/NAME")
     files = {"train": path} if path.is_file() else {name: path / f"{name}.jsonl" for name in Data._fields}
-    files = {split: file for split, file in files.items() if file.is_file()}
     try:
-        splits = {split: parse_jsonl(file) for split, file in files.items()} or read_with_datasets(str(path))
+        splits = {split: parse_jsonl(file) for split, file in files.items() if file.is_file()}
+        splits = splits or read_with_datasets(str(path))
     except Exception as error:                                  # each file format raises errors of its own
         hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a Hub name"
         raise UserError("dataset", dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
@@ -49,10 +49,8 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     for split, rows in splits.items():
         for number, row in enumerate(rows, start=1):
             if not (isinstance(row, dict) and all(is_text(row.get(name)) for name in columns)):
-                found = ", ".join(row) if isinstance(row, dict) else "none"
                 raise UserError("dataset", f"{dataset} ({split}), row {number}",
-                                f"needs texts in its {' and '.join(columns)}; columns found: {found}; it is "
-                                f"{ascii(row)[:100]}")
+                                f"needs texts in its {' and '.join(columns)}; it is {ascii(row)[:200]}")
     return {split: [*map(itemgetter(*columns), rows)] for split, rows in splits.items()}
 
 
@@ -62,13 +60,8 @@ def is_text(value) -> bool:
 
 
 def parse_jsonl(path: Path) -> list[dict]:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            raise ValueError(f"{path.name}, line {number}: {error}") from error
-    return rows
+    """As one document, so that an error has the number of its line."""
+    return json.loads("[" + ",\n".join(path.read_text(encoding="utf-8").strip().split("\n")) + "]")
 
 
 def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
@@ -87,9 +80,9 @@ def divided(cfg: Config, splits: dict[str, list]) -> Data:
     for split in ("validation", "test"):
         if split not in splits:
             different = list(dict.fromkeys(splits["train"]))
-            drawn = dict.fromkeys(random.Random(split).sample(different, len(different) // 10))
-            rest = [row for row in splits["train"] if row not in drawn]
-            splits = {**splits, split: list(drawn), "train": rest}
+            drawn = random.Random(split).sample(different, len(different) // 10)
+            rest = set(different) - {*drawn}
+            splits = splits | {split: drawn, "train": [row for row in splits["train"] if row in rest]}
     trained_on, held_out = set(splits["train"]), splits[cfg.eval_split]
     for name, need, rows in (("eval_queries", cfg.eval_queries, held_out),
                              ("batch_size", cfg.batch_size // cfg.responses_per_query, splits["train"])):
@@ -104,12 +97,8 @@ def divided(cfg: Config, splits: dict[str, list]) -> Data:
 
 # --- tasks ---
 class Task:
-    """Queries, a prompt for each role, and a reward.
-
-    A task of your own defines `observer_prompts` and `reward_of`, and may define `columns`, `query`,
-    `pioneer_prompts` and `metrics`. A response counts as solved (greedy accuracy, pass@k) if its reward is
-    above 0. `data` are the rows that `load_data` returns, `model` is the first agent's base. Checkpoints keep
-    `memory`, for a task that learns.
+    """Queries, a prompt for each role, and a reward. A task of your own defines `observer_prompts` and
+    `reward_of`, and may define the rest. `model` is the first agent's base. Checkpoints keep `memory`.
     """
     columns: ClassVar[list[str]] = ["text"]     # what is read from each row of the data set
     greedy: ClassVar[bool] = False              # whether held-out evaluation also responds greedily
@@ -131,7 +120,6 @@ class Task:
         return row if isinstance(row, str) else row[0]
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:
-        """What the pioneer reads: the bare queries."""
         return queries
 
     def observer_prompts(self, queries: list[str], responses: list[str]) -> list[str]:
@@ -139,30 +127,30 @@ class Task:
         raise NotImplementedError
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float] | Tensor:
-        """The task reward of each response, which depends on its own query and response alone."""
+        """The task reward of each response, which depends on its own query and response alone. A response
+        counts as solved if it is above 0.
+        """
         raise NotImplementedError
 
     def learn(self, queries: list[str], rewards: list[Tensor]) -> None:
-        """For a task that learns: what an iteration's responses earned, (B,) for each role, in all processes.
-        What it learns belongs in `memory`.
-        """
+        """What an iteration's responses earned, (B,) for each role; what is learned belongs in `memory`."""
 
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
-        """What else a task measures, by name: means over the responses."""
+        """Further means over the responses, by name."""
         return {}
 
     def batch(self, iteration: int) -> tuple[list[str], int]:
-        """The queries of an iteration (1, 2, ...), and the limit of its responses' lengths, uniform in the
-        configured range.
-
-        With k = `responses_per_query`, each of the next batch_size / k rows gives one query, repeated k
-        times in a row. Each pass over the data is a fresh shuffle. All depends on seed and iteration alone.
+        """The queries of an iteration (1, 2, ...), and the limit of its responses' lengths. Each of the next
+        batch_size / k rows gives one query, k times in a row. Each pass over the data is a fresh shuffle.
+        All depends on seed and iteration alone.
         DIFFERS: the released code reseeds at every exchange, so that its lengths repeat.
         """
         cfg, n, k = self.cfg, len(self.train), self.cfg.responses_per_query
         distinct = cfg.batch_size // k
         places = range((iteration - 1) * distinct, iteration * distinct)
-        rows = [self.train[shuffled(n, cfg.seed, place // n)[place % n]] for place in places]
+        order = {epoch: random.Random(f"epoch {cfg.seed} {epoch}").sample(range(n), n)
+                 for epoch in {place // n for place in places}}
+        rows = [self.train[order[place // n][place % n]] for place in places]
         rng = random.Random(f"queries {cfg.seed} {iteration}")
         limit = rng.randint(cfg.min_response_length or cfg.max_response_length, cfg.max_response_length)
         queries = [self.query(row, rng) for row in rows]
@@ -173,19 +161,9 @@ class Task:
         mine = processes().rows(len(responses))
         n = len(responses[mine])
         values = self.reward_of(queries[mine], responses[mine]) if n else []
-        try:
-            rewards = torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
-        except (TypeError, ValueError, RuntimeError) as error:
-            hint = f"({error}): a task returns one number for each of its {n} responses"
-            raise UserError("reward", str(values)[:60], hint) from error
+        rewards = torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
         reward_B = torch.tensor(processes().gather(rewards), device=self.device)
-        for i in (~reward_B.isfinite()).nonzero().flatten().tolist():
-            text = queries[i] + responses[i]
-            raise UserError("reward", reward_B[i].item(), f"of {text[:80]!r} must be a finite number")
+        for query, response, reward in zip(queries, responses, reward_B.tolist(), strict=True):
+            if not isfinite(reward):
+                raise UserError("reward", reward, f"of {query + response!r:.80} must be a finite number")
         return reward_B
-
-
-@lru_cache(maxsize=4)
-def shuffled(n: int, seed: int, epoch: int) -> list[int]:
-    """The order in which an epoch visits n rows."""
-    return random.Random(f"epoch {seed} {epoch}").sample(range(n), n)
