@@ -154,17 +154,14 @@ class Run:
         return rows
 
     def evaluate(self, iteration: int) -> None:
-        """Logs held-out metrics as eval_NAME/AGENT: of each agent against its base, and of the team in the
-        roles it plays. At iteration 0 the bases are evaluated, and agents only if they do not start as their
-        base. What method and task remember stays as it was.
+        """Logs held-out metrics as eval_NAME/AGENT: of each agent against its base, of the team in the roles
+        it plays, and at iteration 0 of the bases. What method and task remember stays as it was.
         """
         memories = self.method.memory, self.task.memory
         self.method.memory, self.task.memory = copy.deepcopy(memories)
-        models, agents, row = {}, self.agents, {}
-        if iteration == 0:
-            models = {name: (base, base, self.cfg) for name, base in self.bases.items()}
-            agents = [agent for agent in agents if not agent.is_base(self.task.held_out_queries[0])]
-        models |= {agent.name: (agent.policy, agent.base, agent.cfg) for agent in agents}
+        bases = self.bases.items() if iteration == 0 else ()
+        models, row = {name: (base, base, self.cfg) for name, base in bases}, {}
+        models |= {agent.name: (agent.policy, agent.base, agent.cfg) for agent in self.agents}
         for name, of_model in models.items():
             for metric, value in evaluate(*of_model, self.task).items():
                 row[f"eval_{metric}/{name}"] = value

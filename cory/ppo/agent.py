@@ -52,13 +52,6 @@ class Agent:
         return ({f"lm.{name}": p for name, p in self.policy.weights().items()}
                 | {f"critic.{name}": p for name, p in of_critic.items()})
 
-    @torch.no_grad()
-    def is_base(self, prompt: str) -> bool:
-        """Whether its policy computes what its base does, to the bit."""
-        ids = torch.tensor([self.base.encode([prompt])[0]], device=self.base.device)
-        policy, base = (model(ids, torch.ones_like(ids)) for model in (self.policy, self.base))
-        return torch.equal(policy, base)
-
     def generator(self) -> np.random.Generator:
         """A new random generator for each rollout and update, seeded by run seed, agent and a counter."""
         self.draws += 1
