@@ -114,7 +114,7 @@ class Config:
     resume: bool = setting(False, "continue the run in run_dir from its last checkpoint (ours)")
     wandb: Literal["auto", "online", "offline", "disabled"] = setting(
         "auto", "auto: online if a W&B key is found, else offline (ours)")
-    wandb_project: str = setting("cory", "W&B project (ours)")
+    wandb_project: str = setting(os.environ.get("WANDB_PROJECT", "cory"), "W&B project (ours)")
 
     # First setting of each group that --help shows.
     GROUPS: ClassVar[dict[str, str]] = {

@@ -22,7 +22,7 @@ from cory.ppo.lora import Lora
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout, join, sample_rollout, score_rollout
 from cory.ppo.sampling import real_ids
-from cory.report import results_table
+from cory.report import table
 from cory.tasks.task import Task
 
 EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations
@@ -164,7 +164,7 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     if processes().is_main:
         results = {"queries": queries, "samples": samples, **metrics}
         write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
-    print(results_table(metrics, run_dir.name))
+    print(table(run_dir.name, metrics.items()))
     print(f"responses and metrics: {folder}", flush=True)
 
 

@@ -4,19 +4,19 @@ import os
 import shlex
 import textwrap
 from dataclasses import asdict
+from functools import cache
 from math import nan
 from pathlib import Path
 from typing import Callable
 
 import pandas as pd
-import wandb
 from tqdm import tqdm
 
 from cory.config import Config
 from cory.distributed import processes
 from cory.errors import short_name
 
-INIT_SECONDS = 20                   # to reach W&B
+say_once = cache(tqdm.write)
 
 
 # --- files ---
@@ -88,20 +88,20 @@ class Logger:
         if processes().is_main:
             self.write({"iteration": iteration} | row)
         if iteration:
-            self.send(iteration, lambda: {"samples": wandb.Table(
+            self.send(iteration, lambda wandb: {"samples": wandb.Table(
                 dataframe=pd.DataFrame(read_jsonl(self.samples)), allow_mixed_types=True)})
 
     def plot(self, iteration: int, path: Path) -> None:
-        self.send(iteration, lambda: {"curves": wandb.Image(str(path))})
+        self.send(iteration, lambda wandb: {"curves": wandb.Image(str(path))})
 
     def write(self, row: dict[str, float]) -> None:
         append_jsonl(self.metrics, [row])
-        self.send(row["iteration"], self.with_means, row)
+        self.send_row(row)
 
     # --- Weights & Biases ---
     def start_wandb(self, cfg: Config, run_dir: Path) -> None:
         """Without a key or a network, the run is kept offline."""
-        self.constants, self.failures, self.upload = {}, set(), ""
+        self.constants, self.upload = {}, ""
         wanted = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
         for mode in () if wanted == "disabled" else (wanted, "offline"):
             self.wandb = self.wandb or self.guard(init_wandb, cfg, run_dir, self.wandb_id, mode)
@@ -112,11 +112,13 @@ class Logger:
         self.upload = f"; upload later with: wandb sync {folder}"
         print(f"W&B is offline{self.upload}" if self.wandb.offline else f"W&B: {self.wandb.url}", flush=True)
         for row in read_jsonl(self.metrics):        # a killed process has lost some; W&B drops what it has
-            self.send(row["iteration"], self.with_means, row)
+            self.send_row(row)
 
-    def send(self, iteration: int, make: Callable[..., dict], *args) -> None:
+    def send(self, iteration: int, values: Callable) -> None:
+        """Sends what `values` returns, a dictionary, for the module wandb."""
         if self.wandb:
-            self.guard(lambda: self.wandb.log(make(*args), step=iteration))
+            import wandb
+            self.guard(lambda: self.wandb.log(values(wandb), step=iteration))
 
     def guard(self, call: Callable, *args, **named):
         """Calls W&B. What fails there ends no training; each error is said once."""
@@ -124,34 +126,31 @@ class Logger:
             return call(*args, **named)
         except Exception as error:
             reason = textwrap.shorten(str(error), 200)
-            if reason not in self.failures:
-                tqdm.write(f"W&B failed, and the run goes on: {reason}{self.upload}")
-            self.failures.add(reason)
+            say_once(f"W&B failed, and the run goes on: {reason}{self.upload}")
 
-    def with_means(self, row: dict[str, float]) -> dict[str, float]:
-        """The row with the mean over agents of each metric, and with each evaluation the bases' values."""
+    def send_row(self, row: dict[str, float]) -> None:
+        """Sends each metric, its mean over agents, and with each evaluation the bases' values."""
         if row["iteration"] == 0:
             self.constants = {key: x for key, x in row.items() if "/base" in key}
         own = {key: x for key, x in row.items() if key.rpartition("/")[2] in self.agents}
         means = pd.Series(own, dtype=float).groupby(lambda key: f"{key.rpartition('/')[0]}/mean").mean()
         constants = self.constants if any(key.startswith("eval_") for key in row) else {}
-        return constants | row | means.to_dict()
+        values = constants | row | means.to_dict()
+        self.send(row["iteration"], lambda _: values)
 
 
 def init_wandb(cfg: Config, run_dir: Path, wandb_id: str, mode: str):
-    """A W&B run. Raises whatever W&B does, e.g. if it is not reached in time."""
-    settings = wandb.Settings(mode=mode, silent=True, console="off", init_timeout=INIT_SECONDS,
-                              finish_timeout=60, finish_timeout_raises=True)
+    """A W&B run. W&B's own variables come before what is not set by a flag. Raises whatever W&B does."""
+    import wandb
+    settings = wandb.Settings(mode=mode, silent=True, console="off", finish_timeout=60,
+                              finish_timeout_raises=True,
+                              init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 20)))
     wandb.setup(settings)                                           # makes `login` silent
     if mode != "offline" and not wandb.login(prompt=False, verify=False):
         raise ConnectionError("`wandb login` stores a key")
     what = [short_name(cfg.task), short_name(cfg.method), cfg.preset]
-    # W&B's own variables come before what is not set by a flag
-    project = cfg.wandb_project
-    if project == Config.wandb_project:
-        project = os.environ.get("WANDB_PROJECT", project)
     run = wandb.init(
-        project=project, name=os.environ.get("WANDB_NAME", run_dir.name), id=wandb_id or None,
+        project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name), id=wandb_id or None,
         group=os.environ.get("WANDB_RUN_GROUP", "-".join(what)), resume="allow", config=asdict(cfg),
         tags=None if "WANDB_TAGS" in os.environ else what, settings=settings,
         dir=Path(os.environ.get("WANDB_DIR", run_dir.parent), run_dir.name))

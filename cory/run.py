@@ -29,7 +29,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.lora import adapted_share
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import real_ids
-from cory.report import draw_runs, held_out_parts, results_table
+from cory.report import draw_runs, held_out_parts, table
 from cory.tasks.task import Task
 
 SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
@@ -211,9 +211,9 @@ class Run:
         draw_runs([self.run_dir], self.run_dir / "curves.png")
         self.logger.plot(done, self.run_dir / "curves.png")
         seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
-        print(f"{results_table(held_out)}\n{seconds:.2f} s per iteration (median of {done}), peak memory "
-              f"{device.peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: metrics.jsonl, "
-              "samples.jsonl, eval.json, curves.png, final/", flush=True)
+        print(f"\n{table('held-out', held_out.items())}\n{seconds:.2f} s per iteration (median of {done}), "
+              f"peak memory {device.peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: "
+              "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
 
 
 def run_folder(cfg: Config) -> Path:

@@ -40,10 +40,10 @@ def write_run(folder: Path, reward=1.0, base=0.0, starts=None, **changes) -> Pat
     return folder
 
 
-def columns_of(table: str) -> dict[str, list[str]]:
-    """{first cell of a row: its other cells}"""
-    lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")]
-    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
+def cells_of(table: str) -> dict[str, list[str]]:
+    """{first cell of a row: its other cells}; two spaces or more lie between the columns of the tests."""
+    lines = [re.split(" {2,}", line.strip()) for line in table.splitlines()]
+    return {name: cells for name, *cells in lines}
 
 
 def lines_of(figure, title: str, label: str) -> list[list]:
