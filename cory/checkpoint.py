@@ -41,7 +41,13 @@ def claimed(folder: Path, resume: bool) -> Iterator[Path]:
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], about: dict) -> None:
     """Keeps the previous checkpoint. `about` is whatever else a run needs."""
-    state = about | {"iteration": iteration, "agents": {agent.name: agent_state(agent) for agent in agents}}
+    state = about | {"iteration": iteration, "agents": {}}
+    for agent in agents:
+        parameters = agent.trainable_parameters()
+        state["agents"][agent.name] = {
+            "attributes": {name: x for name, x in vars(agent).items() if name not in Agent.REBUILT},
+            "tensors": gathered(parameters),
+            "adam": {name: gathered(agent.optimizer.state[p]) for name, p in parameters.items()}}
     if not processes().is_main:
         return
     folder = run_dir / "checkpoints"
@@ -56,13 +62,6 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], about: d
         raise UserError("what method, task or agents remember cannot be restored; keep numbers, text, "
                         f"tensors, lists and dictionaries of these ({str(error)[:150]})") from error
     temporary.replace(folder / f"iteration_{iteration:06d}.pt")
-
-
-def agent_state(agent: Agent) -> dict:
-    parameters = agent.trainable_parameters()
-    return {"attributes": {name: x for name, x in vars(agent).items() if name not in Agent.REBUILT},
-            "tensors": gathered(parameters),
-            "adam": {name: gathered(agent.optimizer.state[p]) for name, p in parameters.items()}}
 
 
 def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ import json
 import os
 import shlex
 import textwrap
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import cache
 from math import nan
@@ -33,13 +34,11 @@ def append_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Rows, none if there is no file; a last line that a kill has cut off is dropped."""
-    if not path.exists():
-        return []
+    """Rows; a last line that a kill has cut off is dropped."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-class Logger:
+class Logger(AbstractContextManager):
     """Writes in the main process, until its block ends. A resumed log drops the rows past `done`, the last
     iteration that was saved.
     """
@@ -55,9 +54,6 @@ class Logger:
             write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.start_wandb(cfg, run_dir)
         self.bar = tqdm(total=cfg.iterations, initial=done, desc=short_name(cfg.method), dynamic_ncols=True)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, error, traceback):
         if processes().is_main:
