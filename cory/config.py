@@ -108,7 +108,7 @@ class Config:
     resume: bool = setting(False, "continue the run in run_dir from its last checkpoint (ours)")
     wandb: Literal["auto", "online", "offline", "disabled"] = setting(
         "auto", "auto: online if a W&B key is found, else offline (ours)")
-    wandb_project: str = setting("cory", "W&B project (ours)")
+    wandb_project: str = setting(os.environ.get("WANDB_PROJECT", "cory"), "W&B project (ours)")
 
     @property
     def rows_per_optimizer_step(self) -> int:

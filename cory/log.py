@@ -3,10 +3,11 @@ import json
 import os
 import shlex
 import textwrap
-from collections import defaultdict
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import cache
+from math import nan
 from pathlib import Path
-from statistics import fmean
 from typing import Callable
 
 import pandas as pd
@@ -16,13 +17,15 @@ from cory.config import Config
 from cory.distributed import processes
 from cory.errors import short_name
 
+say_once = cache(tqdm.write)
+
 
 # --- files ---
 def write_text(path: Path, text: str) -> None:
     """Replaces a file: a reader finds the old text or the new one, never a part."""
     temporary = path.with_name(f"{path.name}.writing")
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def append_jsonl(path: Path, rows: list[dict]) -> None:
@@ -31,22 +34,17 @@ def append_jsonl(path: Path, rows: list[dict]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """Rows, none if there is no file; a last line that a kill has cut off is dropped."""
-    if not path.exists():
-        return []
+    """Rows; a last line that a kill has cut off is dropped."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-INIT_SECONDS = 20                   # to reach W&B
-
-
-class Logger:
-    """Writes metrics, samples, W&B and the progress bar, in the main process, until its block ends. A resumed
-    log drops the rows past `done`, the last iteration that was saved.
+class Logger(AbstractContextManager):
+    """Writes in the main process, until its block ends. A resumed log drops the rows past `done`, the last
+    iteration that was saved.
     """
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, done: int, wandb_id: str):
-        self.agents, self.wandb, self.wandb_id, self.failures = agents, None, wandb_id, set()
+        self.agents, self.wandb, self.wandb_id = agents, None, wandb_id
         self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
         if not processes().is_main:
             return
@@ -54,11 +52,8 @@ class Logger:
         for path in (self.metrics, self.samples):
             kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
             write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.guard(self.start_wandb, cfg, run_dir)
+        self.start_wandb(cfg, run_dir)
         self.bar = tqdm(total=cfg.iterations, initial=done, desc=short_name(cfg.method), dynamic_ncols=True)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, error, traceback):
         if processes().is_main:
@@ -71,108 +66,89 @@ class Logger:
 
     def iteration(self, iteration: int, row: dict[str, float], samples: list[dict]) -> None:
         """A row of training metrics, by `NAME/AGENT` or `NAME`, and some texts."""
-        if processes().is_main:
-            self.write({"iteration": iteration} | row)
-            append_jsonl(self.samples, samples)
-            self.bar.set_postfix_str(bar_text(row, self.agents, self.rounding), refresh=False)
-            self.bar.update()
+        if not processes().is_main:
+            return
+        self.write({"iteration": iteration} | row)
+        append_jsonl(self.samples, samples)
+        values = {key.replace("kl_k1/", "kl_full/"): x for key, x in row.items()}
+        shown = {title: " / ".join(f"{values.get(f'{name}/{agent}', nan):.2f}" for agent in self.agents)
+                 for title, name in (("reward", "task_reward"), ("KL", "kl_full"))}
+        gap = max(row.get(f"sampling_gap/{agent}", 0) for agent in self.agents)
+        if gap > self.rounding:
+            shown["SAMPLING GAP"] = f"{gap:.2g}: responses are not the trained policy's"
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
 
     def evaluation(self, iteration: int, row: dict[str, float]) -> None:
         """A row of held-out metrics, `eval_NAME/AGENT`."""
         if processes().is_main:
             self.write({"iteration": iteration} | row)
-        if self.wandb and iteration:
-            self.guard(self.samples_to_wandb, iteration)
+        if iteration:
+            self.send(iteration, lambda wandb: {"samples": wandb.Table(
+                dataframe=pd.DataFrame(read_jsonl(self.samples)), allow_mixed_types=True)})
+
+    def plot(self, iteration: int, path: Path) -> None:
+        self.send(iteration, lambda wandb: {"curves": wandb.Image(str(path))})
 
     def write(self, row: dict[str, float]) -> None:
         append_jsonl(self.metrics, [row])
-        if self.wandb:
-            self.guard(self.to_wandb, row)
+        self.send_row(row)
 
     # --- Weights & Biases ---
-    def guard(self, call: Callable, *args, **named) -> None:
-        """Calls W&B. What fails there ends no training; each kind of error is reported once."""
-        try:
-            call(*args, **named)
-        except Exception as error:
-            if type(error) not in self.failures:
-                where = f"; upload later with: {self.upload}" if self.wandb else ""
-                reason = textwrap.shorten(str(error), 200)
-                print(f"\nW&B failed, and the run goes on: {reason}{where}", flush=True)
-            self.failures.add(type(error))
-
     def start_wandb(self, cfg: Config, run_dir: Path) -> None:
         """Without a key or a network, the run is kept offline."""
-        mode = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
-        if mode == "disabled":
+        self.constants, self.upload = {}, ""
+        wanted = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
+        for mode in () if wanted == "disabled" else (wanted, "offline"):
+            self.wandb = self.wandb or self.guard(init_wandb, cfg, run_dir, self.wandb_id, mode)
+        if not self.wandb:
             return
-        try:
-            self.wandb, why = init_wandb(cfg, run_dir, self.wandb_id, mode), "`wandb login` stores a key"
-        except Exception as error:
-            why = textwrap.shorten(str(error), 200)
-            self.wandb = init_wandb(cfg, run_dir, self.wandb_id, "offline")
-        self.wandb_id, self.constants = self.wandb.id, {}
-        self.upload = "wandb sync " + shlex.quote(f"{self.wandb.settings.wandb_dir}/latest-run")
-        print(f"W&B is offline ({why}); upload later with: {self.upload}" if self.wandb.offline else
-              f"W&B: {self.wandb.url}", flush=True)
-        self.wandb.define_metric("*", step_metric="iteration")          # the x axis of every panel
+        self.wandb_id = self.wandb.id
+        folder = shlex.quote(f"{self.wandb.settings.wandb_dir}/latest-run")
+        self.upload = f"; upload later with: wandb sync {folder}"
+        print(f"W&B is offline{self.upload}" if self.wandb.offline else f"W&B: {self.wandb.url}", flush=True)
         for row in read_jsonl(self.metrics):        # a killed process has lost some; W&B drops what it has
-            self.to_wandb(row)
+            self.send_row(row)
 
-    def to_wandb(self, row: dict[str, float]) -> None:
-        """The row with the mean over agents of each metric, and with each evaluation the bases' values."""
-        if row["iteration"] == 0:
-            self.constants = {key: x for key, x in row.items() if "/base" in key}
-        of_agents = defaultdict(list)
-        for key, value in row.items():
-            name, _, who = key.rpartition("/")
-            if who in self.agents:
-                of_agents[f"{name}/mean"].append(value)
-        means = {key: fmean(values) for key, values in of_agents.items()}
-        constants = self.constants if any(key.startswith("eval_") for key in row) else {}
-        self.wandb.log(constants | row | means, step=row["iteration"])
-
-    def samples_to_wandb(self, iteration: int) -> None:
-        import wandb
-        table = wandb.Table(dataframe=pd.DataFrame(read_jsonl(self.samples)), allow_mixed_types=True)
-        self.wandb.log({"samples": table}, step=iteration)
-
-    def plot(self, iteration: int, path: Path) -> None:
+    def send(self, iteration: int, values: Callable) -> None:
+        """Sends what `values` returns, a dictionary, for the module wandb."""
         if self.wandb:
             import wandb
-            self.guard(lambda: self.wandb.log({"curves": wandb.Image(str(path))}, step=iteration))
+            self.guard(lambda: self.wandb.log(values(wandb), step=iteration))
+
+    def guard(self, call: Callable, *args, **named):
+        """Calls W&B. What fails there ends no training; each error is said once."""
+        try:
+            return call(*args, **named)
+        except Exception as error:
+            reason = textwrap.shorten(str(error), 200)
+            say_once(f"W&B failed, and the run goes on: {reason}{self.upload}")
+
+    def send_row(self, row: dict[str, float]) -> None:
+        """Sends each metric, its mean over agents, and with each evaluation the bases' values."""
+        if row["iteration"] == 0:
+            self.constants = {key: x for key, x in row.items() if "/base" in key}
+        own = {key: x for key, x in row.items() if key.rpartition("/")[2] in self.agents}
+        means = pd.Series(own, dtype=float).groupby(lambda key: f"{key.rpartition('/')[0]}/mean").mean()
+        constants = self.constants if any(key.startswith("eval_") for key in row) else {}
+        values = constants | row | means.to_dict()
+        self.send(row["iteration"], lambda _: values)
 
 
 def init_wandb(cfg: Config, run_dir: Path, wandb_id: str, mode: str):
-    """A W&B run, offline if there is no key. Raises whatever W&B does, e.g. if it is not reached in time."""
+    """A W&B run. W&B's own variables come before what is not set by a flag. Raises whatever W&B does."""
     import wandb
-    settings = wandb.Settings(mode=mode, silent=True, console="off", init_timeout=INIT_SECONDS,
-                              finish_timeout=60, finish_timeout_raises=True)
+    settings = wandb.Settings(mode=mode, silent=True, console="off", finish_timeout=60,
+                              finish_timeout_raises=True,
+                              init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 20)))
     wandb.setup(settings)                                           # makes `login` silent
     if mode != "offline" and not wandb.login(prompt=False, verify=False):
-        settings.mode = "offline"
+        raise ConnectionError("`wandb login` stores a key")
     what = [short_name(cfg.task), short_name(cfg.method), cfg.preset]
-    # W&B's own variables come before what is not set by a flag
-    project = cfg.wandb_project
-    if project == Config.wandb_project:
-        project = os.environ.get("WANDB_PROJECT", project)
-    return wandb.init(
-        project=project, name=os.environ.get("WANDB_NAME", run_dir.name), id=wandb_id or None,
+    run = wandb.init(
+        project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name), id=wandb_id or None,
         group=os.environ.get("WANDB_RUN_GROUP", "-".join(what)), resume="allow", config=asdict(cfg),
         tags=None if "WANDB_TAGS" in os.environ else what, settings=settings,
         dir=Path(os.environ.get("WANDB_DIR", run_dir.parent), run_dir.name))
-
-
-def bar_text(row: dict[str, float], agents: list[str], rounding: float) -> str:
-    """`reward 1.55 / 1.61, KL 14.92 / 11.67`: a number for each agent, a dash for one that did not play; and
-    a `sampling_gap` larger than `rounding`.
-    """
-    def numbers(*names: str) -> str:
-        values = [next((row[f"{name}/{agent}"] for name in names if f"{name}/{agent}" in row), None)
-                  for agent in agents]
-        return " / ".join("-" if value is None else f"{value:.2f}" for value in values)
-
-    text = f"reward {numbers('task_reward')}, KL {numbers('kl_full', 'kl_k1')}"
-    gap = max(row.get(f"sampling_gap/{agent}", 0) for agent in agents)
-    alarm = f", SAMPLING GAP {gap:.2g}: responses are not the trained policy's"
-    return text if gap < rounding else text + alarm
+    run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
+    return run

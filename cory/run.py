@@ -29,7 +29,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.lora import Lora
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout, real_ids
-from cory.report import draw_runs, held_out_parts, results_table
+from cory.report import draw_runs, held_out_parts, table
 from cory.tasks.task import Task
 
 SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
@@ -222,9 +222,9 @@ class Run:
         draw_runs([self.run_dir], self.run_dir / "curves.png")
         self.logger.plot(done, self.run_dir / "curves.png")
         seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
-        print(f"{results_table(held_out)}\n{seconds:.2f} s per iteration (median of {done}), peak memory "
-              f"{device.peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: metrics.jsonl, "
-              "samples.jsonl, eval.json, curves.png, final/", flush=True)
+        print(f"\n{table('held-out', held_out.items())}\n{seconds:.2f} s per iteration (median of {done}), "
+              f"peak memory {device.peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: "
+              "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
 
 
 def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
@@ -248,7 +248,7 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     if processes().is_main:
         results = {"queries": cfg.eval_queries, "samples": samples, **metrics}
         write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
-    print(f"{results_table(metrics, run_dir.name)}\nresponses and metrics: {folder}", flush=True)
+    print(f"{table(run_dir.name, metrics.items())}\nresponses and metrics: {folder}", flush=True)
 
 
 def run_folder(cfg: Config) -> Path:

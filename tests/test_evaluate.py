@@ -79,7 +79,7 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
     held_out = read(run / "eval.json")
     assert held_out["llm1"]["kl"] > 0.01
     main(["evaluate", str(run), "--samples", "8", "--device", "cpu"])
-    assert "| pass@8 " in (said := capsys.readouterr().out) and "| observer copies " in said
+    assert "\npass@8 " in (said := capsys.readouterr().out) and "\nobserver copies " in said
     results = read(run / "evaluation" / "results.json")
     for team in ("base_team", "team"):                      # in the roles played, by the same random numbers
         assert results[team] == pytest.approx(held_out[team], rel=1e-4)

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from toys import settings
 from wandb.proto.wandb_internal_pb2 import Record
 
-from cory import log
-from cory.log import Logger, bar_text, read_jsonl
+from cory.log import Logger, read_jsonl
 
 VALUES = {"task_reward/llm1": 1.0, "kl_k1/llm1": 2.5, "kl_k1/llm2": 3.0}
 HELD_OUT = {"eval_kl/llm1": 0.1, "eval_kl/llm2": 0.3}
@@ -72,7 +71,7 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
     Figure().savefig(folder / "curves.png")
     with a_log(folder) as first:
         add(first, 0, 1, 2, 3)
-        assert first.bar.desc.startswith("Chain") and first.bar.postfix == "reward 1.00 / -, KL 2.50 / 3.00"
+        assert first.bar.desc.startswith("Chain") and first.bar.postfix == "reward=1.00 / nan, KL=2.50 / 3.00"
         first.plot(3, folder / "curves.png")
     rows = read_jsonl(folder / "metrics.jsonl")
     assert rows == [{"iteration": 0, "eval_kl/base": 0.0}] + [
@@ -85,9 +84,13 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
         pass
     for name, kept in (("metrics.jsonl", [0, 1, 1, 2, 2]), ("samples.jsonl", [1, 2])):      # what is saved
         assert [row["iteration"] for row in read_jsonl(folder / name)] == kept
-    gaps = {"sampling_gap/llm1": 0.01, "sampling_gap/llm2": 0.31}
-    assert "KL - / -, SAMPLING GAP 0.31: responses" in bar_text(gaps, ["llm1", "llm2"], 0.05)
-    assert "GAP" not in bar_text(gaps, ["llm1"], 0.05) and "GAP 0.01:" in bar_text(gaps, ["llm1"], 1e-3)
+
+
+@pytest.mark.parametrize("dtype, shown", [("float32", True), ("bfloat16", False)])
+def test_a_gap_between_sampling_and_training_larger_than_rounding_is_shown(dtype, shown, folder):
+    with Logger(settings(wandb="disabled", dtype=dtype), ["llm1", "llm2"], folder, 0, "") as log:
+        log.iteration(1, {"sampling_gap/llm2": 0.01}, [])
+    assert ("SAMPLING GAP=0.01: responses are not" in log.bar.postfix) == shown
 
 
 def log_until_killed(folder: Path) -> None:
@@ -114,19 +117,18 @@ def test_after_a_kill_the_printed_command_uploads_each_iteration_once(folder, ca
 
 @pytest.mark.parametrize("key, says", [("a" * 40, "connection refused"), ("short", "API key must have 40+")])
 def test_without_a_network_or_a_whole_key_a_run_is_offline(key, says, folder, capsys, monkeypatch):
-    monkeypatch.setattr(log, "INIT_SECONDS", 1)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")          # nothing listens there
     monkeypatch.setenv("WANDB_DIR", str(folder.parent / "elsewhere"))
-    monkeypatch.setenv("WANDB_PROJECT", "other")
     wandb.teardown()                                                    # W&B reads its environment once
     with a_log(folder) as offline:
         pass
     wandb.teardown()
     said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "W&B is offline" in said and says in said
+    assert said.count("\n") == 2 and "W&B is offline" in said and says in said
     assert f"wandb sync '{folder.parent}/elsewhere/a run/wandb/latest-run'" in said
-    assert offline.wandb.offline and offline.wandb.settings.project == "other"
+    assert offline.wandb.offline
 
 
 def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkeypatch):
@@ -140,13 +142,11 @@ def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkey
         add(whole, 3)
     said = capsys.readouterr().out
     assert said.count("W&B failed, and the run goes on: no network; upload later with: wandb sync") == 1
-    assert len(read_jsonl(folder / "metrics.jsonl")) == 7
     assert steps(Path(shlex.split(said)[-1])) == [0, 1, 2]              # without a table
-    monkeypatch.setenv("WANDB_MODE", "ofline")
-    add(a_log(folder, 3))
-    assert "the run goes on: 1 validation error" in capsys.readouterr().out
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setattr("wandb.init", fail)
-    add(a_log(folder, 3), 4)
-    assert "the run goes on: no network\n" in capsys.readouterr().out
+    for spoil in (lambda: monkeypatch.setattr("wandb.init", fail),
+                  lambda: monkeypatch.setenv("WANDB_MODE", "ofline")):
+        spoil()
+        add(a_log(folder, 3), 4)
+    said = capsys.readouterr().out
+    assert "the run goes on: no network\n" in said and "the run goes on: 1 validation error" in said
     assert len(read_jsonl(folder / "metrics.jsonl")) == 9

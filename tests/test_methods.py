@@ -157,7 +157,8 @@ class Own(Cory):
         return [rewards[0], rewards[1] + 1]
 
     def team_metrics(self, roles):
-        return super().team_metrics(roles) | {"pioneer": torch.tensor(int(roles[0].lm.config.model_type == "llama"))}
+        kind = roles[0].lm.config.model_type
+        return super().team_metrics(roles) | {"pioneer": torch.tensor(int(kind == "llama"))}
 
 
 def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(flags, tmp_path):

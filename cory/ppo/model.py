@@ -8,10 +8,8 @@ tokens and 0 for padding.
 import copy
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -149,8 +147,8 @@ class Critic(nn.Module):
     """V(s): a linear value head on the policy's last hidden state (paper, sec. 3), in float32, whose gradient
     also reaches the transformer. It starts at 0 (the paper does not say).
 
-    Another critic is a module with these methods, in its place in `cory.ppo.agent`. `base` is frozen, and has
-    the adapters of all agents: a critic that has a transformer loads one of its own.
+    Another critic is a module with this `forward`, named in its place in `cory.ppo.agent`. `base` is frozen,
+    and has the adapters of all agents: a critic that has a transformer loads one of its own.
     """
 
     def __init__(self, base: LanguageModel):
@@ -167,10 +165,6 @@ class Critic(nn.Module):
         N real tokens in a rollout, which gives (N,).
         """
         return self.linear(hidden.float()).squeeze(-1)
-
-    def save(self, folder: Path) -> None:
-        weights = {name.removeprefix("linear."): x for name, x in self.state_dict().items()}
-        save_file(weights, folder / "value_head.safetensors")
 
 
 def positions(mask: Tensor) -> Tensor:

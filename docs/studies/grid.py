@@ -79,7 +79,7 @@ def make(run: GridRun) -> bool:
 
 
 def rows_of(run: GridRun) -> list[dict]:
-    """A row for each held-out evaluation and agent; iteration 0 is its base, if it starts as that."""
+    """A row for each held-out evaluation and agent."""
     config = json.loads((run.folder / "config.json").read_text())
     lines = (run.folder / "metrics.jsonl").read_text().split("\n")[:-1]     # a kill may have cut off the last
     logged, rows = [json.loads(line) for line in lines], []
@@ -88,10 +88,9 @@ def rows_of(run: GridRun) -> list[dict]:
              "commit": run.log[0],
              **{name: value for name, value in config.items() if name not in LEFT_OUT}}
     for row in logged:
-        for agent, base in config["agents"].items():
-            shown = {"team", agent if f"eval_kl/{agent}" in row else base}
+        for agent in config["agents"]:
             keys = [(key, *key.removeprefix("eval_").split("/")) for key in row if key.startswith("eval_")]
-            metrics = {name: row[key] for key, name, who in keys if who in shown}
+            metrics = {name: row[key] for key, name, who in keys if who in ("team", agent)}
             if metrics:
                 reward = metrics.get("greedy_accuracy", metrics["task_reward"])
                 of_row = {"agent": agent, "iteration": row["iteration"], "reward": reward}
