@@ -244,6 +244,13 @@ GSM8K_PRESETS = {
                  mini_batch_size=32, num_ppo_epochs=1, lora_rank=16, learning_rate=1.2e-3,
                  critic_learning_rate=1e-3, lr_schedule="linear", init_kl_coef=0.02, kl_penalty="k1",
                  kl_target=0.0, lam=1.0, eval_queries=128, eval_samples=2, eval_every=25, save_every=25),
+    # A pretrained model; its settings were not searched. Eta and learning rate are the paper's for Llama-2 as
+    # CORY's agents; one epoch of four steps, a constant eta and lambda 1 are those of `tiny`.
+    "qwen": dict(model="Qwen/Qwen2.5-Coder-0.5B-Instruct", dataset="openai/gsm8k", one_shot=False,
+                 chat_template=True, min_response_length=0, max_response_length=300, iterations=50,
+                 batch_size=32, mini_batch_size=8, num_ppo_epochs=1, lora_rank=16, dtype="bfloat16",
+                 learning_rate=1e-4, lr_schedule="linear", init_kl_coef=0.01, kl_penalty="k1",
+                 kl_target=0.0, lam=1.0, eval_queries=64, eval_every=10, save_every=5),
     "llama2-7b": LLAMA2,
     "llama2-7b-lr1e-4": LLAMA2 | dict(learning_rate=1e-4),          # the paper's learning rate for CORY
 }
