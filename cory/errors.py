@@ -1,4 +1,5 @@
 """Errors that a user can fix, one line each, and settings that name code."""
+import functools
 import importlib
 import os
 import sys
@@ -15,6 +16,7 @@ class UserError(Exception):
 
 def exit_on_user_error(main):
     """Decorator for scripts: a `UserError` becomes one line on stderr and exit status 2."""
+    @functools.wraps(main)
     def run(*args, **kwargs):
         try:
             return main(*args, **kwargs)

@@ -184,7 +184,7 @@ def test_a_damaged_checkpoint_is_one_line_and_the_previous_one_goes_on(copy, cap
 
 
 def test_models_and_data_may_move_and_other_settings_may_not_change(copy, small, tmp_path, capsys):
-    assert "seed was 0, now 5" in refused(capsys, copy, "--seed", "5")
+    assert "seed is 5: the run has 0" in refused(capsys, copy, "--seed", "5")
     here = shutil.copytree(small, tmp_path / "here")
     resume(copy, "--iterations", 3, "--model", here / "lm", "--dataset", here / "openings",
            "--reward_model", here / "classifier")
