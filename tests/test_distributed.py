@@ -53,10 +53,11 @@ class Supervised(Ppo):
         apply_gradient(agent)
         return [rollout]
 
-    def team_metrics(self, roles):
-        """Adam's moments that this process holds: numbers of exp_avg."""
-        moments = [state["exp_avg"] for state in roles[0].optimizer.state.values()]
-        return {"held": sum(getattr(x, "_local_tensor", x).numel() for x in moments)}
+    def update(self, agent, rollout, score_B):
+        """With the numbers of Adam's moments that this process holds."""
+        metrics = super().update(agent, rollout, score_B)
+        moments = [state["exp_avg"] for state in agent.optimizer.state.values()]
+        return metrics | {"held": sum(getattr(x, "_local_tensor", x).numel() for x in moments)}
 
 
 # What torchrun starts: the commands of a file, of which only the last one ends the process where it fails.
@@ -112,7 +113,7 @@ def require_same_rows(run: Path, expected: Path) -> None:
     for file in ("metrics.jsonl", "samples.jsonl"):
         for row, other in zip(rows(run, file), rows(expected, file), strict=True):
             assert row.keys() == other.keys()
-            for key in row.keys() - {"eval_held/team"}:
+            for key in row.keys() - {"held/llm1"}:
                 x, y = row[key], other[key]
                 assert x == y or abs(x - y) <= 1e-5 * max(1, abs(y)), key
 
@@ -139,7 +140,7 @@ def test_two_processes_compute_what_one_computes(runs, name, of):
 def test_a_shard_is_half_of_the_layers_matrices(runs, name):
     """Which have 12 x 32 x 32 numbers in each of 2 layers. In bfloat16, too, they learn as the whole does."""
     sharded, whole = (rows(runs / run) for run in (name, "mixed"))
-    assert whole[-1]["eval_held/team"] - sharded[-1]["eval_held/team"] == 2 * 12 * 32 * 32 / 2
+    assert whole[2]["held/llm1"] - sharded[2]["held/llm1"] == 2 * 12 * 32 * 32 / 2
     assert sharded[2]["grad_norm/llm1"] == pytest.approx(whole[2]["grad_norm/llm1"], rel=0.1)
 
 

@@ -92,7 +92,7 @@ def test_values_of_a_setting_are_grouped_and_never_averaged(tmp_path, capsys, mo
     """Two rates, two seeds each: llm1's held-out reward ends at 1 and 2, 3 and 4; the std is 1 / sqrt(2)."""
     runs = [write_run(tmp_path / str(end), learning_rate=rate, seed=seed, reward=end, base=1e4 * rate)
             for rate, seed, end in ((1e-5, 0, 1.0), (1e-5, 1, 2.0), (1e-4, 0, 3.0), (1e-4, 1, 4.0))]
-    assert "in learning_rate; make a group" in error_line(report.main, runs, capsys)
+    assert "in learning_rate; make a group" in error_line(main, ["report", *runs], capsys)
     figures, draw = [], report.draw_runs
     monkeypatch.setattr(report, "draw_runs", lambda *args: figures.append(draw(*args)))
     out = tmp_path / "new" / "c.pdf"
