@@ -57,7 +57,7 @@ def test_metrics_stand_under_their_agent_and_texts_under_their_role(whole):
         assert row["combined_reward/llm1"] == pytest.approx(charged, rel=1e-5)
         assert row["score/llm1"] == pytest.approx(row["task_reward/llm1"] + row["task_reward/llm2"])
         assert row["iteration"] == 1 or row["kl_k1/llm1"] != row["kl_k1/llm2"]
-    for name, evaluated in (("base", [0]), ("llm1", [3, 5]), ("llm2", [3, 5]), ("team", [0, 3, 5])):
+    for name, evaluated in (("base", [0]), ("llm1", [0, 3, 5]), ("llm2", [0, 3, 5]), ("team", [0, 3, 5])):
         assert evaluated == [row["iteration"] for row in rows(whole)
                              if any(key.startswith("eval_") and key.endswith(f"/{name}") for key in row)]
     samples = rows(whole, "samples.jsonl")
