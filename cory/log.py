@@ -122,7 +122,7 @@ class Logger(AbstractContextManager):
             return call(*args, **named)
         except Exception as error:
             reason = textwrap.shorten(str(error), 200)
-            say_once(f"W&B failed, and the run goes on: {reason}{self.upload}")
+            say_once(f"W&B: {reason}; the run goes on{self.upload}")
 
     def send_row(self, row: dict[str, float]) -> None:
         """Sends each metric, its mean over agents, and with each evaluation the bases' values."""
@@ -143,7 +143,7 @@ def init_wandb(cfg: Config, run_dir: Path, wandb_id: str, mode: str):
                               init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 20)))
     wandb.setup(settings)                                           # makes `login` silent
     if mode != "offline" and not wandb.login(prompt=False, verify=False):
-        raise ConnectionError("`wandb login` stores a key")
+        raise ConnectionError("no key (`wandb login` stores one)")
     what = [short_name(cfg.task), short_name(cfg.method), cfg.preset]
     run = wandb.init(
         project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name), id=wandb_id or None,
