@@ -84,8 +84,8 @@ BAD = [                                 # one of each kind
     ("--knowledge_transfer maybe", "invalid true_or_false value: 'maybe'"),
     ("--resume", "--resume needs --run_dir"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run"),
     ("--method grpo", "method is 'grpo': choose from ppo, cory, or name your own"),
-    ("--learning_rate nan", "must be from"), ("--cliprange 0", "must be from 1e-30 to"),
-    ("--gamma 1.1", "must be from 0 to 1"),
+    ("--learning_rate nan", "must be above 0"), ("--cliprange 0", "must be above 0"),
+    ("--gamma 1.1", "must be 1 or less"),
     # sizes
     ("--batch_size 100 --mini_batch_size 32", "batch_size is 100: must be a multiple"),
     ("--responses_per_query 3", "must divide batch_size"),

@@ -141,7 +141,7 @@ def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkey
         monkeypatch.setattr(wandb.Run, "log", fail)
         add(whole, 3)
     said = capsys.readouterr().out
-    assert said.count("W&B failed, and the run goes on: no network; upload later with: wandb sync") == 1
+    assert said.count("W&B: no network; the run goes on; upload later with: wandb sync") == 1
     assert steps(Path(shlex.split(said)[-1])) == [0, 1, 2]              # without a table
     for spoil in (lambda: monkeypatch.setattr("wandb.init", fail),
                   lambda: monkeypatch.setenv("WANDB_MODE", "ofline")):
