@@ -148,5 +148,12 @@ def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkey
         spoil()
         add(a_log(folder, 3), 4)
     said = capsys.readouterr().out
-    assert "the run goes on: no network\n" in said and "the run goes on: 1 validation error" in said
+    assert "W&B: no network; the run goes on\n" in said and "W&B: 1 validation error" in said
     assert len(read_jsonl(folder / "metrics.jsonl")) == 9
+
+
+def test_the_project_of_the_environment_is_the_default():
+    code = "from cory.config import Config; print(Config.wandb_project)"
+    found = [subprocess.run([sys.executable, "-c", code], env=os.environ | own, capture_output=True, text=True)
+             for own in ({}, {"WANDB_PROJECT": "mine"})]
+    assert [done.stdout for done in found] == ["cory\n", "mine\n"]
