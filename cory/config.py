@@ -127,7 +127,8 @@ class Config:
                     f"choose from {', '.join(map(str, words))}{own}")
             if type(value) in (int, float):
                 low, high = f.metadata.get("min", value), f.metadata.get("max", value)
-                require(f.name, value >= low, "must be above 0" if low == ABOVE_0 else f"must be {low} or more")
+                least = "above 0" if low == ABOVE_0 else f"{low} or more"
+                require(f.name, value >= low, f"must be {least}")
                 require(f.name, value <= high, f"must be {high} or less")
         experiment, _ = EXPERIMENTS.get(self.task, (Config, {}))
         require("task", isinstance(self, experiment), f"has its own script, train_{self.task}.py")

@@ -154,6 +154,6 @@ def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkey
 
 def test_the_project_of_the_environment_is_the_default():
     code = "from cory.config import Config; print(Config.wandb_project)"
-    found = [subprocess.run([sys.executable, "-c", code], env=os.environ | own, capture_output=True, text=True)
+    found = [subprocess.check_output([sys.executable, "-c", code], env=os.environ | own, text=True)
              for own in ({}, {"WANDB_PROJECT": "mine"})]
-    assert [done.stdout for done in found] == ["cory\n", "mine\n"]
+    assert found == ["cory\n", "mine\n"]
