@@ -105,8 +105,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
 
 def save_final(run_dir: Path, agents: list[Agent]) -> None:
     """`AutoModelForCausalLM.from_pretrained(run_dir/final/llm1)` loads the policy. With LoRA the folder holds
-    only the adapter, and names its base, whose own generation settings hold until they are replaced by the
-    folder's generation_config.json.
+    only the adapter, and names its base.
     """
     for agent in agents:
         policy, whole = agent.policy, None
@@ -115,14 +114,11 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
             whole = gathered({name: x for name, x in policy.lm.state_dict().items() if name in once})
         if not processes().is_main:
             continue
-        temporary, final = run_dir / f"final-{agent.name}.writing", run_dir / "final" / agent.name
+        folder = run_dir / "final" / agent.name
         if policy.adapter:
-            policy.adapter.save(temporary)
+            policy.adapter.save(folder)
         else:
-            policy.lm.save_pretrained(temporary, state_dict=whole)
-        policy.tokenizer.save_pretrained(temporary)
+            policy.lm.save_pretrained(folder, state_dict=whole)
+        policy.tokenizer.save_pretrained(folder)
         if agent.critic:
-            save_model(agent.critic, temporary / "value_head.safetensors")
-        shutil.rmtree(final, ignore_errors=True)
-        final.parent.mkdir(exist_ok=True)
-        temporary.replace(final)
+            save_model(agent.critic, folder / "value_head.safetensors")

@@ -44,9 +44,6 @@ class Processes:
         dist.all_gather_object(gathered, items)
         return [item for items in gathered for item in items]
 
-    def broadcast(self, x):
-        return self.gather([x])[0]
-
     def sum(self, x: Tensor) -> Tensor:
         if self.size > 1:
             x = x.clone(memory_format=torch.contiguous_format)

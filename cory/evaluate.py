@@ -41,10 +41,8 @@ def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed
 
 
 def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task) -> dict[str, float]:
-    """`eval_samples` responses of at most `max_response_length` tokens to each held-out query.
-
-    The metrics of docs/settings.md; kl in nats per response, length in tokens per response, EOS included.
-    Then the task's own metrics, and those of greedy responses as greedy_NAME, if it asks for them.
+    """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
+    asks for them. KL is in nats per response, length in tokens per response, EOS included.
     """
     queries, length = task.held_out_queries, cfg.max_response_length
     asked = [query for query in queries for _ in range(cfg.eval_samples)]

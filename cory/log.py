@@ -85,10 +85,7 @@ class Logger(AbstractContextManager):
             self.write({"iteration": iteration} | row)
         if iteration:
             self.send(iteration, lambda wandb: {"samples": wandb.Table(
-                dataframe=pd.DataFrame(read_jsonl(self.samples)), allow_mixed_types=True)})
-
-    def plot(self, iteration: int, path: Path) -> None:
-        self.send(iteration, lambda wandb: {"curves": wandb.Image(str(path))})
+                dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)})
 
     def write(self, row: dict[str, float]) -> None:
         append_jsonl(self.metrics, [row])

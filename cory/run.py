@@ -18,13 +18,12 @@ from torch import Tensor
 
 from cory import device
 from cory.checkpoint import load_checkpoint, save_checkpoint, save_final
-from cory.config import BUNDLED, METHODS, TASKS, Config, config_json, load_config
+from cory.config import METHODS, TASKS, Config, config_json, load_config
 from cory.distributed import processes, shard
 from cory.errors import UserError, find, short_name
 from cory.evaluate import evaluate, solved_metrics
 from cory.loading import load_language_model, model_errors
 from cory.log import Logger, read_jsonl, write_text
-from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
 from cory.ppo.lora import Lora
 from cory.ppo.model import LanguageModel
@@ -67,14 +66,15 @@ class Run:
         method_class, task_class = find("method", cfg.method, METHODS), find("task", cfg.task, TASKS)
         names = method_class.agents[:1] if cfg.share_weights else method_class.agents
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
-        print(first_lines(cfg, self.configs, self.device), flush=True)
+        print(f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
+              f"model {cfg.model}, data {cfg.dataset}, {self.device}, {cfg.dtype}", flush=True)
         data = task_class.load_data(cfg)
         self.base_of = base_names(self.configs)
         self.bases = {}
         for name, base in self.base_of.items():         # agents with the same base share it
             if base not in self.bases:
-                own = self.configs[name]
-                self.bases[base] = load_language_model(own.model, own, self.device)
+                agent_cfg = self.configs[name]
+                self.bases[base] = load_language_model(agent_cfg.model, agent_cfg, self.device)
         self.task = task_class(cfg, data, self.bases["base"])
         self.method = method_class(cfg, self.task)
 
@@ -84,8 +84,8 @@ class Run:
         require_agents(cfg, self.configs)
         cfg.require("method", len(self.configs) <= len({*roles}) == len(roles), "needs a role for each of "
                     f"its agents, and a name for each role; its roles are {', '.join(roles)}")
-        self.agents = [Agent(name, self.bases[self.base_of[name]], own, i)
-                       for i, (name, own) in enumerate(self.configs.items())]
+        self.agents = [Agent(name, self.bases[self.base_of[name]], agent_cfg, i)
+                       for i, (name, agent_cfg) in enumerate(self.configs.items())]
         self.roles = [*islice(cycle(self.agents), len(roles))]
         trained = {p for agent in self.agents for p in agent.trainable_parameters().values()}
         print(f"{sum(p.numel() for p in trained):,} parameters to train", flush=True)
@@ -96,6 +96,7 @@ class Run:
                 shard(base, cfg, whole=trained)
         self.done, wandb_id = self.resume() if cfg.resume else (0, "")
         if processes().is_main:
+            (self.run_dir / "eval.json").unlink(missing_ok=True)            # until it has finished again
             write_text(self.run_dir / "config.json", config_json(cfg, self.base_of))
         self.logger = Logger(cfg, [*self.configs], self.run_dir, self.done, wandb_id)
 
@@ -103,8 +104,8 @@ class Run:
         """Restores the last checkpoint's state. Returns (iterations done, W&B id), or (0, "")."""
         cfg, state = self.cfg, load_checkpoint(self.run_dir, self.agents)
         if state is None:
-            cfg.require("resume", not (self.run_dir / "final").exists(), "the run is finished, and has no "
-                        "checkpoint to continue from")
+            cfg.require("resume", not (self.run_dir / "eval.json").exists(),
+                        "the run is finished, and has no checkpoint to continue from")
             print("no checkpoint has been made yet: the run starts from the beginning", flush=True)
             return 0, ""
         done, before = state["iteration"], state["iterations"]
@@ -172,39 +173,31 @@ class Run:
         row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
         self.logger.evaluation(iteration, row)
 
-    def saving_is_due(self, iteration: int) -> bool:
-        """Every `save_every` iterations, at the end, and where any process has received a signal."""
-        every = self.cfg.save_every
-        self.signals = processes().gather([int(number) for number in device.received])
-        last = iteration == self.cfg.iterations
-        return every > 0 and (last or iteration % every == 0 or bool(self.signals))
-
-    def save(self, iteration: int) -> None:
-        """Writes a checkpoint, for the iterations that follow."""
-        about = {"iterations": self.cfg.iterations, "roles": [agent.name for agent in self.roles],
-                 "method": self.method.memory, "task": self.task.memory, "wandb_id": self.logger.wandb_id}
-        save_checkpoint(self.run_dir, iteration, self.agents, about)
-
-    def stop_if_signalled(self, iteration: int) -> None:
-        """Ends the run if `saving_is_due` has found a signal."""
-        if not self.signals:
-            return
-        folder, size = shlex.quote(str(self.run_dir)), processes().size
-        launcher = f"torchrun --nproc_per_node {size}" if size > 1 else "python"
-        hint = f"go on with: {launcher} {sys.argv[0]} --resume --run_dir {folder}"
-        if not self.cfg.save_every:
-            hint = "nothing is saved, as --save_every 0 asks"
-        print(f"\nstopped after iteration {iteration}; {hint}", flush=True)
-        raise SystemExit(128 + self.signals[0])
+    def save_if_due(self, iteration: int) -> None:
+        """Writes a checkpoint every `save_every` iterations, at the end, and after a signal to any process,
+        which then ends the run.
+        """
+        every, signals = self.cfg.save_every, processes().gather([int(number) for number in device.received])
+        if every and (signals or iteration % every == 0 or iteration == self.cfg.iterations):
+            about = {"iterations": self.cfg.iterations, "roles": [agent.name for agent in self.roles],
+                     "method": self.method.memory, "task": self.task.memory,
+                     "wandb_id": self.logger.wandb_id}
+            save_checkpoint(self.run_dir, iteration, self.agents, about)
+        if signals:
+            folder, size = shlex.quote(str(self.run_dir)), processes().size
+            launcher = f"torchrun --nproc_per_node {size}" if size > 1 else "python"
+            hint = f"go on with: {launcher} {sys.argv[0]} --resume --run_dir {folder}"
+            hint = hint if every else "nothing is saved, as --save_every 0 asks"
+            print(f"\nstopped after iteration {iteration}; {hint}", flush=True)
+            raise SystemExit(128 + signals[0])
 
     def final_model(self, name: str) -> LanguageModel:
         """The final policy of an agent, of a finished run."""
-        folder, own, base = self.run_dir / "final" / name, self.configs[name], self.bases[self.base_of[name]]
-        if not own.lora_rank:
-            return load_language_model(str(folder), own, self.device)
+        folder, base = self.run_dir / "final" / name, self.bases[self.base_of[name]]
+        if not self.cfg.lora_rank:
+            return load_language_model(str(folder), self.configs[name], self.device)
         with model_errors("adapter", str(folder)):
-            adapter = Lora.load(base.lm, name, folder)
-        return LanguageModel(base.lm, base.tokenizer, own.dtype, own.chat_template, own.temperature, adapter)
+            return base.policy(Lora.load(base.lm, name, folder))
 
     def finish(self) -> None:
         """Writes the final models, eval.json and curves.png, and prints the held-out table."""
@@ -220,7 +213,7 @@ class Run:
         held_out = held_out_parts(rows)
         write_text(self.run_dir / "eval.json", json.dumps(about | held_out, indent=1) + "\n")
         draw_runs([self.run_dir], self.run_dir / "curves.png")
-        self.logger.plot(done, self.run_dir / "curves.png")
+        self.logger.send(done, lambda wandb: {"curves": wandb.Image(str(self.run_dir / "curves.png"))})
         seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
         print(f"\n{table('held-out', held_out.items())}\n{seconds:.2f} s per iteration (median of {done}), "
               f"peak memory {device.peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: "
@@ -230,8 +223,8 @@ class Run:
 def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
     """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
     saved = load_config(run_dir)
-    if not (run_dir / "final").exists():
-        raise UserError("run_dirs", str(run_dir), "is no finished run (no final/); --resume it first")
+    if not (run_dir / "eval.json").exists():
+        raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
     cfg = replace(saved, device=device, dtype=dtype or saved.dtype,
                   eval_queries=queries or saved.eval_queries)
     run, last = Run(cfg, run_dir), read_jsonl(run_dir / "samples.jsonl")[-1]
@@ -243,8 +236,9 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     metrics = {name: solved_metrics(model, run.task, samples, folder / f"{name}.jsonl")
                for name, model in models.items()}
     played = [last[f"{role}_agent"] for role in run.method.roles]               # in the last iteration
-    metrics["base_team"] = run.method.team_metrics([run.bases[run.base_of[name]] for name in played])
-    metrics["team"] = run.method.team_metrics([models[name] for name in played])
+    for team, names in (("base_team", [run.base_of[name] for name in played]), ("team", played)):
+        if of_team := run.method.team_metrics([models[name] for name in names]):
+            metrics[team] = of_team
     if processes().is_main:
         results = {"queries": cfg.eval_queries, "samples": samples, **metrics}
         write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
@@ -255,21 +249,20 @@ def run_folder(cfg: Config) -> Path:
     """`cfg.run_dir`, or a new folder under runs/, named by what runs, when, and the process."""
     what = f"{short_name(cfg.task)}-{short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}".lower()
     new = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return Path(processes().broadcast(cfg.run_dir or new))
+    return Path(processes().gather([cfg.run_dir or new])[0])
 
 
 def require_agents(cfg: Config, configs: dict[str, Config]) -> None:
     shared = [f.name for f in fields(cfg) if not f.metadata.get("per_agent")]
-    for name, own in configs.items():
-        find_estimator(own)
+    for name, agent_cfg in configs.items():
         for setting in shared:
-            alike = getattr(own, setting) == getattr(cfg, setting)
-            own.require(setting, alike, f"is {name}'s alone; it is a setting in which agents cannot differ")
-        own.require("lora_rank", (own.lora_rank > 0) == (cfg.lora_rank > 0),
-                    "all agents train adapters on frozen bases, or all train full copies")
-        own.require("mini_batch_size", own.rows_per_optimizer_step % processes().size == 0,
-                    f"{own.rows_per_optimizer_step} rows of an optimizer step cannot be divided among "
-                    f"{processes().size} processes; make them a multiple")
+            alike = getattr(agent_cfg, setting) == getattr(cfg, setting)
+            agent_cfg.require(setting, alike, f"is {name}'s alone; in this setting agents cannot differ")
+        agent_cfg.require("lora_rank", (agent_cfg.lora_rank > 0) == (cfg.lora_rank > 0),
+                          "all agents train adapters on frozen bases, or all train full copies")
+        rows, size = agent_cfg.rows_per_optimizer_step, processes().size
+        agent_cfg.require("mini_batch_size", rows % size == 0, f"{rows} rows of an optimizer step cannot be "
+                          f"divided among {size} processes; make them a multiple")
 
 
 def base_names(configs: dict[str, Config]) -> dict[str, str]:
@@ -278,12 +271,3 @@ def base_names(configs: dict[str, Config]) -> dict[str, str]:
     for name, cfg in configs.items():
         columns.setdefault(cfg.model, f"base_{name}" if columns else "base")
     return {name: columns[cfg.model] for name, cfg in configs.items()}
-
-
-def first_lines(cfg: Config, configs: dict[str, Config], device_: torch.device) -> str:
-    models = ", ".join(dict.fromkeys(own.model for own in configs.values()))
-    is_gpu, threads = device_.type == "cuda", torch.get_num_threads()
-    where = torch.cuda.get_device_name(device_) if is_gpu else f"CPU, {threads} threads"
-    text = (f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
-            f"model {models}, data {cfg.dataset}.\n{where}, {cfg.dtype}")
-    return text.replace(BUNDLED, "bundled ")

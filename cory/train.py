@@ -81,9 +81,7 @@ class Ppo:
                     for agent in run.agents:
                         agent.reset()
 
-            if run.saving_is_due(iteration):
-                run.save(iteration)
-            run.stop_if_signalled(iteration)
+            run.save_if_due(iteration)          # every `save_every`; after a signal, which ends the run
 
     def evaluation_is_due(self, iteration: int) -> bool:
         cfg = self.cfg
@@ -168,7 +166,8 @@ def train(cfg: Config) -> Run:
     with launched(asdict(cfg)), claimed(run_folder(cfg), cfg.resume) as run_dir:
         run = Run(cfg, run_dir)
         run.start()
-        with run.logger, signals_noted():
-            run.method.train(run)
+        with run.logger:
+            with signals_noted():
+                run.method.train(run)
             run.finish()
     return run

@@ -170,11 +170,9 @@ def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
 
 @pytest.mark.parametrize("changes, says", [
     ({"model": "n", "learning_rate": 1.0, "advantage": "reinforce", "kl_in": "loss"}, ""),
-    ({"seed": 3}, "seed is 3: is llm2's alone; it is a setting in which agents cannot differ"),
+    ({"seed": 3}, "seed is 3: is llm2's alone; in this setting agents cannot differ"),
     ({"dtype": "bfloat16"}, "dtype is 'bfloat16': is llm2's alone"),
-    ({"lora_rank": 2}, "lora_rank is 2: all agents train adapters"),
-    ({"advantage": "rloo"}, "rloo compares the responses to a query"),
-    ({"advantage": "builtins:abs"}, "does not say whether it has a critic")])
+    ({"lora_rank": 2}, "lora_rank is 2: all agents train adapters")])
 def test_agents_may_differ_in_what_concerns_one_agent_alone(changes, says):
     cfg = settings()
     configs = {"llm1": cfg, "llm2": replace(cfg, **changes), "llm3": cfg}

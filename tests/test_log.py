@@ -72,7 +72,7 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
     with a_log(folder) as first:
         add(first, 0, 1, 2, 3)
         assert first.bar.desc.startswith("Chain") and first.bar.postfix == "reward=1.00 / nan, KL=2.50 / 3.00"
-        first.plot(3, folder / "curves.png")
+        first.send(3, lambda wandb: {"curves": wandb.Image(str(folder / "curves.png"))})
     rows = read_jsonl(folder / "metrics.jsonl")
     assert rows == [{"iteration": 0, "eval_kl/base": 0.0}] + [
         {"iteration": i} | row for i in (1, 2, 3) for row in (VALUES, HELD_OUT)]

@@ -192,8 +192,9 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(flags, tm
 
 
 @pytest.mark.parametrize("of_llm2, says", [
-    ({"temperature": 2.0}, "temperature is 2.0: is llm2's alone; it is a setting in which agents cannot"),
+    ({"temperature": 2.0}, "temperature is 2.0: is llm2's alone; in this setting agents cannot differ"),
     ({"lora_rank": 2}, "lora_rank is 2: all agents train adapters on frozen bases, or all train full copies"),
+    ({"advantage": "builtins:abs"}, "does not say whether it has a critic"),
     ({"advantage": "rloo"}, "rloo compares the responses to a query")])
 def test_agents_that_cannot_train_together_are_refused(of_llm2, says, flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Own, "of_llm2", of_llm2)

@@ -8,7 +8,7 @@ from cory.distributed import by_placement, shard
 from cory.errors import UserError, find
 from cory.ppo.advantages import find_estimator
 from cory.ppo.lora import Lora
-from cory.ppo.model import Critic, LanguageModel, Policy
+from cory.ppo.model import Critic, LanguageModel
 
 
 class Agent:
@@ -27,7 +27,11 @@ class Agent:
         if cfg.lora_rank:
             adapter_seed = int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0])
             adapter = Lora.new(base.lm, name, cfg, adapter_seed)
-        self.policy = Policy(base, adapter, cfg.gradient_checkpointing)
+        self.policy = base.policy(adapter)
+        if cfg.gradient_checkpointing:
+            self.policy.recompute_layers()
+        for parameter in self.policy.weights().values():
+            parameter.requires_grad_(True)
         self.critic = Critic(base) if find_estimator(cfg).critic else None
         if cfg.shard and not cfg.lora_rank:         # with LoRA the base is sharded, and adapters stay whole
             shard(self.policy, cfg)

@@ -19,11 +19,10 @@ from cory.ppo.lora import Lora, activate
 
 
 class LanguageModel(nn.Module):
-    """Any Hugging Face causal LM with its tokenizer; logits only where a response token is predicted.
+    """A Hugging Face causal LM with its tokenizer and perhaps an adapter. `lm` is shared by a base and all
+    adapters on it: call this module. Dropout is off, so that sampling and updates see the same pi.
 
-    `lm` is shared by a base and all adapters on it: call this module, which computes with its own adapter.
-    Dropout is off: sampling, the rollout and the update see the same pi. DIFFERS: the released code samples
-    and trains with dropout after its first update.
+    DIFFERS: the released code samples and trains with dropout after its first update.
     """
 
     def __init__(self, lm: nn.Module, tokenizer, dtype: str = "float32", chat_template: bool = False,
@@ -31,6 +30,11 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.lm, self.tokenizer, self.dtype = lm.eval(), tokenizer, dtype
         self.chat_template, self.temperature, self.adapter = chat_template, temperature, adapter
+
+    def policy(self, adapter: Lora | None) -> "LanguageModel":
+        """What an agent samples from and trains: an adapter on this base, or a copy of it."""
+        lm = self.lm if adapter else copy.deepcopy(self.lm)
+        return LanguageModel(lm, self.tokenizer, self.dtype, self.chat_template, self.temperature, adapter)
 
     @property
     def device(self) -> torch.device:
@@ -43,7 +47,7 @@ class LanguageModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The transformer's layers: the list that holds most of the parameters."""
+        """The transformer's: the list that holds most of the parameters."""
         lists = [module for module in self.lm.base_model.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
@@ -53,9 +57,7 @@ class LanguageModel(nn.Module):
 
     @property
     def end_ids(self) -> list[int]:
-        """Tokens that end a response: EOS, and any others in generation_config, as for chat models.
-        `load_language_model` adds the chat template's.
-        """
+        """Tokens that end a response: EOS, and any others in generation_config, as for chat models."""
         more = getattr(getattr(self.lm, "generation_config", None), "eos_token_id", None)
         more = more if isinstance(more, list) else [] if more is None else [more]
         return sorted({self.tokenizer.eos_token_id, *more})
@@ -68,7 +70,7 @@ class LanguageModel(nn.Module):
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
 
     def encode(self, prompts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt: with the tokenizer's BOS if any, or as a message in its chat template."""
+        """Token ids of each prompt, or of it as a message in the chat template."""
         if not self.chat_template:
             return self.tokenizer(prompts)["input_ids"]
         return [self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], return_dict=False,
@@ -87,10 +89,8 @@ class LanguageModel(nn.Module):
         return out.last_hidden_state, out.past_key_values
 
     def response_hidden(self, prompt_BP: Tensor, prompt_mask_BP: Tensor, response_BT: Tensor) -> Tensor:
-        """The (B, T, H) last hidden states from which each response token is predicted.
-
-        Position ids count real tokens from 0, so that a row does not depend on its padding. No real token
-        sees the padding on the right.
+        """The (B, T, H) last hidden states from which each response token is predicted. Position ids count
+        real tokens from 0, so that a row does not depend on its padding.
         """
         response_in = response_BT[:, :-1]
         mask = torch.cat([prompt_mask_BP, torch.ones_like(response_in)], dim=1)
@@ -123,18 +123,6 @@ class LanguageModel(nn.Module):
             if isinstance(layer, (nn.Linear, Conv1D)) and layer is not self.head:
                 layer.weight.data = layer.weight.data.bfloat16()
 
-
-class Policy(LanguageModel):
-    """What an agent samples from and trains: a copy of its base, or an adapter on it."""
-
-    def __init__(self, base: LanguageModel, adapter: Lora | None, gradient_checkpointing: bool):
-        lm = base.lm if adapter else copy.deepcopy(base.lm)
-        super().__init__(lm, base.tokenizer, base.dtype, base.chat_template, base.temperature, adapter)
-        if gradient_checkpointing:
-            self.recompute_layers()
-        for parameter in self.weights().values():
-            parameter.requires_grad_(True)
-
     def recompute_layers(self) -> None:
         """Gradient checkpointing by layer; transformers' own needs training mode, which enables dropout."""
         for layer in self.layers:
@@ -159,10 +147,8 @@ class Critic(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, rows, hidden: Tensor) -> Tensor:
-        """Values in units of reward, of the states in which `rows`, a `Rollout`, chose their tokens.
-
-        hidden: the policy's hidden states there: (B, T, H) in an update, which gives (B, T), or (N, H) of the
-        N real tokens in a rollout, which gives (N,).
+        """Values, in units of reward, of the states in which `rows`, a `Rollout`, chose their tokens; hidden:
+        the policy's hidden states, (B, T, H) in an update, (N, H) of the real tokens in a rollout.
         """
         return self.linear(hidden.float()).squeeze(-1)
 

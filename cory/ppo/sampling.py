@@ -36,9 +36,7 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
 
 # --- sampling ---
 def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
-    """(token ids, mask), each (B, P), padded on the left with EOS. Raises `UserError` for a prompt that is
-    empty, that leaves the response no room in the model's context, or that has a token without an embedding.
-    """
+    """(token ids, mask), each (B, P), padded on the left with EOS."""
     rows, context = model.encode(prompts), model.context_length or 10**9
     embeddings = model.lm.get_input_embeddings().weight.shape[0]
     for text, row in zip(prompts, rows, strict=True):
@@ -55,8 +53,8 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
 
 
 def decode(model: LanguageModel, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> list[str]:
-    """What the model wrote after each prompt, without special tokens: all that rewards and the other agent
-    see. Decoded together with the prompt, since some tokenizers drop the space that a text begins with.
+    """What the model wrote after each prompt, without special tokens. Decoded together with the prompt, since
+    some tokenizers drop the space that a text begins with.
     """
     def texts(rows: list[list[int]]) -> list[str]:
         return model.tokenizer.batch_decode(rows, skip_special_tokens=True,
@@ -70,8 +68,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row by inverse-transform sampling, and its log-probability. The token is the first v with
     `sum_{u <= v} p_u > uniform * sum_u p_u`.
 
-    It depends on its row's number alone, whichever rows are computed alongside it. Its probability is
-    never 0. Float64, because float32 would miss the many tokens with p below 6e-8. To draw from another
+    In float64, because float32 would miss the many tokens with p below 6e-8. To draw from another
     distribution, put its log-probabilities in place of logp_BV: `sampling_gap` shows the difference.
     """
     p_BV = logp_BV.softmax(-1)              # softmax(log p) = p

@@ -22,14 +22,13 @@ from cory.ppo.rollout import Rollout, by_length, lm_head_tokens, take
 
 
 def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
-    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes over the rollout.
-
-    Returns metrics; those of `losses` are means over the tokens of all epochs, measured before each optimizer
-    step. Raises `UserError` before a gradient that is not finite reaches a parameter.
+    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes over the rollout. Returns metrics,
+    those of `losses` as means over the tokens of all epochs, measured before each optimizer step.
     """
     cfg, rng = agent.cfg, agent.generator()
     rollout = with_advantages(rollout, score_B, agent)
-    sums, counts, grad_norms = defaultdict(float), defaultdict(float), []
+    zero = torch.zeros((), dtype=torch.float64, device=agent.policy.device)
+    sums, counts, grad_norms = defaultdict(lambda: zero), defaultdict(lambda: zero), []
     for _ in range(cfg.num_ppo_epochs):
         for batch in mini_batches(rollout, agent, rng):
             # what the loss is divided by: the real tokens of the optimizer step, in all processes
@@ -37,7 +36,8 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
             for rows in batch:
                 add_gradient(agent, rows, divisor, sums, counts)
             grad_norms.append(apply_gradient(agent))
-    metrics = {name: (processes().sum(sums[name]) / processes().sum(counts[name])).item() for name in sums}
+    names = sorted({*processes().gather([*sums])})
+    metrics = {name: (processes().sum(sums[name]) / processes().sum(counts[name])).item() for name in names}
     own = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "grad_norm": fmean(grad_norms),
            "learning_rate": agent.optimizer.param_groups[0]["lr"]}
     if rollout.value_BT is not None:
