@@ -17,8 +17,6 @@ from cory.config import Config
 from cory.distributed import processes
 from cory.errors import short_name
 
-say_once = cache(tqdm.write)
-
 
 # --- files ---
 def write_text(path: Path, text: str) -> None:
@@ -45,6 +43,7 @@ class Logger(AbstractContextManager):
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, done: int, wandb_id: str):
         self.agents, self.wandb, self.wandb_id = agents, None, wandb_id
+        self.say_once = cache(tqdm.write)
         self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
         if not processes().is_main:
             return
@@ -75,7 +74,7 @@ class Logger(AbstractContextManager):
                  for title, name in (("reward", "task_reward"), ("KL", "kl_full"))}
         gap = max(row.get(f"sampling_gap/{agent}", 0) for agent in self.agents)
         if gap > self.rounding:
-            shown["SAMPLING GAP"] = f"{gap:.2g}: responses are not the trained policy's"
+            self.say_once("sampling_gap is more than rounding: responses are not the trained policy's")
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
 
@@ -119,7 +118,7 @@ class Logger(AbstractContextManager):
             return call(*args, **named)
         except Exception as error:
             reason = textwrap.shorten(str(error), 200)
-            say_once(f"W&B: {reason}; the run goes on{self.upload}")
+            self.say_once(f"W&B: {reason}; the run goes on{self.upload}")
 
     def send_row(self, row: dict[str, float]) -> None:
         """Sends each metric, its mean over agents, and with each evaluation the bases' values."""

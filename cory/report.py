@@ -33,22 +33,20 @@ KINDS = {"training": {"linewidth": 1.2, "alpha": 0.6},
 
 def group_of(config: dict, who: str, by: Sequence[str] = ()) -> str:
     """What runs share that differ only in their seed: `CORY LLM2, learning_rate 0.001`, `base`."""
-    name = who if who in config["agents"].values() else f"{short_name(config['method'])} {who}".upper()
+    name = who if who in config["agents"].values() else f"{config['method']} {who}".upper()
     return ", ".join([name, *(f"{setting} {config[setting]}" for setting in by)])
 
 
 # --- tables ---
 def held_out_parts(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """{base: metrics, agent: ..., "base_team": ..., "team": ...} of metrics.jsonl: bases and base_team from
-    iteration 0, the others from the last evaluation.
-    """
+    """{base: metrics, agent: ..., "base_team": ..., "team": ...}: the last in metrics.jsonl of each."""
     parts = {}
     for row in rows:
         of_row = defaultdict(dict)
         for key, value in row.items():
             if key.startswith("eval_"):
                 name, _, who = key.removeprefix("eval_").rpartition("/")
-                of_row["base_team" if who == "team" and row["iteration"] == 0 else who][name] = value
+                of_row[who][name] = value
         parts |= of_row
     return parts
 
@@ -77,7 +75,8 @@ def read_curves(run_dir: Path, by: Sequence[str] = ()) -> pd.DataFrame:
     curves = curves.join(curves.variable.str.extract(KEY).fillna({"kind": "training", "who": "team"}))
     curves.metric = curves.metric.replace({"kl_full": "kl", "kl_k1": "kl"})
     curves["group"] = [group_of(config, who, by) for who in curves.who]
-    curves["run"], curves["is_base"] = str(run_dir), curves.who.isin(config["agents"].values())
+    bases = [*config["agents"].values(), "base_team"]
+    curves["run"], curves["is_base"] = str(run_dir), curves.who.isin(bases)
     return curves[~curves.metric.isin(WITHOUT_PANEL)]
 
 

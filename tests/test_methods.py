@@ -166,8 +166,8 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(flags, tm
     Own.of_llm2["model"] = str(save_llama(tmp_path / "llama"))
     whole = run(flags, tmp_path / "whole", "--method", "test_methods:Own", "--iterations", 2,
                 "--eval_every", 1, "--role_exchange_every", 1)
-    held_out, first, again, second, end = Own.asked
-    assert held_out == again == end and held_out not in (first, second)
+    of_bases, held_out, first, again, second, end = Own.asked
+    assert of_bases == held_out == again == end and held_out not in (first, second)
     part = stopped(whole, tmp_path / "part")
     train_imdb.main(["--resume", "--run_dir", str(part)])
     require_same_runs(whole, part)

@@ -21,7 +21,7 @@ def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
               "agents": {"llm1": "base", "llm2": "base_llm2"}, "task": "imdb", "method": "cory", "seed": 0,
               "preset": "tiny", "gamma": 1.0, "learning_rate": 0.1} | changes
     first = {"base": held_out(base), "base_llm2": held_out(0.01), "llm1": held_out(0.5),
-             "llm2": held_out(0.01), "team": {"copies": 0.1}}
+             "llm2": held_out(0.01), "team": {"copies": 0.1}, "base_team": {"copies": 0.1}}
     last = {"llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
     rows = [{"iteration": i, "role/llm1": 0, "kl_full/llm1": i / 3, "kl_full/llm2": 2.0, "spread": 0.1 * i,
              "seconds": 1.0, "broken": float("nan")} for i in range(1, 13)]
@@ -57,7 +57,8 @@ def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_and_the_tea
     assert [y for _, y in smooth] == pytest.approx([0.5, *each[1:-1], 23 / 6])      # means of three, or two
     # what the method measures is the team's, and not the first agent's
     assert lines_of(figure, "copies", "CORY TEAM") == [[[0, 0.1], [12, 0.3]]]
-    assert lines_of(figure, "copies", "CORY LLM1") == lines_of(figure, "copies", "base") == []
+    assert lines_of(figure, "copies", "CORY LLM1") == []
+    assert lines_of(figure, "copies", "base") == [[[0, 0.1], [1, 0.1]]]         # across the panel
 
 
 @pytest.mark.parametrize("eta", [0.1, 0.2])
@@ -71,7 +72,7 @@ def test_what_is_trained_on_has_a_panel_and_an_eta_that_moves(eta, tmp_path):
 
 
 def test_held_out_parts_are_of_the_last_evaluation_alone():
-    first = {"iteration": 0, "eval_x/base": 0, "eval_x/llm1": 0, "eval_x/team": 0}
+    first = {"iteration": 0, "eval_x/base": 0, "eval_x/llm1": 0, "eval_x/base_team": 0, "eval_x/team": 0}
     rows = [first, {"iteration": 1, "eval_y/team": 1}, {"iteration": 2, "eval_x/llm1": 2, "eval_x/team": 2}]
     assert report.held_out_parts(rows) == {
         "base": {"x": 0}, "llm1": {"x": 2}, "base_team": {"x": 0}, "team": {"x": 2}}
