@@ -87,6 +87,12 @@ def test_agents_start_as_copies_with_a_critic_that_says_0(small):
     assert not any(p.requires_grad for p in base.parameters())
 
 
+def test_the_first_weights_of_a_critic_of_ones_own_depend_on_seed_and_agent_alone(monkeypatch):
+    monkeypatch.setattr("cory.ppo.agent.Critic", lambda base: torch.nn.Linear(7, 1))
+    one, again, other = (agent_of(bigram(), seed=seed).critic.weight for seed in (0, 0, 1))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+
+
 # --- dropout and memory ---
 def opt() -> LanguageModel:
     """Its layers draw their dropout themselves."""

@@ -23,16 +23,15 @@ class Agent:
 
     def __init__(self, name: str, base: LanguageModel, cfg: Config, index: int):
         self.name, self.cfg, self.index, self.base = name, cfg, index, base
-        self.draws, adapter = 0, None
-        if cfg.lora_rank:
-            adapter_seed = int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0])
-            adapter = Lora.new(base.lm, name, cfg, adapter_seed)
-        self.policy = base.policy(adapter)
+        self.draws = 0
+        with torch.random.fork_rng(devices=[]):         # initial weights depend on run seed and agent alone
+            torch.manual_seed(int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0]))
+            self.policy = base.policy(Lora.new(base.lm, name, cfg) if cfg.lora_rank else None)
+            self.critic = Critic(base) if find_estimator(cfg).critic else None
         if cfg.gradient_checkpointing:
             self.policy.recompute_layers()
         for parameter in self.policy.weights().values():
             parameter.requires_grad_(True)
-        self.critic = Critic(base) if find_estimator(cfg).critic else None
         if cfg.shard and not cfg.lora_rank:         # with LoRA the base is sharded, and adapters stay whole
             shard(self.policy, cfg)
         self.reset()

@@ -8,7 +8,6 @@ import re
 import warnings
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from cory.config import Config
@@ -21,15 +20,14 @@ class Lora:
         self.lm, self.name = lm, name
 
     @classmethod
-    def new(cls, lm: nn.Module, name: str, cfg: Config, seed: int) -> "Lora":
-        """Puts a new adapter on the model's linear layers, in place, in float32; A is drawn with `seed`."""
+    def new(cls, lm: nn.Module, name: str, cfg: Config) -> "Lora":
+        """Puts a new adapter on the model's linear layers, in place, in float32; A is random."""
         # here: the import takes 2 s and 100 MiB
         from peft import LoraConfig
 
         settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
                               target_modules="all-linear", lora_dropout=0.0)
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
-            torch.default_generator.manual_seed(seed)
+        with warnings.catch_warnings(action="ignore"):
             lm.add_adapter(settings, name)
         adapter = cls(lm, name)
         for parameter in adapter.weights().values():

@@ -136,7 +136,7 @@ class Critic(nn.Module):
     also reaches the transformer. It starts at 0 (the paper does not say).
 
     Another critic is a module with this `forward`, named in its place in `cory.ppo.agent`. `base` is frozen,
-    and has the adapters of all agents: a critic that has a transformer loads one of its own.
+    and has the adapters of all agents: a critic that has a transformer loads one of its own, in float32.
     """
 
     def __init__(self, base: LanguageModel):
