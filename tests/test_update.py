@@ -3,7 +3,6 @@ import copy
 from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from cory.ppo.lora import activate
 from cory.ppo.rollout import by_length, take
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import losses, ppo_update, with_advantages
-from cory.train import Cory, Ppo
 
 SCORE = torch.arange(8.0)
 
@@ -96,7 +94,7 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, in_
     base.temperature = CASES[case].get("temperature", 1.0)
     agent = agent_of(base, num_ppo_epochs=2, learning_rate=0.01, **CASES[case])
     rollout = collect_rollout(moved(agent), PROMPTS, 12)
-    assert len(set(rollout.mask_BT.sum(1).tolist())) > 3
+    assert len(set(rollout.mask_BT.sum(1).tolist())) > 3 and rollout.sampling_gap < 1e-9
     junk = {"prompt_BP": rollout.prompt_BP.where(rollout.prompt_mask_BP == 1, 3),
             "response_BT": rollout.response_BT.where(rollout.mask_BT == 1, 2)}
     for name in {"logp_BT", "ref_logp_BT", "kl_BT", "value_BT"} & rollout.tensors().keys():
@@ -133,23 +131,15 @@ def test_passes_hold_rows_of_like_length_and_few_tokens(monkeypatch):
     assert lengths == [[2, 2, 5], [5, 5, 5], [15], [15], [40]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_first_ratio_is_1(dtype):
-    """But for rounding, though the config has dropout. In bfloat16 and other mini-batches k3 is below
-    0.01^2 / 2. The critic's values are the rollout's.
-    """
+def test_in_bfloat16_the_first_ratio_is_1_but_for_rounding():
+    """In other mini-batches than the rollout's, too: k3 is below 0.01^2 / 2."""
     base = tiny_gpt2()
-    base.dtype = dtype
+    base.dtype = "bfloat16"
     agent = moved(agent_of(base, num_ppo_epochs=1))
     rollout = collect_rollout(agent, PROMPTS, 12)
-    if dtype == "bfloat16":
-        agent.cfg = replace(agent.cfg, mini_batch_size=2, gradient_accumulation_steps=4)
-    judged = with_advantages(rollout, SCORE, agent)
-    error_N = (judged.value_BT - judged.return_BT)[rollout.mask_BT == 1]
+    agent.cfg = replace(agent.cfg, mini_batch_size=2, gradient_accumulation_steps=4)
     metrics = ppo_update(agent, rollout, SCORE)
-    assert abs(metrics["approx_kl"]) < (1e-6 if dtype == "float32" else 5e-5)
-    assert metrics["clip_fraction"] == 0
-    assert metrics["value_loss"] == pytest.approx((error_N**2).mean().item() / 2, rel=0.01)
+    assert abs(metrics["approx_kl"]) < 5e-5 and metrics["clip_fraction"] == 0
 
 
 # --- the step ---
@@ -172,12 +162,11 @@ def test_learning_rates_are_those_of_the_schedule(name, factors):
         assert rates == pytest.approx({False: 0.1 * factor, True: 0.2 * factor}, rel=1e-5)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_with_lora_another_models_pass_before_the_backward_pass_loses_no_gradient(checkpointing, monkeypatch):
-    """The base and another agent are asked inside the losses."""
+def test_with_lora_another_models_pass_before_the_backward_pass_loses_no_gradient(monkeypatch):
+    """The base and another agent are asked inside the losses, and layers are recomputed after that."""
     found = []
     for asks in (False, True):
-        cfg, base = settings(lora_rank=2, gradient_checkpointing=checkpointing), tiny_gpt2()
+        cfg, base = settings(lora_rank=2, gradient_checkpointing=True), tiny_gpt2()
         agent, other = (moved(Agent(name, base, cfg, i)) for i, name in enumerate(("llm1", "llm2")))
         rollout = collect_rollout(moved(agent), PROMPTS, 6)
 
@@ -220,52 +209,6 @@ def test_a_metric_with_a_mask_is_the_mean_over_its_real_tokens(monkeypatch):
     assert 0 < real[:, 0].sum() < 8
     kl = rollout.kl_BT[:, 4:][real].mean().item()
     assert ppo_update(agent, rollout, SCORE)["late_kl"] == pytest.approx(1 + kl)
-
-
-# --- what an agent is trained on ---
-def played(method_class, **changes) -> list:
-    """The steps of the training loop on a task whose reward is the length of a response."""
-    cfg = settings(**changes)
-    agents = [moved(Agent(name, bigram(), cfg, i)) for i, name in enumerate(method_class.agents)]
-    task = Mock(pioneer_prompts=list)
-    task.batch.return_value = ["a", "b"] * 4, 3
-    task.observer_prompts.side_effect = lambda queries, shown: [q + s for q, s in zip(queries, shown)]
-    task.reward.side_effect = lambda queries, texts: torch.tensor([float(len(text)) for text in texts])
-    if cfg.share_weights:
-        agents = agents[:1] * 2
-    run = Mock(done=0, agents=[*dict.fromkeys(agents)], roles=agents)
-    method_class(cfg, task).train(run)
-    return [step for call in run.log.call_args_list for step in call.args[2]]
-
-
-def test_an_agent_trains_on_its_own_reward_and_its_share_of_its_partners():
-    first, second = played(Cory, partner_reward=0.5, iterations=1)
-    r1, r2 = (step.reward_B.mean().item() for step in (first, second))
-    assert r1 != r2
-    assert first.update["score"] == pytest.approx(r1 + r2 / 2)
-    assert second.update["score"] == pytest.approx(r2 + r1 / 2)
-    (alone,) = played(Ppo, iterations=1)
-    assert alone.update["score"] == pytest.approx(alone.reward_B.mean().item())
-
-
-CONTROLLED = []                                             # (agent, its KL) of each call
-
-
-def one_more(agent, kl_N):
-    CONTROLLED.append((agent.name, kl_N))
-    return agent.kl_coef + 1
-
-
-@pytest.mark.parametrize("share_weights, names", [(False, ["llm1", "llm2"] * 2), (True, ["llm1"] * 2)])
-def test_a_controller_of_ones_own_is_called_once_an_agent_and_iteration(share_weights, names):
-    """On the KL of all responses, of both roles where one agent plays them; after both updates."""
-    CONTROLLED.clear()
-    steps = played(Cory, kl_controller="test_update:one_more", iterations=2, share_weights=share_weights,
-                   role_exchange_every=0)
-    assert [step.update["kl_coef"] for step in steps] == [0.3, 0.3, 1.3, 1.3]
-    assert [name for name, _ in CONTROLLED] == names
-    kl = torch.cat([step.rollout.kl_B for step in steps])
-    assert torch.equal(torch.cat([kl_N for _, kl_N in CONTROLLED]), kl)
 
 
 def test_a_critic_that_would_never_be_trained_is_refused(monkeypatch):
