@@ -1,7 +1,7 @@
 """Each estimator against arithmetic done by hand; the bandit; and estimators of one's own."""
 import pytest
 import torch
-from toys import agent_of, bigram, close, generator, moved
+from toys import agent_of, bigram, close, moved
 
 from cory.errors import UserError
 from cory.ppo import formulas
@@ -51,39 +51,18 @@ def test_grpo_of_equal_returns_is_0():
 
 
 # --- the bandit ---
-GROUPS = dict(responses_per_query=4)
-FLAGS = [dict(), dict(advantage="reinforce"), dict(advantage="rloo", **GROUPS),
-         dict(advantage="dr_grpo", **GROUPS), dict(advantage="grpo", kl_in="loss", **GROUPS),
-         dict(lr_schedule="cosine"), dict(lr_schedule="linear")]
-
-
-@pytest.mark.parametrize("changes", FLAGS, ids=str)
+@pytest.mark.parametrize("changes", [
+    dict(), dict(advantage="grpo", kl_in="loss", responses_per_query=4)], ids=str)
 def test_reward_rises_on_a_one_step_bandit(changes):
-    agent = agent_of(bigram(torch.zeros(7, 7)), batch_size=64, mini_batch_size=64, init_kl_coef=0.0,
-                     iterations=15, **changes)
+    sizes = dict(batch_size=64, mini_batch_size=64, init_kl_coef=0.0)
+    agent = agent_of(bigram(torch.zeros(7, 7)), **sizes, **changes)
     rewards = []
-    for iteration in range(1, 16):
-        agent.set_learning_rate(iteration)
+    for _ in range(15):
         rollout = collect_rollout(agent, ["a"] * 64, 1)
         score_B = (rollout.response_BT[:, 0] == 2).float()
         rewards.append(score_B.mean().item())
         ppo_update(agent, rollout, score_B)
-    assert rewards[0] < 0.35 and rewards[-1] > (0.6 if "lr_schedule" in changes else 0.85), rewards
-
-
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_without_reward_and_with_a_large_eta_the_policy_returns_to_the_reference(kl_in):
-    agent = agent_of(bigram(torch.zeros(7, 7)), batch_size=64, mini_batch_size=64, init_kl_coef=5.0,
-                     kl_penalty="k1", learning_rate=0.03, kl_in=kl_in)
-    agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=generator(3))
-    kl = []
-    for _ in range(25):
-        rollout = collect_rollout(agent, ["a"] * 64, 1)
-        p = agent.policy.lm.head.weight[:, 0].log_softmax(0)
-        kl.append((p.exp() * (p + torch.tensor(7.0).log())).sum().item())
-        metrics = ppo_update(agent, rollout, torch.zeros(64))
-    assert kl[0] > 0.2 and kl[-1] < 0.1 * kl[0], kl
-    assert ("kl_loss" in metrics) == (kl_in == "loss")
+    assert rewards[0] < 0.35 and rewards[-1] > 0.85, rewards
 
 
 # --- one's own ---

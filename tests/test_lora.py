@@ -61,17 +61,6 @@ def test_a_step_moves_the_adapter_and_the_critic_and_nothing_else(folder):
         assert all(torch.equal(logits_of(model), expected) for model, expected in order)
 
 
-def test_adapters_are_drawn_by_agent_and_seed_alone(folder):
-    def drawn(seed: int, index: int) -> torch.Tensor:
-        torch.manual_seed(seed + index)
-        weights = two_agents(folder, seed=seed)[1][index].trainable_parameters()
-        return next(p for name, p in weights.items() if "lora_A" in name)
-
-    one = drawn(seed=0, index=0)
-    assert torch.equal(one, drawn(0, 0))
-    assert not torch.equal(one, drawn(0, 1)) and not torch.equal(one, drawn(1, 0))
-
-
 def dequantize(lm, low) -> None:
     """Gives a model in float32 the weights that another one has in 4 bits. GPT-2's own are transposed."""
     from bitsandbytes.functional import dequantize_4bit

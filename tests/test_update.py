@@ -134,7 +134,7 @@ def test_passes_hold_rows_of_like_length_and_few_tokens(monkeypatch):
 def test_in_bfloat16_the_first_ratio_is_1_but_for_rounding():
     """In other mini-batches than the rollout's, too: k3 is below 0.01^2 / 2."""
     base = tiny_gpt2()
-    base.dtype = "bfloat16"
+    base.dtype, base.temperature = "bfloat16", 0.5
     agent = moved(agent_of(base, num_ppo_epochs=1))
     rollout = collect_rollout(agent, PROMPTS, 12)
     agent.cfg = replace(agent.cfg, mini_batch_size=2, gradient_accumulation_steps=4)
