@@ -1,4 +1,4 @@
-"""Each estimator against arithmetic done by hand; the bandit; and estimators of one's own."""
+"""Each estimator against arithmetic done by hand; and estimators of one's own."""
 import pytest
 import torch
 from toys import agent_of, bigram, close, moved
@@ -48,21 +48,6 @@ def test_grpo_of_equal_returns_is_0():
     """Also where their float mean misses them by an ulp."""
     for value, k in ((7.0, 4), (1.3, 8), (-0.1, 8)):
         assert grpo(torch.full((k, 1), value), torch.ones(k, 1), k).abs().max() == 0
-
-
-# --- the bandit ---
-@pytest.mark.parametrize("changes", [
-    dict(), dict(advantage="grpo", kl_in="loss", responses_per_query=4)], ids=str)
-def test_reward_rises_on_a_one_step_bandit(changes):
-    sizes = dict(batch_size=64, mini_batch_size=64, init_kl_coef=0.0)
-    agent = agent_of(bigram(torch.zeros(7, 7)), **sizes, **changes)
-    rewards = []
-    for _ in range(15):
-        rollout = collect_rollout(agent, ["a"] * 64, 1)
-        score_B = (rollout.response_BT[:, 0] == 2).float()
-        rewards.append(score_B.mean().item())
-        ppo_update(agent, rollout, score_B)
-    assert rewards[0] < 0.35 and rewards[-1] > 0.85, rewards
 
 
 # --- one's own ---

@@ -39,6 +39,12 @@ def logits_of(model: LanguageModel) -> torch.Tensor:
         return model(*encode_prompts(model, PROMPTS, 6))
 
 
+def require_same_logits(lm, agent: Agent) -> None:
+    ids = torch.arange(20)[None]
+    expected = agent.policy(ids, torch.ones_like(ids))
+    torch.testing.assert_close(lm.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_step_moves_the_adapter_and_the_critic_and_nothing_else(folder):
     """All are one model and start alike, exactly. Each computes its own function, whatever ran before."""
     base, (one, two) = two_agents(folder)
@@ -80,11 +86,9 @@ def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
         ref.write_text(revision)
     _, (agent, _) = two_agents("some/model@v1", model="some/model@v1")
     save_final(tmp_path, [moved(agent)])
-    final, ids = tmp_path / "final" / "llm1", torch.arange(20)[None]
-    expected = agent.policy(ids, torch.ones_like(ids))
-    for lm in (AutoPeftModelForCausalLM.from_pretrained(final),
-               AutoModelForCausalLM.from_pretrained(final, revision="v1")):
-        torch.testing.assert_close(lm.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    final = tmp_path / "final" / "llm1"
+    require_same_logits(AutoPeftModelForCausalLM.from_pretrained(final), agent)
+    require_same_logits(AutoModelForCausalLM.from_pretrained(final, revision="v1"), agent)
 
 
 @pytest.mark.parametrize("rounded", [dict(dtype="bfloat16"), dict(load_in_4bit=True)], ids=str)
@@ -117,10 +121,9 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     _, agents = two_agents("lm")
     save_final(tmp_path, [moved(agent) for agent in agents])
     monkeypatch.chdir("/")
-    final, ids = tmp_path / "final" / "llm1", torch.arange(20)[None]
-    plain = AutoModelForCausalLM.from_pretrained(final).eval()
-    expected = agents[0].policy(ids, torch.ones_like(ids))
-    torch.testing.assert_close(plain(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    final = tmp_path / "final" / "llm1"
+    plain = AutoModelForCausalLM.from_pretrained(final)
+    require_same_logits(plain, agents[0])
     rules = read(final / "adapter_config.json")
     assert rules["lora_alpha"] == 2 * rules["r"] == 8
     plain.generation_config = GenerationConfig.from_pretrained(final)

@@ -65,10 +65,9 @@ def test_metrics_stand_under_their_agent_and_texts_under_their_role(whole):
         assert row["query"] in row["observer_prompt"] and row["pioneer"] in row["observer_prompt"]
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_as_many_exchanges_as_agents_are_the_identity_bit_for_bit(n, monkeypatch):
+def test_as_many_exchanges_as_agents_are_the_identity_bit_for_bit(monkeypatch):
     """The loop with exchanges, its rollouts and updates taken out: all state stays with its agent."""
-    team = [Agent(f"llm{i}", bigram(seed=i), settings(), i) for i in range(n)]
+    team = [Agent(f"llm{i}", bigram(seed=i), settings(), i) for i in range(4)]
     for i, agent in enumerate(team):
         sum(p.sum() for p in agent.policy.parameters()).backward()      # gives Adam moments to lose
         agent.optimizer.step()
@@ -83,10 +82,10 @@ def test_as_many_exchanges_as_agents_are_the_identity_bit_for_bit(n, monkeypatch
                         played.append([step.agent.name for step in steps]))
     monkeypatch.setattr(train, "collect_rollout", lambda *_, **__: MagicMock(kl_B=torch.ones(1)))
     monkeypatch.setattr(train, "ppo_update", lambda *_: {})
-    monkeypatch.setattr(Cory, "roles", tuple(range(n)))
-    Cory(settings(role_exchange_every=1, iterations=n), task).train(the_run)
+    monkeypatch.setattr(Cory, "roles", tuple(range(4)))
+    Cory(settings(role_exchange_every=1, iterations=4), task).train(the_run)
     names = [agent.name for agent in team]
-    assert played == [names[i:] + names[:i] for i in range(n)] and the_run.roles == team
+    assert played == [names[i:] + names[:i] for i in range(4)] and the_run.roles == team
     torch.testing.assert_close(state(), before, rtol=0, atol=0)
 
 
@@ -193,9 +192,7 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(flags, tm
 
 @pytest.mark.parametrize("of_llm2, says", [
     ({"temperature": 2.0}, "temperature is 2.0: is llm2's alone; in this setting agents cannot differ"),
-    ({"lora_rank": 2}, "lora_rank is 2: all agents train adapters on frozen bases, or all train full copies"),
-    ({"advantage": "builtins:abs"}, "does not say whether it has a critic"),
-    ({"advantage": "rloo"}, "rloo compares the responses to a query")])
+    ({"lora_rank": 2}, "lora_rank is 2: all agents train adapters on frozen bases, or all")])
 def test_agents_that_cannot_train_together_are_refused(of_llm2, says, flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Own, "of_llm2", of_llm2)
     words = [*flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
@@ -220,17 +217,26 @@ TASK = SimpleNamespace(
     reward=lambda queries, texts: torch.tensor([REWARD[text] for text in texts]))
 
 
-@pytest.mark.parametrize("knowledge_transfer, said, expected", [
+class Three(Cory):
+    agents, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
+
+
+OF_QUERIES = {f"q{i}:": "good" for i in range(1, 5)}
+
+
+@pytest.mark.parametrize("method, knowledge_transfer, said, expected", [
     # means: 0.5 and 1.25; the scores count half of the partner's. copies: q2 alone.
     # The pioneer is better than its mean at q2, q3: (1 + 0) / 2; worse at q1, q4: (3 + 1) / 2
-    (True, {"q1:": "bad", "q2:": "good", "q3:": "good", "q4:": "bad",
-            "q1 bad:": "best", "q2 good:": " good", "q3 good:": "bad", "q4 bad:": "good"},
+    (Cory, True, {"q1:": "bad", "q2:": "good", "q3:": "good", "q4:": "bad",
+                  "q1 bad:": "best", "q2 good:": " good", "q3 good:": "bad", "q4 bad:": "good"},
      {"score": (1.125 + 1.5) / 2, "observer_copies": 0.25, "observer_after_better": 0.5,
       "observer_after_worse": 2.0}),
     # it reads the query alone, and equal rewards have no sides
-    (False, {f"q{i}:": "good" for i in range(1, 5)},
-     {"score": 1.5, "observer_copies": 1.0})])
-def test_the_team_is_measured_by_hand(knowledge_transfer, said, expected, monkeypatch):
+    (Cory, False, OF_QUERIES, {"score": 1.5, "observer_copies": 1.0}),
+    # the last copies the second, not the first: rewards 1, 0, 0 and scores 1, 1/2, 1/2
+    (Three, True, OF_QUERIES | {f"q{i} {text}:": "bad" for i in range(1, 5) for text in ("good", "bad")},
+     {"score": 2 / 3, "observer_copies": 1.0})])
+def test_the_team_is_measured_by_hand(method, knowledge_transfer, said, expected, monkeypatch):
     asked = []
 
     def responses(model, prompts, length, seed):
@@ -239,20 +245,9 @@ def test_the_team_is_measured_by_hand(knowledge_transfer, said, expected, monkey
 
     monkeypatch.setattr(train, "sample_responses", responses)
     cfg = settings(knowledge_transfer=knowledge_transfer, partner_reward=0.5)
-    assert Cory(cfg, TASK).team_metrics(["pioneer", "observer"]) == expected
-    assert asked == [("pioneer", 1), ("observer", 2)]       # with one seed, like agents would agree by chance
-
-
-class Three(Cory):
-    agents, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
-
-
-def test_in_a_chain_the_last_is_compared_with_the_one_that_it_reads(monkeypatch):
-    said = {f"q{i}:": "bad" for i in range(1, 5)} | {f"q{i} bad:": "good" for i in range(1, 5)}
-    said |= {f"q{i} good:": "good" for i in range(1, 5)}
-    monkeypatch.setattr(train, "sample_responses", lambda model, prompts, length, seed: SimpleNamespace(
-        text=[said[prompt] for prompt in prompts]))
-    assert Three(settings(), TASK).team_metrics([None] * 3) == {"score": 2.0, "observer_copies": 1.0}
+    assert method(cfg, TASK).team_metrics(method.roles) == pytest.approx(expected)
+    # with one seed, like agents would agree by chance
+    assert asked == [(role, seed) for seed, role in enumerate(method.roles, start=1)]
 
 
 class Twice(Cory):

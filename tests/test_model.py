@@ -55,10 +55,11 @@ def test_the_context_is_what_the_config_says(config, length):
 
 # --- agents and their critic ---
 def test_agents_start_as_copies_with_a_critic_that_says_0(small):
-    base = load(small)
+    base = load(small, temperature=0.5)
     one, two = (Agent(name, base, settings(), i) for i, name in enumerate(("llm1", "llm2")))
     for (name, p), q in zip(one.policy.named_parameters(), two.policy.parameters(), strict=True):
         assert torch.equal(p, q) and p.data_ptr() != q.data_ptr() and p.requires_grad, name
+    assert one.policy.temperature == 0.5
     values = one.critic(None, torch.randn(2, 3, 32).bfloat16())
     assert values.dtype == torch.float32 and values.shape == (2, 3) and (values == 0).all()
     assert not any(p.requires_grad for p in base.parameters())
