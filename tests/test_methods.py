@@ -233,9 +233,9 @@ OF_QUERIES = {f"q{i}:": "good" for i in range(1, 5)}
       "observer_after_worse": 2.0}),
     # it reads the query alone, and equal rewards have no sides
     (Cory, False, OF_QUERIES, {"score": 1.5, "observer_copies": 1.0}),
-    # the last copies the second, not the first: rewards 1, 0, 0 and scores 1, 1/2, 1/2
-    (Three, True, OF_QUERIES | {f"q{i} {text}:": "bad" for i in range(1, 5) for text in ("good", "bad")},
-     {"score": 2 / 3, "observer_copies": 1.0})])
+    # the last reads the second alone, and is compared with it: rewards 1, 0, 1 and scores 1.5, 1, 1.5
+    (Three, True, OF_QUERIES | {f"q{i} good:": "bad" for i in range(1, 5)}
+     | {f"q{i} bad:": "good" for i in range(1, 5)}, {"score": 4 / 3, "observer_copies": 0.0})])
 def test_the_team_is_measured_by_hand(method, knowledge_transfer, said, expected, monkeypatch):
     asked = []
 
