@@ -79,13 +79,10 @@ def test_help_has_every_flag_with_the_presets_own_default(capsys):
 
 BAD = [                                 # one of each kind
     ("--learning_rat 1", "unrecognized arguments: --learning_rat 1"),
-    ("--learning_rate x", "--learning_rate: invalid float value: 'x'"),
-    ("--kl_in rewards", "--kl_in: invalid choice"), ("--preset huge", "--preset: invalid choice: 'huge'"),
     ("--knowledge_transfer maybe", "invalid true_or_false value: 'maybe'"),
     ("--resume", "--resume needs --run_dir"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run"),
     ("--method grpo", "method is 'grpo': choose from ppo, cory, or name your own"),
-    ("--learning_rate nan", "must be above 0"), ("--cliprange 0", "must be above 0"),
-    ("--gamma 1.1", "must be 1 or less"),
+    ("--learning_rate nan", "must be above 0"), ("--gamma 1.1", "must be 1 or less"),
     # sizes
     ("--batch_size 100 --mini_batch_size 32", "batch_size is 100: must be a multiple"),
     ("--responses_per_query 3", "must divide batch_size"),

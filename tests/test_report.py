@@ -71,13 +71,6 @@ def test_what_is_trained_on_has_a_panel_and_an_eta_that_moves(eta, tmp_path):
     assert "score: what is trained on" in titles and ("KL coefficient eta" in titles) == (eta != 0.1)
 
 
-def test_held_out_parts_are_of_the_last_evaluation_alone():
-    first = {"iteration": 0, "eval_x/base": 0, "eval_x/llm1": 0, "eval_x/base_team": 0, "eval_x/team": 0}
-    rows = [first, {"iteration": 1, "eval_y/team": 1}, {"iteration": 2, "eval_x/llm1": 2, "eval_x/team": 2}]
-    assert report.held_out_parts(rows) == {
-        "base": {"x": 0}, "llm1": {"x": 2}, "base_team": {"x": 0}, "team": {"x": 2}}
-
-
 def test_a_table_has_means_and_sample_std_and_a_dash_where_a_run_has_no_value():
     """Of 1 and 2: 1.5 and 1 / sqrt(2)."""
     one = {"task_reward": 0.126, "kl": 0.0}
