@@ -1,21 +1,20 @@
 """Settings and the command line: the paper's tables, flags over presets and over a resumed run, what may not
-stand together or has no effect, agents' own settings, names of code.
+stand together or has no effect, settings of one's own, names of code.
 """
 import json
 import re
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
-from toys import error_line, read, settings
+from toys import error_line, read
 
 import train_gsm8k
 import train_imdb
 from cory import config
 from cory.config import IMDB_PRESETS, Gsm8kConfig, ImdbConfig, config_json, load_config, parse
 from cory.errors import UserError, exit_on_user_error, find
-from cory.run import base_names, require_agents
 from cory.train import Cory
 
 # Tables of the paper; PPO and CORY alike.
@@ -163,22 +162,6 @@ def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
     del older["bonus"]                                  # a setting that was added since has its default
     (tmp_path / "config.json").write_text(json.dumps(older))
     assert load_config(tmp_path).bonus == 0.0
-
-
-@pytest.mark.parametrize("changes, says", [
-    ({"model": "n", "learning_rate": 1.0, "advantage": "reinforce", "kl_in": "loss"}, ""),
-    ({"seed": 3}, "seed is 3: is llm2's alone; in this setting agents cannot differ"),
-    ({"dtype": "bfloat16"}, "dtype is 'bfloat16': is llm2's alone"),
-    ({"lora_rank": 2}, "lora_rank is 2: all agents train adapters")])
-def test_agents_may_differ_in_what_concerns_one_agent_alone(changes, says):
-    cfg = settings()
-    configs = {"llm1": cfg, "llm2": replace(cfg, **changes), "llm3": cfg}
-    if says:
-        with pytest.raises(UserError, match=says):
-            require_agents(cfg, configs)
-    else:
-        require_agents(cfg, configs)
-        assert base_names(configs) == {"llm1": "base", "llm2": "base_llm2", "llm3": "base"}
 
 
 def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):

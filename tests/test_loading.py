@@ -189,14 +189,12 @@ def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, t
 
 
 # --- what the authors sample with ---
-@pytest.mark.parametrize("file, habit", [
-    ("generation_config.json", dict(repetition_penalty=1.8)), ("config.json", dict(num_beams=4)),
-    ("generation_config.json", dict(temperature=0.7, top_p=0.9))])
-def test_a_final_model_generates_what_was_evaluated(file, habit, tmp_path):
+def test_a_final_model_generates_what_was_evaluated(tmp_path):
     """Greedily, to the end tokens that its base had. A temperature without do_sample could not be saved."""
     save_gpt2(tmp_path / "lm", initializer_range=0.2)
-    change(tmp_path / "lm", "generation_config.json", eos_token_id=[256, 164])
-    change(tmp_path / "lm", file, **habit)
+    change(tmp_path / "lm", "config.json", num_beams=4)
+    change(tmp_path / "lm", "generation_config.json", eos_token_id=[256, 164], repetition_penalty=1.8,
+           temperature=0.7, top_p=0.9)
     agent = agent_of(load(tmp_path / "lm", temperature=0.8))
     save_final(tmp_path, [agent])
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "final/llm1")
