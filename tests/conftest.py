@@ -52,9 +52,10 @@ def no_plots():
         yield
 
 
-def save_small(folder: Path) -> Path:
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> Path:
     """A random 2-layer GPT-2 over bytes (dropout 0.1 in its config), a random classifier, and openings."""
-    save_gpt2(folder / "lm")
+    folder = save_gpt2(tmp_path_factory.mktemp("small") / "lm").parent
     torch.manual_seed(1)
     config = transformers.DistilBertConfig(
         vocab_size=257, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=160,
@@ -70,11 +71,6 @@ def save_small(folder: Path) -> Path:
         lines = [json.dumps({"text": text}) for text in texts]
         (folder / "openings" / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
-
-
-@pytest.fixture(scope="session")
-def small(tmp_path_factory) -> Path:
-    return save_small(tmp_path_factory.mktemp("small"))
 
 
 def save_llama(folder: Path, tokenizer=None, **changes) -> Path:

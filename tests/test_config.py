@@ -166,15 +166,12 @@ def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
 
 def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     (tmp_path / "present.py").write_text("x = 7")
-    (tmp_path / "lacking.py").write_text("import lack")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     known = config.ADVANTAGES
     assert find("method", "cory", config.METHODS) is Cory and find("advantage", "present:x", known) == 7
-    for name, says in (("present:y", "module 'present' has no attribute 'y'"),
-                       ("nowhere:x", "'nowhere:x': No module named 'nowhere'"),
-                       ("present.py:x", "without .py"), ("lacking:x", "No module named 'lack'")):
-        with pytest.raises(UserError, match=says):
+    for name in ("present:y", "nowhere:x"):
+        with pytest.raises(UserError, match=f"advantage is '{name}': .* without .py"):
             find("advantage", name, known)
 
 
