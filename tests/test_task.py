@@ -1,4 +1,4 @@
-"""Reading rows and dividing them; the stream of queries, held-out queries, and the check of rewards."""
+"""Reading rows and dividing them; the stream of queries, and the check of rewards."""
 import random
 import re
 from collections import Counter
@@ -115,12 +115,6 @@ def test_each_query_stands_k_times_in_a_row_and_the_different_ones_follow_the_st
     for iteration in (1, 2, 5):
         queries, limit = letters().batch(iteration)
         assert several.batch(iteration) == ([query for query in queries for _ in range(2)], limit)
-
-
-def test_held_out_queries_are_of_the_evaluated_split_and_the_same_for_all_seeds():
-    queries = letters().held_out_queries
-    assert len({*queries}) == 8 and {*queries} < {*WORDS[24:]} and letters(seed=1).held_out_queries == queries
-    assert sorted(letters(eval_queries=12).held_out_queries) == sorted(WORDS[24:])      # the whole split
 
 
 @pytest.mark.parametrize("values, says", [
