@@ -1,21 +1,20 @@
 """Settings and the command line: the paper's tables, flags over presets and over a resumed run, what may not
-stand together or has no effect, agents' own settings, names of code.
+stand together or has no effect, settings of one's own, names of code.
 """
 import json
 import re
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
-from toys import error_line, read, settings
+from toys import error_line, read
 
 import train_gsm8k
 import train_imdb
 from cory import config
 from cory.config import IMDB_PRESETS, Gsm8kConfig, ImdbConfig, config_json, load_config, parse
 from cory.errors import UserError, exit_on_user_error, find
-from cory.run import base_names, require_agents
 from cory.train import Cory
 
 # Tables of the paper; PPO and CORY alike.
@@ -79,13 +78,10 @@ def test_help_has_every_flag_with_the_presets_own_default(capsys):
 
 BAD = [                                 # one of each kind
     ("--learning_rat 1", "unrecognized arguments: --learning_rat 1"),
-    ("--learning_rate x", "--learning_rate: invalid float value: 'x'"),
-    ("--kl_in rewards", "--kl_in: invalid choice"), ("--preset huge", "--preset: invalid choice: 'huge'"),
     ("--knowledge_transfer maybe", "invalid true_or_false value: 'maybe'"),
     ("--resume", "--resume needs --run_dir"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run"),
     ("--method grpo", "method is 'grpo': choose from ppo, cory, or name your own"),
-    ("--learning_rate nan", "must be above 0"), ("--cliprange 0", "must be above 0"),
-    ("--gamma 1.1", "must be 1 or less"),
+    ("--learning_rate nan", "must be above 0"), ("--gamma 1.1", "must be 1 or less"),
     # sizes
     ("--batch_size 100 --mini_batch_size 32", "batch_size is 100: must be a multiple"),
     ("--responses_per_query 3", "must divide batch_size"),
@@ -168,33 +164,14 @@ def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
     assert load_config(tmp_path).bonus == 0.0
 
 
-@pytest.mark.parametrize("changes, says", [
-    ({"model": "n", "learning_rate": 1.0, "advantage": "reinforce", "kl_in": "loss"}, ""),
-    ({"seed": 3}, "seed is 3: is llm2's alone; in this setting agents cannot differ"),
-    ({"dtype": "bfloat16"}, "dtype is 'bfloat16': is llm2's alone"),
-    ({"lora_rank": 2}, "lora_rank is 2: all agents train adapters")])
-def test_agents_may_differ_in_what_concerns_one_agent_alone(changes, says):
-    cfg = settings()
-    configs = {"llm1": cfg, "llm2": replace(cfg, **changes), "llm3": cfg}
-    if says:
-        with pytest.raises(UserError, match=says):
-            require_agents(cfg, configs)
-    else:
-        require_agents(cfg, configs)
-        assert base_names(configs) == {"llm1": "base", "llm2": "base_llm2", "llm3": "base"}
-
-
 def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     (tmp_path / "present.py").write_text("x = 7")
-    (tmp_path / "lacking.py").write_text("import lack")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     known = config.ADVANTAGES
     assert find("method", "cory", config.METHODS) is Cory and find("advantage", "present:x", known) == 7
-    for name, says in (("present:y", "module 'present' has no attribute 'y'"),
-                       ("nowhere:x", "'nowhere:x': No module named 'nowhere'"),
-                       ("present.py:x", "without .py"), ("lacking:x", "No module named 'lack'")):
-        with pytest.raises(UserError, match=says):
+    for name in ("present:y", "nowhere:x"):
+        with pytest.raises(UserError, match=f"advantage is '{name}': .* without .py"):
             find("advantage", name, known)
 
 

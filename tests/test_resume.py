@@ -4,8 +4,6 @@ import random
 import shlex
 import shutil
 import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
@@ -21,7 +19,6 @@ from toys import (
     rows,
     same_tensors,
     saved_tensors,
-    settings,
     stopped,
 )
 
@@ -30,7 +27,6 @@ from cory import device
 from cory.__main__ import main
 from cory.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from cory.errors import UserError
-from cory.run import run_folder
 from cory.tasks.imdb import Imdb
 from cory.train import Ppo
 
@@ -102,7 +98,7 @@ class Harder(Imdb):
 
 LORA = ["--lora_rank", "2", "--learning_rate", "0.02"]
 OWN = ["--method", "test_resume:Remembering", "--task", "test_resume:Harder"]
-RUNS = {"ppo": PPO, "cory-lora": LORA, "own": OWN}
+RUNS = {"cory-lora": LORA, "own": OWN}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -154,8 +150,7 @@ def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, caps
     assert rows(copy) == whole
 
 
-@pytest.mark.parametrize("value", [[Path()], fmean, random.Random(0)])
-def test_what_comes_back_is_saved_and_all_else_is_refused(value, tmp_path):
+def test_what_comes_back_is_saved_and_all_else_is_refused(tmp_path):
     """An attribute of an agent's, too. What is refused takes no other checkpoint's place."""
     agent, other = agent_of(bigram()), agent_of(bigram(seed=1))
     agent.sums, kept = {"of two": torch.ones(2)}, [(1, 2.5), {"a"}, {1: torch.ones(2)}, None]
@@ -165,7 +160,7 @@ def test_what_comes_back_is_saved_and_all_else_is_refused(value, tmp_path):
     assert same_tensors(other.sums, agent.sums)
     assert same_tensors(other.trainable_parameters(), agent.trainable_parameters())
     with pytest.raises(UserError, match="what method, task or agents remember cannot be restored"):
-        save_checkpoint(tmp_path, 4, [], {"x": value})
+        save_checkpoint(tmp_path, 4, [], {"x": [Path()]})
     assert [path.stem for path in checkpoints_of(tmp_path)] == ["iteration_000003"]
 
 
@@ -183,8 +178,7 @@ def test_a_damaged_checkpoint_is_one_line_and_the_previous_one_goes_on(copy, cap
         load_checkpoint(copy, [agent_of(bigram())])
 
 
-def test_models_and_data_may_move_and_other_settings_may_not_change(copy, small, tmp_path, capsys):
-    assert "seed is 5: the run has 0" in refused(capsys, copy, "--seed", "5")
+def test_models_and_data_may_move(copy, small, tmp_path):
     here = shutil.copytree(small, tmp_path / "here")
     resume(copy, "--iterations", 3, "--model", here / "lm", "--dataset", here / "openings",
            "--reward_model", here / "classifier")
@@ -194,13 +188,6 @@ def test_models_and_data_may_move_and_other_settings_may_not_change(copy, small,
 def test_a_folder_that_holds_a_run_is_refused(copy, flags, capsys):
     assert "is not empty; continue a run with --resume" in error_line(
         train_imdb.main, [*flags, "--run_dir", copy], capsys)
-
-
-def test_two_runs_that_start_in_one_second_have_folders_of_their_own(monkeypatch):
-    monkeypatch.setattr(time, "strftime", lambda _: "now")
-    monkeypatch.setattr(os, "getpid", iter([7, 8]).__next__)
-    names = [str(run_folder(settings(seed=3))) for _ in range(2)]
-    assert names == ["runs/imdb-cory-defaults-seed3-now-7", "runs/imdb-cory-defaults-seed3-now-8"]
 
 
 class Signalled(Ppo):
@@ -239,9 +226,3 @@ def test_a_second_signal_ends_at_once():
         assert device.received == [signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_outside_the_main_thread_signals_do_what_they_did():
-    with ThreadPoolExecutor() as pool:
-        pool.submit(device.signals_noted().__enter__).result()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
-import pytest
 import torch
 from toys import close, read, settings
 
@@ -64,25 +63,6 @@ def test_tables_and_plots_are_made_of_the_rows(tmp_path, monkeypatch, capsys):
     values = [np.array(re.findall(number, text), dtype=float) for text in (made, published)]
     assert np.allclose(*values, rtol=0, atol=0.011)         # processors round the second digit differently
     assert {path.stem for path in here.glob("*.png")} == {*table.PLOTS}
-
-
-def test_statistics_by_hand():
-    """x = 0 .. 4: mean 2, s / sqrt(5) = sqrt(0.5), t of 4 degrees 2.776; t = 2.828, p = 0.0474 (tables).
-    At a KL of 2, where CORY's second agent ends, PPO has 1 and CORY (0.6 + 1) / 2. Frontiers of rewards 3 KL,
-    for KL 1 and 3, and 2 KL, for 0.5 and 2, differ by 1.5 in the mean over KL from 1 to 2.
-    """
-    a, b = (pd.Series({i: slope * i for i in range(n)}) for slope, n in ((11.0, 6), (10.0, 5)))
-    assert table.difference(a, b) == pytest.approx((2, 2 - 1.963, 2 + 1.963, 0.0474, 5), abs=1e-3)
-    assert list(table.holm([0.04, 0.01, 0.03])) == pytest.approx([0.06, 0.03, 0.06])    # 1, 3 and 2 times
-    lines = [("ppo", 1, [(1.5, 3), (2, 4)]), ("cory", 1, [(3, 10)]), ("cory", 2, [(1, 2)]),
-             ("a, x", 1, [(9, 3)]), ("a, y", 1, [(3, 1)]), ("b, x", 1, [(1, 0.5)]), ("b, y", 1, [(4, 2)])]
-    rows = pd.DataFrame([(*run, 0, False, *point) for *run, points in lines for point in ((0, 0), *points)],
-                        columns=["variant", "agent", "seed", "diverged", "reward", "kl"])
-    assert table.at_equal(rows, "cory", "ppo", "reward", "kl", False).mean == pytest.approx(-0.2)
-    assert table.at_equal(rows, "a", "b", "reward", "kl", True).mean == pytest.approx(1.5)
-    base = {"reward": 0.2, "distinct_2": 1.0, "repeated_tokens": 0.1, "diverged": 0}
-    for name, *ends in zip(base, (0.16, 0.34, 0.29, 0), (0.14, 0.33, 0.31, 1)):
-        assert [table.collapsed(pd.DataFrame([base, base | {name: end}])) for end in ends] == [False, True]
 
 
 def test_methods_of_studies_change_the_scores_alone():
