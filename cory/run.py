@@ -168,9 +168,10 @@ class Run:
         metrics = {name: evaluate(base, base, self.cfg, self.task) for name, base in bases.items()}
         metrics |= {agent.name: evaluate(agent.policy, agent.base, agent.cfg, self.task)
                     for agent in self.agents}
-        if bases:
-            metrics["base_team"] = self.method.team_metrics([agent.base for agent in self.roles])
-        metrics["team"] = self.method.team_metrics([agent.policy for agent in self.roles])
+        teams = {"base_team": [agent.base for agent in self.roles]} if bases else {}
+        for name, policies in {**teams, "team": [agent.policy for agent in self.roles]}.items():
+            self.method.memory, self.task.memory = copy.deepcopy(memories)
+            metrics[name] = self.method.team_metrics(policies)
         self.method.memory, self.task.memory = memories
         row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
         self.logger.evaluation(iteration, row)

@@ -11,9 +11,16 @@ os.environ.update({} if "TEST_GPU" in os.environ else {"CUDA_VISIBLE_DEVICES": "
 
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a script's background, and a run keeps to that
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,10 +45,17 @@ def save_gpt2(folder: Path, tokenizer=None, **changes) -> Path:
     torch.manual_seed(0)
     config = dict(
         vocab_size=257, n_positions=160, n_embd=32, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256)
-    lm_config = transformers.GPT2Config(**{**config, **changes})
-    transformers.GPT2LMHeadModel(lm_config).save_pretrained(folder)
+    GPT2LMHeadModel(GPT2Config(**{**config, **changes})).save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return folder
+
+
+SLOW = ["test_distributed", "test_recipes", "test_resume", "test_methods", "test_end_to_end"]
+
+
+def pytest_collection_modifyitems(items):
+    """Slow files first, so that two workers end together."""
+    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,16 +66,15 @@ def no_plots():
         yield
 
 
-@pytest.fixture(scope="session")
-def small(tmp_path_factory) -> Path:
+def save_small(folder: Path) -> Path:
     """A random 2-layer GPT-2 over bytes (dropout 0.1 in its config), a random classifier, and openings."""
-    folder = save_gpt2(tmp_path_factory.mktemp("small") / "lm").parent
+    save_gpt2(folder / "lm")
     torch.manual_seed(1)
-    config = transformers.DistilBertConfig(
-        vocab_size=257, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=160,
-        initializer_range=0.5, id2label={0: "NEGATIVE", 1: "POSITIVE"},
-        label2id={"NEGATIVE": 0, "POSITIVE": 1})
-    transformers.DistilBertForSequenceClassification(config).save_pretrained(folder / "classifier")
+    DistilBertForSequenceClassification(
+        DistilBertConfig(
+            vocab_size=257, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=160,
+            initializer_range=0.5, id2label={0: "NEGATIVE", 1: "POSITIVE"},
+            label2id={"NEGATIVE": 0, "POSITIVE": 1})).save_pretrained(folder / "classifier")
     byte_tokenizer(pad_token="<|endoftext|>").save_pretrained(folder / "classifier")
     words = "the film was a story of one good man and his bad old dog who saw every scene in it".split()
     rng = random.Random(0)
@@ -73,14 +86,18 @@ def small(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> Path:
+    return save_small(tmp_path_factory.mktemp("small"))
+
+
 def save_llama(folder: Path, tokenizer=None, **changes) -> Path:
     torch.manual_seed(0)
     config = dict(
         vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=1024, bos_token_id=256, eos_token_id=256,
         initializer_range=0.2)
-    lm_config = transformers.LlamaConfig(**{**config, **changes})
-    transformers.LlamaForCausalLM(lm_config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**{**config, **changes})).save_pretrained(folder)
     (tokenizer or byte_tokenizer()).save_pretrained(folder)
     return folder
 
@@ -116,7 +133,7 @@ def small_flags(small) -> list[str]:
 
 @pytest.fixture
 def real_data() -> Path:
-    """A folder with the folder `gsm8k`, as on the Hub, that the environment names."""
+    """A folder with the folders `imdb` and `gsm8k`, as on the Hub, that the environment names."""
     if "REAL_DATA" not in os.environ:
-        pytest.skip("REAL_DATA names no folder with gsm8k/: reading it was not checked")
+        pytest.skip("REAL_DATA names no folder with imdb/ and gsm8k/: reading them was not checked")
     return Path(os.environ["REAL_DATA"])

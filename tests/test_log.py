@@ -1,15 +1,18 @@
 """The log of a run: its files, the bar's text, Weights & Biases, its resumption."""
 import os
 import shlex
+import signal
+import struct
 import subprocess
 import sys
+from multiprocessing import get_context
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import wandb
 from matplotlib.figure import Figure
 from toys import settings
+from wandb.proto.wandb_internal_pb2 import Record
 
 from cory.log import Logger, read_jsonl
 
@@ -41,16 +44,30 @@ def add(to: Logger, *iterations: int) -> None:
             to.evaluation(i, HELD_OUT)
 
 
-@pytest.fixture
-def sent(monkeypatch) -> dict[int, dict]:
-    """What W&B is sent of each iteration."""
-    rows, log = {}, wandb.Run.log
+def records(run_dir: Path) -> list[Record]:
+    """What a run of W&B has stored: records in pieces (1: a whole one, 4: its last) in blocks of 32 KiB."""
+    wandb.teardown()                                        # waits for what is still being written
+    data, at, found, whole = next(run_dir.glob("*.wandb")).read_bytes(), 7, [], b""
+    while at + 7 < len(data):
+        if at % 32768 > 32768 - 7:
+            at += -at % 32768
+        length, piece = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + 7:at + 7 + length]
+        at += 7 + length
+        if piece in (1, 4):
+            found.append(Record.FromString(whole))
+            whole = b""
+    return found
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [record.history.step.num for record in records(run_dir) if record.HasField("history")]
+
+
+def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(folder, monkeypatch):
+    logged, write = {}, wandb.Run.log
     monkeypatch.setattr(wandb.Run, "log", lambda run, row, step: (
-        rows.setdefault(step, {}).update(row), log(run, row, step=step)))
-    return rows
-
-
-def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(folder, sent):
+        logged.setdefault(step, {}).update(row), write(run, row, step=step)))
     Figure().savefig(folder / "curves.png")
     with a_log(folder) as first:
         add(first, 0, 1, 2, 3)
@@ -59,9 +76,9 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
     rows = read_jsonl(folder / "metrics.jsonl")
     assert rows == [{"iteration": 0, "eval_kl/base": 0.0}] + [
         {"iteration": i} | row for i in (1, 2, 3) for row in (VALUES, HELD_OUT)]
-    assert [len(sent[i].pop("samples").data) for i in (1, 2, 3)] == [1, 2, 3]
+    assert [len(logged[i].pop("samples").data) for i in (1, 2, 3)] == [1, 2, 3]
     means = {"task_reward/mean": 1.0, "kl_k1/mean": 2.75, "eval_kl/mean": 0.2, "eval_kl/base": 0.0}
-    assert sent[2] == {"iteration": 2} | VALUES | HELD_OUT | means and "curves" in sent[3]
+    assert logged[2] == {"iteration": 2} | VALUES | HELD_OUT | means and "curves" in logged[3]
     assert (first.wandb.group, first.wandb.tags) == ("imdb-Chain-defaults", ("imdb", "Chain", "defaults"))
     with a_log(folder, 2):
         pass
@@ -77,27 +94,32 @@ def test_a_gap_between_sampling_and_training_larger_than_rounding_is_said_once(d
     assert capsys.readouterr().out.count("responses are not the trained policy's") == shown
 
 
-def test_a_resumed_run_sends_all_again_and_says_how_to_upload_it(folder, sent, capsys):
-    """A process that is killed loses what W&B has not stored. A run that fails is marked as failed."""
-    with a_log(folder) as killed:
-        add(killed, 0, 1, 2, 3)
-    sent.clear()
-    capsys.readouterr()
-    with patch.object(wandb.Run, "finish", autospec=True, side_effect=wandb.Run.finish) as finish:
-        with pytest.raises(ValueError), a_log(folder, 2, "same") as again:
-            add(again, 3, 4)
-            raise ValueError
-    assert [*sent] == [0, 1, 2, 3, 4] and again.wandb_id == "same"
-    finish.assert_called_once_with(again.wandb, exit_code=1)
+def log_until_killed(folder: Path) -> None:
+    add(a_log(folder, wandb_id="same"), *range(60))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_after_a_kill_the_printed_command_uploads_each_iteration_once(folder, capsys):
+    child = get_context("fork").Process(target=log_until_killed, args=(folder,))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    with pytest.raises(ValueError), a_log(folder, 40, "same") as again:
+        add(again, 41, 42)
+        raise ValueError
+    assert again.wandb_id == "same"
     command = shlex.split(capsys.readouterr().out.partition("later with: ")[2])
+    assert steps(Path(command[2])) == [*range(43)]
+    assert [record.exit.exit_code for record in records(Path(command[2])) if record.HasField("exit")] == [1]
     done = subprocess.run([sys.executable, "-m", *command, "--dry-run"], cwd=folder, capture_output=True,
                           text=True)
     assert done.returncode == 0 and "sync 1 run(s)" in done.stdout + done.stderr, done
 
 
-def test_without_a_network_a_run_is_offline(folder, capsys, monkeypatch):
+@pytest.mark.parametrize("key, says", [("a" * 40, "connection refused"), ("short", "API key must have 40+")])
+def test_without_a_network_or_a_whole_key_a_run_is_offline(key, says, folder, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")          # nothing listens there
     monkeypatch.setenv("WANDB_DIR", str(folder.parent / "elsewhere"))
     wandb.teardown()                                                    # W&B reads its environment once
@@ -105,12 +127,12 @@ def test_without_a_network_a_run_is_offline(folder, capsys, monkeypatch):
         pass
     wandb.teardown()
     said = capsys.readouterr().out
-    assert said.count("\n") == 2 and "W&B is offline" in said and "connection refused" in said
+    assert said.count("\n") == 2 and "W&B is offline" in said and says in said
     assert f"wandb sync '{folder.parent}/elsewhere/a run/wandb/latest-run'" in said
     assert offline.wandb.offline
 
 
-def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, sent, capsys, monkeypatch):
+def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkeypatch):
     def fail(*_, **__):
         raise wandb.errors.AuthenticationError("no\nnetwork")
 
@@ -121,8 +143,18 @@ def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, sent, capsys, 
         add(whole, 3)
     said = capsys.readouterr().out
     assert said.count("W&B: no network; the run goes on; upload later with: wandb sync") == 1
-    assert [*sent] == [0, 1, 2]                                         # without a table
-    monkeypatch.setattr("wandb.init", fail)
-    add(a_log(folder, 3), 4)
-    assert "W&B: no network; the run goes on\n" in capsys.readouterr().out
+    assert steps(Path(shlex.split(said)[-1])) == [0, 1, 2]              # without a table
+    for spoil in (lambda: monkeypatch.setattr("wandb.init", fail),
+                  lambda: monkeypatch.setenv("WANDB_MODE", "ofline")):
+        spoil()
+        add(a_log(folder, 3), 4)
+    said = capsys.readouterr().out
+    assert "W&B: no network; the run goes on\n" in said and "W&B: 1 validation error" in said
     assert len(read_jsonl(folder / "metrics.jsonl")) == 9
+
+
+def test_the_project_of_the_environment_is_the_default():
+    code = "from cory.config import Config; print(Config.wandb_project)"
+    found = [subprocess.check_output([sys.executable, "-c", code], env=os.environ | own, text=True)
+             for own in ({}, {"WANDB_PROJECT": "mine"})]
+    assert found == ["cory\n", "mine\n"]
