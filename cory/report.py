@@ -93,12 +93,12 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()) -> Figure
               for (group, n), (line, color) in zip(runs_of.items(), cycle(product(LINES, COLORS)))}
     names = sorted(curves.metric.unique(), key=lambda name: (*TITLES, name).index(name))
 
-    rows = len(names) // 3 + 1
-    figure = Figure(figsize=(12.6, 3.2 * rows + 0.9), layout="constrained")
+    rows = len(names) // 4 + 1
+    figure = Figure(figsize=(14, 2.7 * rows + 0.9), layout="constrained")
     for place, name in enumerate(names, 1):
-        draw_metric(figure.add_subplot(rows, 3, place), name, curves[curves.metric == name], styles)
+        draw_metric(figure.add_subplot(rows, 4, place), name, curves[curves.metric == name], styles)
     held_out = curves[(curves.kind == "eval") & ~curves.is_base]
-    draw_frontier(figure.add_subplot(rows, 3, len(names) + 1), held_out, styles)
+    draw_frontier(figure.add_subplot(rows, 4, len(names) + 1), held_out, styles)
 
     bands = "; bands: sample std over n seeds" * several
     figure.suptitle(f"{short_name(config['task'])}, preset {config['preset']}\n"
