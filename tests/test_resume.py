@@ -141,6 +141,16 @@ def test_a_finished_run_is_lengthened_or_finished_again(flags, tmp_path, capsys)
     assert "iterations is 2: the run has done 2; ask for more" in refused(capsys, three, "--iterations", "2")
 
 
+def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(copy, monkeypatch):
+    def killed(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(Ppo, "train", killed)
+    with pytest.raises(SystemExit):
+        resume(copy, "--iterations", 9)
+    assert (copy / "final").exists() and not (copy / "eval.json").exists()
+
+
 def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, capsys):
     whole = rows(copy)
     shutil.rmtree(copy / "checkpoints")
