@@ -7,7 +7,7 @@ from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
 from cory.config import OneLineParser
-from cory.errors import UserError, exit_on_user_error
+from cory.errors import exit_on_user_error
 
 
 @exit_on_user_error
@@ -32,8 +32,6 @@ def main(argv: list[str] | None = None) -> None:
         from cory.report import compare
         compare(args.run_dirs, args.by, args.out)
         return
-    if args.samples < 1:
-        raise UserError("samples", args.samples, "must be 1 or more")
     from cory.distributed import launched
     from cory.run import evaluate_run
     with launched({"device": args.device}):

@@ -9,7 +9,6 @@ from typing import Iterator
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import save_model
 from torch import Tensor
 
 from cory.distributed import full_tensor, is_sharded, processes, shard_like
@@ -115,10 +114,6 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
         if not processes().is_main:
             continue
         folder = run_dir / "final" / agent.name
-        if policy.adapter:
-            policy.adapter.save(folder)
-        else:
-            policy.lm.save_pretrained(folder, state_dict=whole)
+        policy.activate()
+        policy.lm.save_pretrained(folder, state_dict=whole)
         policy.tokenizer.save_pretrained(folder)
-        if agent.critic:
-            save_model(agent.critic, folder / "value_head.safetensors")

@@ -16,15 +16,16 @@ from cory.errors import UserError, find
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED = "bundled:"            # prefix of models and data in ASSETS: a run does not depend on where that is
 
-# Short names that settings accept; code of your own is named as `module:Name`.
-TASKS = {"imdb": "cory.tasks.imdb:Imdb", "gsm8k": "cory.tasks.gsm8k:Gsm8k"}
-METHODS = {"ppo": "cory.train:Ppo", "cory": "cory.train:Cory"}
-ADVANTAGES = {name: f"cory.ppo.advantages:{name}" for name in ("gae", "rloo", "grpo", "dr_grpo", "reinforce")}
-CHECKERS = {name: f"cory.tasks.gsm8k:{name}" for name in ("last_number", "strict")}
-LR_SCHEDULES = {name: f"cory.ppo.formulas:{name}" for name in ("constant", "linear", "cosine")}
-KL_CONTROLLERS = {"adaptive": "cory.ppo.agent:adaptive"}
-NAMED = {"task": TASKS, "method": METHODS, "advantage": ADVANTAGES, "checker": CHECKERS,
-         "lr_schedule": LR_SCHEDULES, "kl_controller": KL_CONTROLLERS}
+# Settings that name code: their short names, and where these are. Your own is named as `module:Name`.
+NAMED = {
+    "task": {"imdb": "cory.tasks.imdb:Imdb", "gsm8k": "cory.tasks.gsm8k:Gsm8k"},
+    "method": {"ppo": "cory.train:Ppo", "cory": "cory.train:Cory"},
+    "advantage": {name: f"cory.ppo.advantages:{name}"
+                  for name in ("gae", "rloo", "grpo", "dr_grpo", "reinforce")},
+    "checker": {name: f"cory.tasks.gsm8k:{name}" for name in ("last_number", "strict")},
+    "lr_schedule": {name: f"cory.ppo.formulas:{name}" for name in ("constant", "linear", "cosine")},
+    "kl_controller": {"adaptive": "cory.ppo.agent:adaptive"},
+}
 
 LARGEST = 2**31 - 1     # number that a setting takes
 ABOVE_0 = 1e-30         # the minimum of settings that must be above 0
@@ -113,6 +114,11 @@ class Config:
     @property
     def rows_per_optimizer_step(self) -> int:
         return self.mini_batch_size * self.gradient_accumulation_steps
+
+    def find(self, setting: str):
+        """The code that a setting names. Raises `UserError`."""
+        name = getattr(self, setting)
+        return find(setting, NAMED[setting].get(name, name))
 
     def require(self, name: str, holds: bool, hint: str) -> None:
         if not holds:
@@ -286,10 +292,10 @@ def read_config(run_dir: Path) -> dict:
     if not path.exists():
         raise UserError("run_dir", str(run_dir), "holds no run (no config.json); name the folder of one")
     saved = json.loads(path.read_text())
-    return asdict(find("config_class", saved["config_class"], {})()) | saved
+    return asdict(find("config_class", saved["config_class"])()) | saved
 
 
 def load_config(run_dir: Path) -> Config:
     saved = read_config(run_dir)
     del saved["agents"]
-    return find("config_class", saved.pop("config_class"), {})(**saved)
+    return find("config_class", saved.pop("config_class"))(**saved)

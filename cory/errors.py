@@ -26,11 +26,9 @@ def exit_on_user_error(main):
     return run
 
 
-def find(field: str, name: str, known: dict[str, str]):
-    """What the setting `field` names: a short name of this package, a key of `known`, or `module:Name` of the
-    user's own, whose module may be in the current folder.
-    """
-    module, _, attribute = known.get(name, name).partition(":")
+def find(field: str, name: str):
+    """The object `module:Name`; the module may be in the current folder."""
+    module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -40,25 +40,42 @@ def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed
     return join(processes().gather(mine), model.tokenizer.eos_token_id)
 
 
-def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task) -> dict[str, float]:
+def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,
+             out: Path | None = None) -> dict[str, float]:
     """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
     asks for them. KL is in nats per response, length in tokens per response, EOS included.
+
+    With `out`, which all responses are written to, also pass@k for k = 1, 2, 4, ... (solved: a reward above
+    0), the reward of the best of n for n = 4, 16, 32 up to eval_samples / 2, and that of greedy responses.
     """
-    queries, length = task.held_out_queries, cfg.max_response_length
-    asked = [query for query in queries for _ in range(cfg.eval_samples)]
+    queries, length, samples = task.held_out_queries, cfg.max_response_length, cfg.eval_samples
+    asked = [query for query in queries for _ in range(samples)]
     responses = sample_responses(model, task.pioneer_prompts(asked), length, 0, reference)
     ids = real_ids(responses.response_BT, responses.mask_BT)
-    reward, kl = task.reward(asked, responses.text).mean().item(), responses.kl_B.mean().item()
-    tokens = sum(map(len, ids))
+    reward_B, kl = task.reward(asked, responses.text), responses.kl_B.mean().item()
+    reward, tokens = reward_B.mean().item(), sum(map(len, ids))
     metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
                "length": tokens / len(ids), "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
                "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
                "base_perplexity": math.exp(-responses.ref_logp_BT.sum().item() / tokens),
                "sampling_gap": responses.sampling_gap}
     metrics = dict(**metrics, **task.metrics(asked, responses.text))
-    if task.greedy:
+    if task.greedy or out:
         greedy = sample_responses(model, task.pioneer_prompts(queries), length, None).text
         metrics |= {f"greedy_{name}": value for name, value in task.metrics(queries, greedy).items()}
+    if out:
+        greedy_Q, reward_Qm = task.reward(queries, greedy), reward_B.view(-1, samples).cpu().numpy()
+        metrics["greedy_task_reward"] = greedy_Q.mean().item()
+        for k in (2**i for i in range(samples.bit_length())):
+            metrics[f"pass@{k}"] = best_of_n(reward_Qm > 0, k)
+        for n in (n for n in (4, 16, 32) if 2 * n <= samples):
+            metrics[f"best_of_{n}"] = best_of_n(reward_Qm, n)
+        rows = [{"query": query, "greedy": greedy[i], "greedy_reward": greedy_Q[i].item(),
+                 "sampled": responses.text[i * samples:(i + 1) * samples], "rewards": reward_Qm[i].tolist()}
+                for i, query in enumerate(queries)]
+        if processes().is_main:
+            out.unlink(missing_ok=True)
+            append_jsonl(out, rows)
     return metrics
 
 
@@ -79,30 +96,3 @@ def best_of_n(reward_Qm: np.ndarray, n: int) -> float:
     m = reward_Qm.shape[1]
     weight_m = np.array([math.comb(i, n - 1) / math.comb(m, n) for i in range(m)])
     return float((np.sort(reward_Qm, 1) @ weight_m).mean())
-
-
-def solved_metrics(model: LanguageModel, task: Task, samples: int, out: Path) -> dict[str, float]:
-    """For greedy responses to the held-out queries, mean reward, share solved (a reward above 0) and task
-    metrics; for `samples` sampled ones per query, pass@k for k = 1, 2, 4, ..., and the reward of the best of
-    n for n = 4, 16, 32 up to samples / 2. Writes the responses to `out`.
-    """
-    queries, length = task.held_out_queries, task.cfg.max_response_length
-    greedy = sample_responses(model, task.pioneer_prompts(queries), length, None).text
-    asked = [query for query in queries for _ in range(samples)]
-    sampled = sample_responses(model, task.pioneer_prompts(asked), length, 0).text
-    reward_Q = task.reward(queries, greedy)
-    reward_Qm = task.reward(asked, sampled).view(len(queries), samples)
-    rows = [{"query": query, "greedy": greedy[i], "greedy_reward": reward_Q[i].item(),
-             "sampled": sampled[i * samples:(i + 1) * samples], "rewards": reward_Qm[i].tolist()}
-            for i, query in enumerate(queries)]
-    if processes().is_main:
-        out.unlink(missing_ok=True)
-        append_jsonl(out, rows)
-    own = {"task_reward": reward_Q.mean().item(), "solved": (reward_Q > 0).float().mean().item()}
-    metrics = {f"greedy_{name}": x for name, x in dict(**own, **task.metrics(queries, greedy)).items()}
-    reward_Qm = reward_Qm.cpu().numpy()
-    for k in (2**i for i in range(samples.bit_length())):
-        metrics[f"pass@{k}"] = best_of_n(reward_Qm > 0, k)
-    for n in (n for n in (4, 16, 32) if 2 * n <= samples):
-        metrics[f"best_of_{n}"] = best_of_n(reward_Qm, n)
-    return metrics

@@ -45,7 +45,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
             raise ValueError("its tokenizer has no EOS token; set eos_token in tokenizer_config.json")
         if tokenizer(TEXT)["input_ids"][-1] in tokenizer.all_special_ids:
             raise ValueError("its tokenizer puts a token behind each prompt, as add_eos_token does")
-        ends = {*model.end_ids, end_of_message(tokenizer)} if model.chat_template else model.end_ids
+        ends = model.end_ids | ({end_of_message(tokenizer)} if model.chat_template else set())
         # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
         # final adapter's base has those of its authors until it is given these.
         lm.generation_config = transformers.GenerationConfig(
@@ -56,8 +56,6 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
             head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)       # no longer tied
             head.float()
         require_usable_model(model)
-    if model.context_length is None:
-        print(f"{name}: its config.json gives no context length; no prompt is checked against it", flush=True)
     return model
 
 

@@ -2,7 +2,6 @@
 import copy
 import json
 import os
-import random
 import shlex
 import statistics
 import sys
@@ -15,17 +14,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import set_seed
 
 from cory import device
 from cory.checkpoint import load_checkpoint, save_checkpoint, save_final
-from cory.config import METHODS, TASKS, Config, config_json, load_config
+from cory.config import Config, config_json, load_config
 from cory.distributed import processes, shard
-from cory.errors import UserError, find, short_name
-from cory.evaluate import evaluate, solved_metrics
+from cory.errors import UserError, short_name
+from cory.evaluate import evaluate
 from cory.loading import load_language_model, model_errors
 from cory.log import Logger, read_jsonl, write_text
+from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
-from cory.ppo.lora import Lora
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout, real_ids
 from cory.report import draw_runs, held_out_parts, table
@@ -63,9 +63,10 @@ class Run:
         self.cfg, self.device = device.resolve_auto(cfg)
         cfg, self.run_dir = self.cfg, run_dir
         device.prepare_device(cfg, self.device)
-        method_class, task_class = find("method", cfg.method, METHODS), find("task", cfg.task, TASKS)
+        method_class, task_class = cfg.find("method"), cfg.find("task")
         names = method_class.agents[:1] if cfg.share_weights else method_class.agents
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
+        require_agents(cfg, self.configs, method_class.roles)
         print(f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
               f"model {cfg.model}, data {cfg.dataset}, {self.device}, {cfg.dtype}", flush=True)
         data = task_class.load_data(cfg)
@@ -80,13 +81,10 @@ class Run:
 
     def start(self) -> None:
         """Makes the agents, or restores them from the last checkpoint, and opens the log."""
-        cfg, roles = self.cfg, self.method.roles
-        require_agents(cfg, self.configs)
-        cfg.require("method", len(self.configs) <= len({*roles}) == len(roles), "needs a role for each of "
-                    f"its agents, and a name for each role; its roles are {', '.join(roles)}")
+        cfg = self.cfg
         self.agents = [Agent(name, self.bases[self.base_of[name]], agent_cfg, i)
                        for i, (name, agent_cfg) in enumerate(self.configs.items())]
-        self.roles = [*islice(cycle(self.agents), len(roles))]
+        self.roles = [*islice(cycle(self.agents), len(self.method.roles))]
         trained = {p for agent in self.agents for p in agent.trainable_parameters().values()}
         print(f"{sum(p.numel() for p in trained):,} parameters to train", flush=True)
         for base in self.bases.values():
@@ -125,9 +123,7 @@ class Run:
         """
         # a spawn key, so that no adapter of an agent starts from this seed
         seed = np.random.SeedSequence(self.cfg.seed, spawn_key=(iteration,)).generate_state(1)[0]
-        random.seed(int(seed))
-        np.random.seed(seed)
-        torch.manual_seed(int(seed))
+        set_seed(int(seed))
         self.clock = time.perf_counter()
 
     def log(self, iteration: int, queries: list[str], steps: list[RoleStep], metrics: dict) -> None:
@@ -159,22 +155,30 @@ class Run:
         return rows
 
     def evaluate(self, iteration: int) -> None:
-        """Logs held-out metrics as eval_NAME/AGENT: of each agent against its base, and of the team in the
-        roles it plays; at iteration 0 of the bases, too. What method and task remember stays as it was.
-        """
-        memories = self.method.memory, self.task.memory
-        self.method.memory, self.task.memory = copy.deepcopy(memories)
+        """Logs held-out metrics as eval_NAME/AGENT; at iteration 0 of the bases, too."""
         bases = self.bases if iteration == 0 else {}
-        metrics = {name: evaluate(base, base, self.cfg, self.task) for name, base in bases.items()}
-        metrics |= {agent.name: evaluate(agent.policy, agent.base, agent.cfg, self.task)
-                    for agent in self.agents}
-        teams = {"base_team": [agent.base for agent in self.roles]} if bases else {}
-        for name, policies in {**teams, "team": [agent.policy for agent in self.roles]}.items():
-            self.method.memory, self.task.memory = copy.deepcopy(memories)
-            metrics[name] = self.method.team_metrics(policies)
-        self.method.memory, self.task.memory = memories
+        policies = bases | {agent.name: agent.policy for agent in self.agents}
+        metrics = self.held_out_metrics(policies, [agent.name for agent in self.roles])
         row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
         self.logger.evaluation(iteration, row)
+
+    def held_out_metrics(self, policies: dict[str, LanguageModel], roles: list[str],
+                         out: Path | None = None) -> dict[str, dict[str, float]]:
+        """Metrics of each policy against its base, and of the team of the agents named in `roles`; with the
+        bases among the policies also of theirs. What method and task remember stays as it was.
+        """
+        memories, metrics = (self.method.memory, self.task.memory), {}
+        teams = {"base_team": [self.base_of[name] for name in roles], "team": roles}
+        self.method.memory, self.task.memory = copy.deepcopy(memories)
+        for name, policy in policies.items():
+            base, cfg = self.bases[self.base_of.get(name, name)], self.configs.get(name, self.cfg)
+            metrics[name] = evaluate(policy, base, cfg, self.task, out and out / f"{name}.jsonl")
+        for team, names in teams.items():
+            if policies.keys() >= {*names}:
+                self.method.memory, self.task.memory = copy.deepcopy(memories)
+                metrics[team] = self.method.team_metrics([policies[name] for name in names])
+        self.method.memory, self.task.memory = memories
+        return {name: values for name, values in metrics.items() if values}
 
     def save_if_due(self, iteration: int) -> None:
         """Writes a checkpoint every `save_every` iterations, at the end, and after a signal to any process,
@@ -187,9 +191,7 @@ class Run:
                      "wandb_id": self.logger.wandb_id}
             save_checkpoint(self.run_dir, iteration, self.agents, about)
         if signals:
-            folder, size = shlex.quote(str(self.run_dir)), processes().size
-            launcher = f"torchrun --nproc_per_node {size}" if size > 1 else "python"
-            hint = f"go on with: {launcher} {sys.argv[0]} --resume --run_dir {folder}"
+            hint = f"go on with: python {sys.argv[0]} --resume --run_dir {shlex.quote(str(self.run_dir))}"
             hint = hint if every else "nothing is saved, as --save_every 0 asks"
             print(f"\nstopped after iteration {iteration}; {hint}", flush=True)
             raise SystemExit(128 + signals[0])
@@ -200,7 +202,7 @@ class Run:
         if not self.cfg.lora_rank:
             return load_language_model(str(folder), self.configs[name], self.device)
         with model_errors("adapter", str(folder)):
-            return base.policy(Lora.load(base.lm, name, folder))
+            return base.saved_policy(name, folder)
 
     def finish(self) -> None:
         """Writes the final models, eval.json and curves.png, and prints the held-out table."""
@@ -228,20 +230,16 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     saved = load_config(run_dir)
     if not (run_dir / "eval.json").exists():
         raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
-    cfg = replace(saved, device=device, dtype=dtype or saved.dtype,
+    cfg = replace(saved, device=device, dtype=dtype or saved.dtype, eval_samples=samples,
                   eval_queries=queries or saved.eval_queries)
     run, last = Run(cfg, run_dir), read_jsonl(run_dir / "samples.jsonl")[-1]
     memory = torch.load(run_dir / "final/memory.pt", weights_only=True)
     run.method.memory, run.task.memory = memory["method"], memory["task"]
-    models = run.bases | {name: run.final_model(name) for name in run.configs}
+    policies = run.bases | {name: run.final_model(name) for name in run.configs}
     folder = run_dir / "evaluation"
     folder.mkdir(exist_ok=True)
-    metrics = {name: solved_metrics(model, run.task, samples, folder / f"{name}.jsonl")
-               for name, model in models.items()}
     played = [last[f"{role}_agent"] for role in run.method.roles]               # in the last iteration
-    for team, names in (("base_team", [run.base_of[name] for name in played]), ("team", played)):
-        if of_team := run.method.team_metrics([models[name] for name in names]):
-            metrics[team] = of_team
+    metrics = run.held_out_metrics(policies, played, folder)
     if processes().is_main:
         results = {"queries": cfg.eval_queries, "samples": samples, **metrics}
         write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
@@ -255,17 +253,20 @@ def run_folder(cfg: Config) -> Path:
     return Path(processes().gather([cfg.run_dir or new])[0])
 
 
-def require_agents(cfg: Config, configs: dict[str, Config]) -> None:
+def require_agents(cfg: Config, configs: dict[str, Config], roles: tuple[str, ...]) -> None:
+    """Raises `UserError`, before a model is loaded."""
+    cfg.require("method", len(configs) <= len({*roles}) == len(roles), "needs a role for each of its agents, "
+                f"and a name for each role; its roles are {', '.join(roles)}")
     shared = [f.name for f in fields(cfg) if not f.metadata.get("per_agent")]
     for name, agent_cfg in configs.items():
+        find_estimator(agent_cfg)
+        for setting in ("lr_schedule", "kl_controller"):
+            agent_cfg.find(setting)
         for setting in shared:
             alike = getattr(agent_cfg, setting) == getattr(cfg, setting)
             agent_cfg.require(setting, alike, f"is {name}'s alone; in this setting agents cannot differ")
         agent_cfg.require("lora_rank", (agent_cfg.lora_rank > 0) == (cfg.lora_rank > 0),
                           "all agents train adapters on frozen bases, or all train full copies")
-        rows, size = agent_cfg.rows_per_optimizer_step, processes().size
-        agent_cfg.require("mini_batch_size", rows % size == 0, f"{rows} rows of an optimizer step cannot be "
-                          f"divided among {size} processes; make them a multiple")
 
 
 def base_names(configs: dict[str, Config]) -> dict[str, str]:

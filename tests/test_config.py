@@ -14,7 +14,7 @@ import train_gsm8k
 import train_imdb
 from cory import config
 from cory.config import IMDB_PRESETS, Gsm8kConfig, ImdbConfig, config_json, load_config, parse
-from cory.errors import UserError, exit_on_user_error, find
+from cory.errors import UserError, exit_on_user_error
 from cory.train import Cory
 
 # Tables of the paper; PPO and CORY alike.
@@ -53,7 +53,7 @@ def test_every_preset_is_valid_and_names_settings_that_exist(task):
 
 def test_every_setting_has_help_and_is_read_somewhere():
     files = [path for path in config.ASSETS.parent.rglob("*.py") if path.name != "config.py"]
-    read = {*re.findall(r"(?:cfg|\))\.(\w+)", "".join(path.read_text() for path in files))}
+    read = {*re.findall(r"(?:cfg|\))\.(?:find\(\")?(\w+)", "".join(path.read_text() for path in files))}
     for f in (*fields(ImdbConfig), *fields(Gsm8kConfig)):
         assert f.metadata["help"] and f.name in read | {"gradient_accumulation_steps"}, f.name
 
@@ -168,11 +168,10 @@ def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     (tmp_path / "present.py").write_text("x = 7")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    known = config.ADVANTAGES
-    assert find("method", "cory", config.METHODS) is Cory and find("advantage", "present:x", known) == 7
+    assert ImdbConfig().find("method") is Cory and ImdbConfig(advantage="present:x").find("advantage") == 7
     for name in ("present:y", "nowhere:x"):
         with pytest.raises(UserError, match=f"advantage is '{name}': .* without .py"):
-            find("advantage", name, known)
+            ImdbConfig(advantage=name).find("advantage")
 
 
 def test_a_run_does_not_depend_on_where_the_package_lies():

@@ -85,6 +85,7 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     imdb, lora = [*small_flags, *ONE_STEP], [*problem_flags, *ONE_STEP, "--lora_rank", "2"]
     mixed = [*imdb, "--model", str(ending), "--method", "test_distributed:Supervised", "--max_grad_norm",
              "0.1", "--responses_per_query", "2", "--kl_target", "6", "--lr_schedule", "cosine"]
+    imdb += "--batch_size 9 --mini_batch_size 3 --gradient_accumulation_steps 3".split()    # five and four
     for main, flags, name in ((train_imdb.main, imdb, "one"), (train_gsm8k.main, lora, "lora"),
                               (train_imdb.main, mixed, "mixed")):
         main([*flags, "--run_dir", str(folder / name)])
@@ -154,7 +155,7 @@ def test_what_is_wrong_is_one_line_and_an_error_of_one_process_ends_both(runs):
 
 def test_a_signal_to_one_process_ends_all_after_the_iteration_and_one_goes_on(runs):
     assert [row["iteration"] for row in rows(runs / "SIGTERM")] == [0, 1]
-    assert "stopped after iteration 1; go on with: torchrun --nproc_per_node 2 " in (runs / "out").read_text()
+    assert "stopped after iteration 1; go on with: python script.py --resume " in (runs / "out").read_text()
     (runs / "SIGTERM").rename(runs / "one goes on")
     train_imdb.main(["--resume", "--run_dir", str(runs / "one goes on"), "--shard", "false"])
     require_same_rows(runs / "one goes on", runs / "mixed")

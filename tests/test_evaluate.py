@@ -44,17 +44,19 @@ def test_held_out_metrics_by_hand():
     assert got == pytest.approx(expected, rel=1e-4)
 
 
-def test_solved_metrics_by_hand(tmp_path, monkeypatch):
+def test_pass_at_k_and_best_of_n_by_hand(tmp_path):
     """Greedy responses score 1 and 0. Of 8 samples each, one of the first's is right, and scores 2: pass@k is
     (k / 8 + 0) / 2, and the best of 4 has the reward (2 * 4 / 8 + 0) / 2.
     """
-    texts, task = {None: ["x", ""], 0: ["xx", *[""] * 15]}, SimpleNamespace(**vars(LETTERS))
-    monkeypatch.setattr(evaluate, "sample_responses", lambda *args: SimpleNamespace(text=texts[args[-1]]))
-    task.held_out_queries = ["a", "b"]
-    metrics = evaluate.solved_metrics(None, task, 8, tmp_path / "base.jsonl")
+    task = SimpleNamespace(**vars(LETTERS) | {"held_out_queries": ["a", "b"]})
+    rewards = iter([[2.0, *[0.0] * 15], [1.0, 0.0]])                        # of samples, then of greedy ones
+    task.reward = lambda *_: torch.tensor(next(rewards))
+    out, model = tmp_path / "base.jsonl", bigram()
+    metrics = evaluate.evaluate(model, model, settings(max_response_length=5, eval_samples=8), task, out)
     pass_at = {f"pass@{k}": k / 16 for k in (1, 2, 4, 8)}
-    assert metrics == pytest.approx({"greedy_task_reward": 0.5, "greedy_solved": 0.5, "greedy_longest": 1,
-                                     **pass_at, "best_of_4": 0.5})
+    expected = {"greedy_task_reward": 0.5, **pass_at, "best_of_4": 0.5}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert [row["rewards"] for row in read_jsonl(out)] == [[2.0, *[0.0] * 7], [0.0] * 8]
 
 
 class TwoBases(train.Cory):
@@ -86,6 +88,6 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
     main(["evaluate", str(run), "--samples", "1", "--device", "cpu", "--queries", "20"])
     assert read(run / "evaluation" / "results.json")["queries"] == 20
     assert "leaves only 20 rows for its 99" in error_line(main, ["evaluate", run, "--queries", "99"], capsys)
-    assert "samples is 0" in error_line(main, ["evaluate", run, "--samples", "0"], capsys)
+    assert "eval_samples is 0" in error_line(main, ["evaluate", run, "--samples", "0"], capsys)
     (run / "eval.json").unlink()
     assert "is no finished run" in error_line(main, ["evaluate", run], capsys)

@@ -180,10 +180,10 @@ def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, t
     tokenizer.chat_template = template
     save_gpt2(tmp_path, tokenizer, vocab_size=259)
     if isinstance(end, int):
-        assert load(tmp_path, chat_template=True).end_ids == sorted({256, end})
+        assert load(tmp_path, chat_template=True).end_ids == {256, end}
     else:
         require_refused(tmp_path, end, chat_template=True)
-    assert load(tmp_path).end_ids == [256]
+    assert load(tmp_path).end_ids == {256}
 
 
 # --- what the authors sample with ---
@@ -203,7 +203,7 @@ def test_a_final_model_generates_what_was_evaluated(tmp_path):
                                max_new_tokens=20)
     assert torch.equal(generated[:, drawn.prompt_BP.shape[1]:], drawn.response_BT)
     assert drawn.mask_BT.sum(1).tolist() == [20, 3, 13]
-    assert final.generation_config.eos_token_id == agent.policy.end_ids == [164, 256]
+    assert {*final.generation_config.eos_token_id} == agent.policy.end_ids == {164, 256}
 
 
 # --- how it is loaded ---
@@ -216,11 +216,6 @@ def test_a_name_of_the_hub_may_have_a_revision(name, place, revision, tmp_path, 
     with pytest.raises(UserError, match=f"model is '{name}'"):
         load_language_model(name, settings(), CPU)
     asked.assert_called_once_with(place, revision=revision, trust_remote_code=False)
-
-
-def test_a_model_that_states_no_context_length_is_said(tmp_path, capsys):
-    load(save_tiny("bloom", tmp_path, max_position_embeddings=None))
-    assert "its config.json gives no context length" in capsys.readouterr().out
 
 
 # --- models from PyPI ---

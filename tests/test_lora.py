@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from cory.checkpoint import save_final
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
-from cory.ppo.lora import Lora
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import collect_rollout, encode_prompts, sample
 from cory.ppo.update import ppo_update
@@ -132,10 +131,9 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     assert torch.equal(generated[:, -12:], sample(agents[0].policy, PROMPTS, 12, None).response_BT)
 
     base = load_language_model(str(folder), settings(), CPU)
-    ours = LanguageModel(base.lm, base.tokenizer, adapter=Lora.load(base.lm, "llm1", final))
-    assert torch.equal(logits_of(ours), logits_of(agents[0].policy))
+    assert torch.equal(logits_of(base.saved_policy("llm1", final)), logits_of(agents[0].policy))
     tensors = load_file(final / "adapter_model.safetensors")
     tensors.pop(min(tensors))
     save_file(tensors, final / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="lacks"):
-        Lora.load(load_language_model(str(folder), settings(), CPU).lm, "llm1", final)
+        load_language_model(str(folder), settings(), CPU).saved_policy("llm1", final)

@@ -54,13 +54,13 @@ def test_a_prompt_must_have_tokens_with_embeddings_and_leave_the_response_room()
             encode_prompts(model, ["a", prompt], 6)
 
 
-@pytest.mark.parametrize("listed, ends", [(None, [6]), (0, [0, 6]), ([6, 2], [2, 6])])
+@pytest.mark.parametrize("listed, ends", [(None, {6}), (0, {0, 6}), ([6, 2], {2, 6})])
 def test_every_end_of_turn_that_the_model_knows_ends_a_response(listed, ends):
     """A chat model may end its turn with another token than its tokenizer's EOS."""
     model = bigram(path_model(*"fedcba."))
     model.lm.generation_config = GenerationConfig(eos_token_id=listed)
     assert model.end_ids == ends
-    assert sampled(model, ["f"], 9).text == [{6: "edcba", 0: "edcba", 2: "edc"}[ends[0]]]
+    assert sampled(model, ["f"], 9).text == [{6: "edcba", 0: "edcba", 2: "edc"}[min(ends)]]
 
 
 def test_a_text_is_that_of_its_response_alone_without_special_tokens():

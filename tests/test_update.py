@@ -14,7 +14,6 @@ from cory.errors import UserError
 from cory.ppo import formulas, update
 from cory.ppo import rollout as rollouts
 from cory.ppo.agent import Agent
-from cory.ppo.lora import activate
 from cory.ppo.rollout import by_length, take
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import losses, ppo_update, with_advantages
@@ -37,7 +36,7 @@ def plain_update(agent, rollout, score_B, bonus: float) -> tuple[dict, dict]:
     weights = {"policy_loss": 1, "kl_loss": agent.kl_coef, "value_loss": cfg.vf_coef, "entropy": -bonus}
     parameters = agent.trainable_parameters()
     optimizer = torch.optim.Adam(parameters.values(), lr=cfg.learning_rate)
-    activate(lm, agent.policy.adapter)
+    agent.policy.activate()
     sums, norms, rng, every = defaultdict(float), [], agent.generator(), rollout.mask_BT.sum().item()
     for _ in range(cfg.num_ppo_epochs):
         for step in np.split(rng.permutation(8), 8 // cfg.rows_per_optimizer_step):

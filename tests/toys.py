@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
 from cory.checkpoint import checkpoints_of
 from cory.config import ImdbConfig
@@ -57,6 +57,7 @@ class BigramLM(nn.Module):
         self.head = nn.Linear(len(logits_UV), len(logits_UV), bias=False)
         self.head.weight.data = logits_UV.float().T.contiguous()
         self.device, self.config = torch.device("cpu"), PretrainedConfig()
+        self.generation_config = GenerationConfig()
 
     def get_output_embeddings(self):
         return self.head

@@ -9,8 +9,7 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from cory.config import ADVANTAGES, Config
-from cory.errors import UserError, find
+from cory.config import Config
 
 
 def estimator(critic: bool, whiten: bool, grouped: bool = False) -> Callable:
@@ -26,10 +25,9 @@ def estimator(critic: bool, whiten: bool, grouped: bool = False) -> Callable:
 
 
 def find_estimator(cfg: Config) -> Callable[..., Tensor]:
-    function = find("advantage", cfg.advantage, ADVANTAGES)
-    if not hasattr(function, "critic"):
-        raise UserError("advantage", cfg.advantage, "does not say whether it has a critic; put "
-                        "@estimator(critic=False, whiten=True) of cory.ppo.advantages above it, say")
+    function = cfg.find("advantage")
+    cfg.require("advantage", hasattr(function, "critic"), "does not say whether it has a critic; put "
+                "@estimator(critic=False, whiten=True) of cory.ppo.advantages above it, say")
     cfg.require("responses_per_query", not function.grouped or cfg.responses_per_query >= 2,
                 f"{cfg.advantage} compares the responses to a query; add --responses_per_query 4, say")
     return function

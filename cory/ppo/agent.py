@@ -3,11 +3,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cory.config import KL_CONTROLLERS, LR_SCHEDULES, Config
+from cory.config import Config
 from cory.distributed import by_placement, shard
-from cory.errors import UserError, find
+from cory.errors import UserError
 from cory.ppo.advantages import find_estimator
-from cory.ppo.lora import Lora
 from cory.ppo.model import Critic, LanguageModel
 
 
@@ -26,7 +25,7 @@ class Agent:
         self.draws = 0
         with torch.random.fork_rng(devices=[]):         # initial weights depend on run seed and agent alone
             torch.manual_seed(int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0]))
-            self.policy = base.policy(Lora.new(base.lm, name, cfg) if cfg.lora_rank else None)
+            self.policy = base.new_policy(name, cfg)
             self.critic = Critic(base) if find_estimator(cfg).critic else None
         if cfg.gradient_checkpointing:
             self.policy.recompute_layers()
@@ -62,7 +61,7 @@ class Agent:
     def set_learning_rate(self, iteration: int) -> None:
         """Sets the learning rates of iteration 1, 2, ...: `rate * schedule((iteration - 1) / iterations)`."""
         cfg = self.cfg
-        factor = find("lr_schedule", cfg.lr_schedule, LR_SCHEDULES)((iteration - 1) / cfg.iterations)
+        factor = cfg.find("lr_schedule")((iteration - 1) / cfg.iterations)
         for group in self.optimizer.param_groups:
             rate = group["is_critic"] and cfg.critic_learning_rate or cfg.learning_rate
             group["lr"] = rate * factor
@@ -72,8 +71,7 @@ class Agent:
         agent's rollouts.
         """
         if kl_B:
-            controller = find("kl_controller", self.cfg.kl_controller, KL_CONTROLLERS)
-            self.kl_coef = controller(self, torch.cat(kl_B))
+            self.kl_coef = self.cfg.find("kl_controller")(self, torch.cat(kl_B))
 
 
 def adaptive(agent: Agent, kl_N: Tensor) -> float:

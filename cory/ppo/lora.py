@@ -42,7 +42,7 @@ class Lora:
 
     @classmethod
     def load(cls, lm: nn.Module, name: str, folder: Path) -> "Lora":
-        """Adds an adapter that `save` has written. Raises `ValueError` for files that lack a part of it."""
+        """Adds a saved adapter. Raises `ValueError` where its files lack a part."""
         info = lm.load_adapter(str(folder), adapter_name=name, use_safetensors=True)
         if missing := [path for path in info.missing_keys if f".{name}." in path]:
             raise ValueError(f"{folder} lacks {missing[0]}")
@@ -52,10 +52,6 @@ class Lora:
     def weights(self) -> dict[str, nn.Parameter]:
         return {path: p for path, p in self.lm.named_parameters()
                 if re.search(rf"\.lora_[AB]\.{self.name}\.", path)}
-
-    def save(self, folder: Path) -> None:
-        activate(self.lm, self)
-        self.lm.save_pretrained(folder)
 
 
 def activate(lm: nn.Module, adapter: Lora | None) -> None:

@@ -8,12 +8,14 @@ tokens and 0 for padding.
 import copy
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from cory.config import Config
 from cory.ppo import formulas
 from cory.ppo.lora import Lora, activate
 
@@ -31,10 +33,22 @@ class LanguageModel(nn.Module):
         self.lm, self.tokenizer, self.dtype = lm.eval(), tokenizer, dtype
         self.chat_template, self.temperature, self.adapter = chat_template, temperature, adapter
 
-    def policy(self, adapter: Lora | None) -> "LanguageModel":
-        """What an agent samples from and trains: an adapter on this base, or a copy of it."""
-        lm = self.lm if adapter else copy.deepcopy(self.lm)
+    def new_policy(self, name: str, cfg: Config) -> "LanguageModel":
+        """What an agent samples from and trains: a new adapter on this base, or a copy of it."""
+        if cfg.lora_rank:
+            return self.like_this(self.lm, Lora.new(self.lm, name, cfg))
+        return self.like_this(copy.deepcopy(self.lm))
+
+    def saved_policy(self, name: str, folder: Path) -> "LanguageModel":
+        """The policy whose adapter on this base lies in `folder`."""
+        return self.like_this(self.lm, Lora.load(self.lm, name, folder))
+
+    def like_this(self, lm: nn.Module, adapter: Lora | None = None) -> "LanguageModel":
         return LanguageModel(lm, self.tokenizer, self.dtype, self.chat_template, self.temperature, adapter)
+
+    def activate(self) -> None:
+        """From here on `lm` computes with this model's adapter, or with none."""
+        activate(self.lm, self.adapter)
 
     @property
     def device(self) -> torch.device:
@@ -56,11 +70,10 @@ class LanguageModel(nn.Module):
         return self.lm.get_output_embeddings()
 
     @property
-    def end_ids(self) -> list[int]:
+    def end_ids(self) -> set[int]:
         """Tokens that end a response: EOS, and any others in generation_config, as for chat models."""
-        more = getattr(getattr(self.lm, "generation_config", None), "eos_token_id", None)
-        more = more if isinstance(more, list) else [] if more is None else [more]
-        return sorted({self.tokenizer.eos_token_id, *more})
+        more = self.lm.generation_config.eos_token_id
+        return {self.tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The adapter's weights by name, or all weights if there is no adapter."""
@@ -82,7 +95,7 @@ class LanguageModel(nn.Module):
 
     def hidden_states(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache=None) -> tuple:
         """The transformer without its head, with this model's adapter: (last hidden states, cache)."""
-        activate(self.lm, self.adapter)
+        self.activate()
         with self.autocast():
             out = self.lm.base_model(input_ids=ids, attention_mask=mask, position_ids=position_ids,
                                      past_key_values=cache, use_cache=cache is not None)

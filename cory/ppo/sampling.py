@@ -96,7 +96,7 @@ def sample(model: LanguageModel, prompts: list[str], max_new_tokens: int,
     """
     B, device = len(prompts), model.device
     prompt_BP, prompt_mask_BP = encode_prompts(model, prompts, max_new_tokens)
-    eos, ends = model.tokenizer.eos_token_id, torch.tensor(model.end_ids, device=device)
+    eos, ends = model.tokenizer.eos_token_id, torch.tensor([*model.end_ids], device=device)
     uniform_TB = None if uniform_TB is None else uniform_TB.to(device)
     response_BT = torch.full((B, max_new_tokens), eos, device=device)
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))

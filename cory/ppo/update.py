@@ -17,7 +17,6 @@ from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
-from cory.ppo.lora import activate
 from cory.ppo.rollout import Rollout, by_length, lm_head_tokens, take
 
 
@@ -128,7 +127,7 @@ def add_gradient(agent: Agent, mini_batch: Rollout, divisor: Tensor, sums: dict,
             counted = (mask_BT * rows.mask_BT).bool()
             sums[name] = sums[name] + x_BT.detach()[counted].double().sum()
             counts[name] = counts[name] + counted.sum()
-    activate(policy.lm, policy.adapter)     # checkpointed layers are recomputed now, with this adapter
+    policy.activate()                   # checkpointed layers are recomputed now, with this adapter
     hidden_BTH.backward(leaf_BTH.grad)
 
 

@@ -3,8 +3,8 @@ import re
 from decimal import Decimal, InvalidOperation
 from statistics import fmean
 
-from cory.config import CHECKERS, Gsm8kConfig
-from cory.errors import UserError, find
+from cory.config import Gsm8kConfig
+from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 from cory.tasks.task import Data, Task, divided, load_columns
 
@@ -20,7 +20,7 @@ class Gsm8k(Task):
 
     def __init__(self, cfg: Gsm8kConfig, data: Data, model: LanguageModel):
         self.gold = dict(sum(data, []))
-        self.checker = find("checker", cfg.checker, CHECKERS)
+        self.checker = cfg.find("checker")
         self.example = EXAMPLE if cfg.one_shot else ""
         super().__init__(cfg, data, model)
 
@@ -59,17 +59,8 @@ class Gsm8k(Task):
 
 
 # --- the answer in a worked solution or in a response; None where there is none ---
-# The groups of 1 234 may be separated by thin or no-break spaces or apostrophes.
-NUMBER = re.compile(r"""
-    ( (?<![A-Za-z0-9.)\]}%])                        # a sign that follows no word, number or bracket,
-      - (?:\\?[$€£¥₹])? )?                          # and touches the number or its currency
-    ( (?: \d{1,3} (?:[\u2009\u202f\u00a0'\u2019]\d{3})+ (?!\d) | \d+ )      # 1 234 or 1234,
-      (?:,\d+)* (?:\.\d+)?                          # 1,234 and perhaps a fraction
-      | (?<![\w.]) \.\d+ )                          # .5
-    ( e[+-]?\d{1,6} (?!\w) )?                       # an exponent
-    """, re.ASCII | re.IGNORECASE | re.VERBOSE)
-# full-width forms, and another minus
-PLAIN = str.maketrans("０１２３４５６７８９，．－−", "0123456789,.--")
+# 1,234.5 or .5; a sign that follows no word, number or bracket, and touches the number or its currency
+NUMBER = re.compile(r"(?:(?<![A-Za-z0-9.)\]}%])-\$?)?(?:\d+(?:,\d+)*(?:\.\d+)?|(?<![\w.])\.\d+)", re.ASCII)
 
 
 def gold_answer(solution: str) -> Decimal | None:
@@ -79,19 +70,18 @@ def gold_answer(solution: str) -> Decimal | None:
 
 
 def last_number(response: str) -> Decimal | None:
-    r"""The paper's rule: the last number of a response, before it asks a "Question:" of its own.
+    """The paper's rule: the last number of a response, before it asks a "Question:" of its own.
 
-    Currency signs, units, markup and commas between digits are ignored (the commas as in lm-eval). LaTeX's
-    `{,}` is a comma, its `\,` a thin space. A minus belongs to the number that it touches, unless a word or a
-    number stands right before it: `-7` is -7, `5-7` and `- 7` end in 7. `1/2` ends in 2.
+    Currency signs, units, markup and commas between digits are ignored (the commas as in lm-eval), also
+    LaTeX's. A minus belongs to the number that it touches, unless a word or a number stands right before it:
+    `-7` is -7, `5-7` and `- 7` end in 7. `1/2` ends in 2.
     """
-    plain = response.translate(PLAIN).replace("{,}", ",").replace(r"\,", "\u2009")
+    plain = response.replace("{,}", ",").replace(r"\$", "$").replace("\u2212", "-")
     first = NUMBER.search(plain)
     if first is None:
         return None
     rest, _, _ = plain[first.end():].partition("Question:")
-    sign, digits, exponent = NUMBER.findall(plain[:first.end()] + rest)[-1]
-    return decimal(sign[:1] + re.sub("[^0-9.]", "", digits) + exponent)
+    return decimal(NUMBER.findall(plain[:first.end()] + rest)[-1])
 
 
 def strict(response: str) -> Decimal | None:
@@ -101,8 +91,8 @@ def strict(response: str) -> Decimal | None:
 
 
 def decimal(text: str) -> Decimal | None:
-    """The number without its commas, or None."""
+    """The number without its commas and currency sign, or None."""
     try:
-        return Decimal(text.replace(",", ""))
+        return Decimal(text.replace(",", "").replace("$", ""))
     except InvalidOperation:
         return None
