@@ -7,7 +7,7 @@ from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
 from cory.config import OneLineParser
-from cory.errors import exit_on_user_error
+from cory.errors import UserError, exit_on_user_error
 
 
 @exit_on_user_error
@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> None:
     evaluate.add_argument("--dtype", choices=["auto", "float32", "tf32", "bfloat16"],
                           help="default: the run's")
     args = parser.parse_args(argv)
+    for run_dir in args.run_dirs:
+        if not (run_dir / "eval.json").exists():
+            raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
     if args.command == "report":
         from cory.report import compare
         compare(args.run_dirs, args.by, args.out)

@@ -86,12 +86,11 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
         hint = f"delete it to go on from {paths[1].name}" if paths[1:] else "start a new run"
         raise UserError("checkpoint", str(newest), f"is damaged ({str(error)[:100]}); {hint}") from error
     saved, parameters = state["agents"], {agent.name: agent.trainable_parameters() for agent in agents}
-    old = {(f"{agent}/{name}", x.shape) for agent in saved for name, x in saved[agent]["tensors"].items()}
-    new = {(f"{agent}/{name}", x.shape) for agent in parameters for name, x in parameters[agent].items()}
+    old = {(agent, name, x.shape) for agent in saved for name, x in saved[agent]["tensors"].items()}
+    new = {(agent, name, x.shape) for agent in parameters for name, x in parameters[agent].items()}
     if old != new:
-        name, shape = min(old ^ new)
-        raise UserError("checkpoint", str(newest), f"is of other agents, which differ in {name} of shape "
-                        f"{tuple(shape)}; undo that edit, or start a new run")
+        raise UserError("checkpoint", str(newest), f"is of other agents: {min(old ^ new)} is only in one of "
+                        "them; undo that edit, or start a new run")
     for agent in agents:
         of_agent = saved[agent.name]
         vars(agent).update(of_agent["attributes"])

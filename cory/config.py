@@ -41,8 +41,8 @@ def setting(default, help: str, min: float = -LARGEST, max: float = LARGEST, per
     return field(default=default, metadata={"help": help, "min": min, "max": max, "per_agent": per_agent})
 
 
-# A setting in which agents may differ, by a method's `agent_config`.
-own = partial(setting, per_agent=True)
+# A setting that each agent has, and in which agents may differ, by a method's `agent_config`.
+each = partial(setting, per_agent=True)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Config:
     task: str = setting("imdb", "imdb, gsm8k, or a class of yours as module:Class (ours)")
     method: str = setting("cory", "ppo (one agent), cory (two), or a class of yours as module:Class (ours)")
     preset: str = setting("defaults", "named settings; other flags override them (ours)")
-    model: str = own("gpt2-large", "causal LM: folder or Hub name, optionally @REVISION (paper)")
+    model: str = each("gpt2-large", "causal LM: folder or Hub name, optionally @REVISION (paper)")
     dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA if there is one (ours)")
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
@@ -60,7 +60,7 @@ class Config:
     seed: int = setting(0, "seeds queries, lengths, sampling, mini-batches and adapters (ours)", min=0)
     iterations: int = setting(100, "rollouts, each followed by an update (paper: 100)", min=1)
     # memory
-    lora_rank: int = own(0, "LoRA rank, on a frozen base; 0: full fine-tuning (paper: unstated)", min=0)
+    lora_rank: int = each(0, "LoRA rank, on a frozen base; 0: full fine-tuning (paper: unstated)", min=0)
     load_in_4bit: bool = setting(False, "load the frozen base in 4 bits, with bitsandbytes (paper: Llama-2)")
     gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass (ours)")
     shard: bool = setting(False, "shard layers and Adam's moments across torchrun's processes: FSDP2 (ours)")
@@ -79,26 +79,26 @@ class Config:
     temperature: float = setting(1.0, "divides all logits, not only in sampling (paper: 1)", min=ABOVE_0)
     chat_template: bool = setting(False, "prompts are user messages in the model's chat template (ours)")
     # the update
-    advantage: str = own("gae", "gae (paper), rloo, grpo, dr_grpo, reinforce, or yours as module:function")
-    learning_rate: float = own(1.41e-5, "Adam's step size (paper: 1.41e-5, GSM8K 1e-5)", min=ABOVE_0)
-    critic_learning_rate: float = own(0.0, "for the value head; 0: same as learning_rate (paper)", min=0)
-    lr_schedule: str = own("constant", "constant (paper), linear, cosine, or yours as module:function")
-    mini_batch_size: int = own(256, "maximum rows per backward pass (paper: 256, GSM8K 2)", min=1)
-    gradient_accumulation_steps: int = own(1, "backward passes per Adam step (paper: 1, GSM8K 16)", min=1)
-    num_ppo_epochs: int = own(4, "passes over each rollout (paper: 4)", min=1)
-    init_kl_coef: float = own(0.3, "eta, initial KL coefficient, per nat (paper: 0.3, GSM8K 0.01)", min=0)
-    kl_penalty: Literal["full", "k1"] = own("full", "full: exact KL (paper, eq. 2); k1: sampled log-ratio")
-    kl_in: Literal["reward", "loss"] = own("reward", "rewards minus KL (paper), or loss plus k3 (GRPO)")
-    kl_controller: str = own("adaptive", "how eta moves: adaptive (TRL), or yours as module:function")
-    kl_target: float = own(6.0, "target KL, nats per response; 0: constant eta (TRL: 6)", min=0)
-    kl_horizon: float = own(10_000.0, "responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
-    gamma: float = own(1.0, "discount per token (paper: 1)", min=0, max=1)
-    lam: float = own(0.95, "GAE lambda (paper: 0.95)", min=0, max=1)
-    cliprange: float = own(0.2, "policy ratio clip (paper: 0.2)", min=ABOVE_0)
-    cliprange_high: float = own(0.0, "the ratio's upper clip; 0: cliprange (paper), above it: DAPO", min=0)
-    cliprange_value: float = own(0.2, "value clip, in units of reward (paper: 0.2)", min=ABOVE_0)
-    vf_coef: float = own(0.1, "beta, weight of the value loss (paper: 0.1)", min=0)
-    max_grad_norm: float = own(0.0, "clip the gradient's norm to this; 0: off (paper: off)", min=0)
+    advantage: str = each("gae", "gae (paper), rloo, grpo, dr_grpo, reinforce, or yours as module:function")
+    learning_rate: float = each(1.41e-5, "Adam's step size (paper: 1.41e-5, GSM8K 1e-5)", min=ABOVE_0)
+    critic_learning_rate: float = each(0.0, "for the value head; 0: same as learning_rate (paper)", min=0)
+    lr_schedule: str = each("constant", "constant (paper), linear, cosine, or yours as module:function")
+    mini_batch_size: int = each(256, "maximum rows per backward pass (paper: 256, GSM8K 2)", min=1)
+    gradient_accumulation_steps: int = each(1, "backward passes per Adam step (paper: 1, GSM8K 16)", min=1)
+    num_ppo_epochs: int = each(4, "passes over each rollout (paper: 4)", min=1)
+    init_kl_coef: float = each(0.3, "eta, initial KL coefficient, per nat (paper: 0.3, GSM8K 0.01)", min=0)
+    kl_penalty: Literal["full", "k1"] = each("full", "full: exact KL (paper, eq. 2); k1: sampled log-ratio")
+    kl_in: Literal["reward", "loss"] = each("reward", "rewards minus KL (paper), or loss plus k3 (GRPO)")
+    kl_controller: str = each("adaptive", "how eta moves: adaptive (TRL), or yours as module:function")
+    kl_target: float = each(6.0, "target KL, nats per response; 0: constant eta (TRL: 6)", min=0)
+    kl_horizon: float = each(10_000.0, "responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
+    gamma: float = each(1.0, "discount per token (paper: 1)", min=0, max=1)
+    lam: float = each(0.95, "GAE lambda (paper: 0.95)", min=0, max=1)
+    cliprange: float = each(0.2, "policy ratio clip (paper: 0.2)", min=ABOVE_0)
+    cliprange_high: float = each(0.0, "the ratio's upper clip; 0: cliprange (paper), above it: DAPO", min=0)
+    cliprange_value: float = each(0.2, "value clip, in units of reward (paper: 0.2)", min=ABOVE_0)
+    vf_coef: float = each(0.1, "beta, weight of the value loss (paper: 0.1)", min=0)
+    max_grad_norm: float = each(0.0, "clip the gradient's norm to this; 0: off (paper: off)", min=0)
     # evaluation, saving, logging
     eval_split: Literal["test", "validation"] = setting("test", "validation: to choose settings by (ours)")
     eval_queries: int = setting(256, "held-out queries per evaluation (ours)", min=1)
@@ -128,9 +128,9 @@ class Config:
         hints, require = get_type_hints(type(self)), self.require
         for f in fields(self):
             value, words = getattr(self, f.name), NAMED.get(f.name) or get_args(hints[f.name])
-            own = ", or name your own as module:Name" if f.name in NAMED else ""
-            require(f.name, not words or value in words or own and ":" in value,
-                    f"choose from {', '.join(map(str, words))}{own}")
+            code = ", or name your own as module:Name" if f.name in NAMED else ""
+            require(f.name, not words or value in words or code and ":" in value,
+                    f"choose from {', '.join(map(str, words))}{code}")
             if type(value) in (int, float):
                 low, high = f.metadata.get("min", value), f.metadata.get("max", value)
                 least = "above 0" if low == ABOVE_0 else f"{low} or more"

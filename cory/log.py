@@ -124,8 +124,8 @@ class Logger(AbstractContextManager):
         """Sends each metric, its mean over agents, and with each evaluation the bases' values."""
         if row["iteration"] == 0:
             self.constants = {key: x for key, x in row.items() if "/base" in key}
-        own = {key: x for key, x in row.items() if key.rpartition("/")[2] in self.agents}
-        means = pd.Series(own, dtype=float).groupby(lambda key: f"{key.rpartition('/')[0]}/mean").mean()
+        of_agents = {key: x for key, x in row.items() if key.rpartition("/")[2] in self.agents}
+        means = pd.Series(of_agents, dtype=float).groupby(lambda key: f"{key.rpartition('/')[0]}/mean").mean()
         constants = self.constants if any(key.startswith("eval_") for key in row) else {}
         values = constants | row | means.to_dict()
         self.send(row["iteration"], lambda _: values)

@@ -144,7 +144,7 @@ def draw_frontier(ax, held_out: pd.DataFrame, styles: dict[str, dict]) -> None:
 
 # --- the command ---
 def require_comparable(run_dirs: list[Path], by: list[str]) -> None:
-    """Runs must be finished, and differ in method, `by` and seed alone."""
+    """Runs must differ in method, `by` and seed alone."""
     names, settings = [*map(str, run_dirs)], pd.DataFrame(map(read_config, run_dirs)).astype(str)
     for name in {*by} - {*settings}:
         raise UserError("by", name, "is no setting; config.json lists them")
@@ -154,9 +154,6 @@ def require_comparable(run_dirs: list[Path], by: list[str]) -> None:
                         f"--by {' '.join([*by, *differ])}")
     if settings.duplicated(["method", *by, "seed"]).any():
         raise UserError("run_dirs", names, "have a seed twice in a group; leave one out")
-    for run_dir in run_dirs:
-        if not (run_dir / "eval.json").exists():
-            raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
 
 
 def compare(run_dirs: list[Path], by: list[str], out: Path) -> None:

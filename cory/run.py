@@ -20,7 +20,7 @@ from cory import device
 from cory.checkpoint import load_checkpoint, save_checkpoint, save_final
 from cory.config import Config, config_json, load_config
 from cory.distributed import processes, shard
-from cory.errors import UserError, short_name
+from cory.errors import short_name
 from cory.evaluate import evaluate
 from cory.loading import load_language_model, model_errors
 from cory.log import Logger, read_jsonl, write_text
@@ -46,10 +46,10 @@ class RoleStep(NamedTuple):
         """Metrics of the rollout, the update and the task; a name in two of these raises."""
         rollout, reward, cfg = self.rollout, self.reward_B.mean().item(), self.agent.cfg
         kl = rollout.kl_B.mean().item()
-        own = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
-               f"kl_{cfg.kl_penalty}": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
-               "length": rollout.mask_BT.sum(1).mean().item(), "sampling_gap": rollout.sampling_gap}
-        return dict(**own, **self.update, **task.metrics(queries, rollout.text))
+        metrics = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
+                   f"kl_{cfg.kl_penalty}": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
+                   "length": rollout.mask_BT.sum(1).mean().item(), "sampling_gap": rollout.sampling_gap}
+        return dict(**metrics, **self.update, **task.metrics(queries, rollout.text))
 
 
 class Run:
@@ -228,8 +228,6 @@ class Run:
 def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
     """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
     saved = load_config(run_dir)
-    if not (run_dir / "eval.json").exists():
-        raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
     cfg = replace(saved, device=device, dtype=dtype or saved.dtype, eval_samples=samples,
                   eval_queries=queries or saved.eval_queries)
     run, last = Run(cfg, run_dir), read_jsonl(run_dir / "samples.jsonl")[-1]

@@ -91,7 +91,6 @@ def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_be
 
 @pytest.mark.parametrize("file, changes, says", [
     ("tokenizer_config.json", {"model_max_length": 22}, "takes 22 tokens; .* can have 23"),
-    ("tokenizer_config.json", {"pad_token": None}, "no padding token"),
     ("config.json", {"id2label": {0: "LABEL_0", 1: "LABEL_1"}}, "must have the word 'positive'"),
     ("config.json", {"id2label": {0: "OK", 1: "POSSIBLY SPAM"}}, "must have the word 'positive'"),
     ("config.json", {"id2label": {0: "POS", 1: "very positive"}}, "must have the word 'positive'")])

@@ -102,7 +102,7 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch)
     first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b", device="cuda", wandb="offline")
     other = write_run(tmp_path / "c", gamma=0.9, kl_target=0.0)
     for words, says in (([first, again], "have a seed twice"), ([first, first], "have a seed twice"),
-                        ([first, other], "in gamma, kl_target;"), ([tmp_path], "holds no run"),
+                        ([first, other], "in gamma, kl_target;"),
                         ([first, "--by", "gama"], "by is 'gama': is no setting")):
         assert says in error_line(main, ["report", *words], capsys)
     main(["report", str(first), str(write_run(tmp_path / "p", method="my:Chain", kl_target=6.0))])

@@ -36,14 +36,14 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
                 add_gradient(agent, rows, divisor, sums, counts)
             grad_norms.append(apply_gradient(agent))
     names = sorted({*processes().gather([*sums])})
-    metrics = {name: (processes().sum(sums[name]) / processes().sum(counts[name])).item() for name in names}
-    own = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "grad_norm": fmean(grad_norms),
-           "learning_rate": agent.optimizer.param_groups[0]["lr"]}
+    of_losses = {name: (processes().sum(sums[name]) / processes().sum(counts[name])).item() for name in names}
+    metrics = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "grad_norm": fmean(grad_norms),
+               "learning_rate": agent.optimizer.param_groups[0]["lr"]}
     if rollout.value_BT is not None:
         real = rollout.mask_BT.bool()
         value_N, return_N = rollout.value_BT[real], rollout.return_BT[real]
-        own["explained_variance"] = formulas.explained_variance(value_N, return_N)
-    return dict(**metrics, **own)           # a name in both raises
+        metrics["explained_variance"] = formulas.explained_variance(value_N, return_N)
+    return dict(**of_losses, **metrics)         # a name in both raises
 
 
 def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:

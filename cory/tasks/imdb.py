@@ -24,8 +24,6 @@ class SentimentReward:
             if len(positive) != 1:
                 raise ValueError(f"one label must have the word 'positive' or 'pos', of {str(labels)[:200]}")
             self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-            if self.tokenizer.pad_token is None:
-                raise ValueError("its tokenizer has no padding token; set pad_token in tokenizer_config.json")
             limit = self.tokenizer.model_max_length - self.tokenizer.num_special_tokens_to_add()
             if limit < max_tokens:
                 raise ValueError(f"takes {limit} tokens; a query with its response can have {max_tokens}")
