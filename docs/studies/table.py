@@ -226,14 +226,21 @@ def plot_frontier(axis, rows: pd.DataFrame, task: dict) -> None:
         means = runs.groupby("init_kl_coef")[["kl", "reward"]].mean()
         axis.plot(runs.kl, runs.reward, ".", color=COLORS[label], alpha=0.5)
         axis.plot(means.kl, means.reward, "-", color=COLORS[label], label=label)
+        labels = []                                     # etas whose points are close share one
         for eta, mean in means.iterrows() if label == "CORY" else ():
-            axis.annotate(f"{eta:g}", mean, xytext=(4, -12), textcoords="offset points", fontsize=8)
+            if labels and abs(mean.kl - labels[-1][1].kl) < 0.2:
+                labels[-1][0] += f", {eta:g}"
+            else:
+                labels.append([f"{eta:g}", mean])
+        for text, mean in labels:
+            axis.annotate(text, mean, xytext=(4, -12), textcoords="offset points", fontsize=8)
     base = rows[rows.iteration == 0]
     is_log = bool(end.kl.max() / end.kl.min() > 100)
-    for name, kl, reward in (("base", end.kl.min() / 2 if is_log else 0, base.reward.mean()),
+    kl_of_base = ("base (KL 0)", end.kl.min() / 5) if is_log else ("base", 0)
+    for name, kl, reward in ((*kl_of_base, base.reward.mean()),
                              ("best of 4", np.log(4) - 3 / 4, task["best_of_4"])):
         axis.plot(kl, reward, "x", color="gray")
-        axis.annotate(name, (kl, reward), xytext=(5, 3), textcoords="offset points", color="gray",
+        axis.annotate(name, (kl, reward), xytext=(-4, 6), textcoords="offset points", color="gray",
                       fontsize=8)
     greedy = rows.task.iloc[0] == "gsm8k"
     axis.set(xlabel=f"KL (nats{', logarithmic' * is_log})", ylabel="greedy accuracy" if greedy else "reward",
