@@ -68,7 +68,6 @@ def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int, **_) -> Tensor:
         R_i = sum_t r_t        A_i = R_i - 1/(k-1) sum_{j != i} R_j
 
     k is `group_size`, 2 or more. R_i is the score of response i minus, with `--kl_in reward`, its KL penalty.
-
     DIFFERS from that paper: PPO's clipped ratio of each token, over `num_ppo_epochs`, not one plain step.
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
@@ -95,11 +94,8 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int, **_) -> Tensor:
 
 @estimator(critic=False, whiten=False, grouped=True)
 def dr_grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int, **_) -> Tensor:
-    """GRPO without the division by the standard deviation (Liu et al., arXiv:2503.20783, sec. 3.2):
-
-        A_i = R_i - mean_group R        R as in `rloo`
-
-    DIFFERS from that paper: the loss is divided by the number of tokens, not by a constant.
+    """GRPO without the division by the standard deviation (Liu et al., arXiv:2503.20783, sec. 3.2). DIFFERS
+    from that paper: the loss is divided by the number of tokens, not by a constant.
     """
     return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
     return (return_Gk - return_Gk.mean(1, keepdim=True)).view(-1, 1) * mask_BT

@@ -146,10 +146,8 @@ class LanguageModel(nn.Module):
 
 class Critic(nn.Module):
     """V(s): a linear value head on the policy's last hidden state (paper, sec. 3), in float32, whose gradient
-    also reaches the transformer. It starts at 0 (the paper does not say).
-
-    Another critic is a module with this `forward`, named in its place in `cory.ppo.agent`. `base` is frozen,
-    and has the adapters of all agents: a critic that has a transformer loads one of its own, in float32.
+    also reaches the transformer. It starts at 0 (the paper does not say). Another critic is a module with
+    this `forward`; `base` is frozen, and has the adapters of all agents.
     """
 
     def __init__(self, base: LanguageModel):

@@ -68,8 +68,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row by inverse-transform sampling, and its log-probability. The token is the first v with
     `sum_{u <= v} p_u > uniform * sum_u p_u`.
 
-    In float64, because float32 would miss the many tokens with p below 6e-8. To draw from another
-    distribution, put its log-probabilities in place of logp_BV: `sampling_gap` shows the difference.
+    In float64, because float32 would miss the many tokens with p below 6e-8.
     """
     p_BV = logp_BV.softmax(-1)              # softmax(log p) = p
     cumulative_BV = p_BV.cumsum(-1, dtype=torch.float64)
@@ -145,10 +144,8 @@ def sample(model: LanguageModel, prompts: list[str], max_new_tokens: int,
 @torch.no_grad()
 def score_rollout(rollout: Rollout, policy: LanguageModel, reference: LanguageModel, kl_penalty: str,
                   max_rows: int, critic: Critic | None = None) -> Rollout:
-    """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in passes over at most `max_rows` rows.
-
-    The policy's log-probabilities are recomputed, in passes over whole rows, whose rounding matches that
-    of the update: initial ratios are nearly 1 even in bfloat16.
+    """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in passes over at most `max_rows` rows,
+    whose rounding matches that of the update: initial ratios are nearly 1 even in bfloat16.
     """
     names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (critic is not None)
     scored = {name: torch.zeros_like(rollout.mask_BT) for name in names}

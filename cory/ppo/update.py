@@ -82,7 +82,7 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
 
     logp_BT, entropy_BT, value_BT: of the present policy and critic, differentiable; on padding logp_BT is the
     rollout's. The loss is averaged over the real tokens of an optimizer step, a metric over those of the
-    update, or, if it is a pair (metric, mask), over the mask's. Add a key here to log and plot another one.
+    update, or, if it is a pair (metric, mask), over the mask's.
     """
     cfg, high = agent.cfg, agent.cfg.cliprange_high or agent.cfg.cliprange
     log_ratio_BT = logp_BT - rows.logp_BT

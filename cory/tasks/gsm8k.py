@@ -59,8 +59,9 @@ class Gsm8k(Task):
 
 
 # --- the answer in a worked solution or in a response; None where there is none ---
-# 1,234.5 or .5; a sign that follows no word, number or bracket, and touches the number or its currency
-NUMBER = re.compile(r"(?:(?<![A-Za-z0-9.)\]}%])-\$?)?(?:\d+(?:,\d+)*(?:\.\d+)?|(?<![\w.])\.\d+)", re.ASCII)
+SIGN = r"(?<![A-Za-z0-9.)\]}%])-\$?"                # follows no word, number or bracket; -7 or -$7
+DIGITS = r"\d+(?:,\d+)*(?:\.\d+)?|(?<![\w.])\.\d+"    # 1,234.5 or .5
+NUMBER = re.compile(f"(?:{SIGN})?(?:{DIGITS})", re.ASCII)
 
 
 def gold_answer(solution: str) -> Decimal | None:
