@@ -1,6 +1,8 @@
 """Held-out evaluation: responses to the bare queries of held-out rows, with fixed random numbers."""
 import math
+from itertools import count
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -77,6 +79,23 @@ def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: 
             out.unlink(missing_ok=True)
             append_jsonl(out, rows)
     return metrics
+
+
+def evaluate_team(method, roles: list[LanguageModel]) -> dict[str, float]:
+    """The mean score of the responses to the held-out queries that policies in a method's roles give, and the
+    method's metrics of these.
+    """
+    queries, length, calls = method.task.held_out_queries, method.cfg.max_response_length, count(1)
+
+    def sample_in_turn(policy: LanguageModel, prompts: list[str]) -> Rollout:
+        # with equal seeds, identical agents would respond identically
+        return sample_responses(policy, prompts, length, seed=next(calls))
+
+    rollouts = method.respond(roles, queries, sample_in_turn)
+    rewards = [method.task.reward(queries, rollout.text) for rollout in rollouts]
+    scores = method.scores(queries, rollouts, rewards)
+    score = fmean(score_B.mean().item() for score_B in scores)
+    return dict(score=score, **method.metrics(queries, rollouts, rewards))
 
 
 def distinct(ids: list[list[int]], n: int) -> float:

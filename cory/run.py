@@ -21,7 +21,7 @@ from cory.checkpoint import load_checkpoint, save_checkpoint, save_final
 from cory.config import Config, config_json, load_config
 from cory.distributed import processes, shard
 from cory.errors import short_name
-from cory.evaluate import evaluate
+from cory.evaluate import evaluate, evaluate_team
 from cory.loading import load_language_model, model_errors
 from cory.log import Logger, read_jsonl, write_text
 from cory.ppo.advantages import find_estimator
@@ -174,11 +174,11 @@ class Run:
             base, cfg = self.bases[self.base_of.get(name, name)], self.configs.get(name, self.cfg)
             metrics[name] = evaluate(policy, base, cfg, self.task, out and out / f"{name}.jsonl")
         for team, names in teams.items():
-            if policies.keys() >= {*names}:
+            if len(roles) > 1 and policies.keys() >= {*names}:
                 self.method.memory, self.task.memory = copy.deepcopy(memories)
-                metrics[team] = self.method.team_metrics([policies[name] for name in names])
+                metrics[team] = evaluate_team(self.method, [policies[name] for name in names])
         self.method.memory, self.task.memory = memories
-        return {name: values for name, values in metrics.items() if values}
+        return metrics
 
     def save_if_due(self, iteration: int) -> None:
         """Writes a checkpoint every `save_every` iterations, at the end, and after a signal to any process,

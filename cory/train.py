@@ -10,9 +10,7 @@ from cory.checkpoint import claimed
 from cory.config import Config
 from cory.device import signals_noted
 from cory.distributed import launched
-from cory.evaluate import sample_responses
 from cory.ppo.agent import Agent
-from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import ppo_update
@@ -103,11 +101,7 @@ class Ppo:
         return ppo_update(agent, rollout, score_B)
 
     def metrics(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
-        """What else is logged of an iteration, by name."""
-        return {}
-
-    def team_metrics(self, roles: list[LanguageModel]) -> dict[str, float]:
-        """What the policies in these roles do together on the held-out queries, by name."""
+        """What else is logged, by name: of an iteration, and of the held-out responses of several roles."""
         return {}
 
 
@@ -135,29 +129,17 @@ class Cory(Ppo):
         lam = self.cfg.partner_reward
         return [r + lam * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
-    def team_metrics(self, roles: list[LanguageModel]) -> dict[str, float]:
-        """The mean score, and how the last role uses the response before its own: docs/settings.md.
-
-        observer_after_*: omitted if that response's rewards are all equal.
+    def metrics(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
+        """How the last role uses the response before its own: the share of copies, and its mean reward where
+        that response's is above the batch's mean, and elsewhere; omitted where these rewards are all equal.
         """
-        task, length, calls = self.task, self.cfg.max_response_length, []
-
-        def sample(policy: LanguageModel, prompts: list[str]) -> Rollout:
-            calls.append(policy)        # with equal seeds, identical agents would respond identically
-            return sample_responses(policy, prompts, length, seed=len(calls))
-
-        rollouts = self.respond(roles, task.held_out_queries, sample)
-        rewards = [task.reward(task.held_out_queries, a.text) for a in rollouts]
-        scores = self.scores(task.held_out_queries, rollouts, rewards)
-        metrics = {"score": fmean(score_B.mean().item() for score_B in scores)}
-
         (*_, a1, a2), (*_, r1, r2) = rollouts, rewards
         copies = [first.strip() == second.strip() for first, second in zip(a1.text, a2.text, strict=True)]
-        metrics["observer_copies"] = fmean(copies)
+        metrics = {"observer_copies": fmean(copies)}
         better = r1 > r1.mean()
-        for name, rows in (("better", better), ("worse", ~better)):
-            if better.any() and not better.all():
-                metrics[f"observer_after_{name}"] = r2[rows].mean().item()
+        if better.any() and not better.all():
+            metrics["observer_after_better"] = r2[better].mean().item()
+            metrics["observer_after_worse"] = r2[~better].mean().item()
         return metrics
 
 

@@ -12,7 +12,7 @@ from conftest import save_llama
 from toys import bigram, error_line, read, require_same_runs, rows, saved_tensors, settings, stopped
 
 import train_imdb
-from cory import train
+from cory import evaluate, train
 from cory.checkpoint import checkpoints_of
 from cory.ppo.agent import Agent
 from cory.ppo.lora import Lora
@@ -80,7 +80,7 @@ def test_as_many_exchanges_as_agents_are_the_identity_bit_for_bit(monkeypatch):
     task = MagicMock(batch=lambda _: (["q"], 4), reward=lambda *_: torch.zeros(1))
     the_run = MagicMock(done=0, agents=team, roles=[*team], log=lambda iteration, queries, steps, metrics:
                         played.append([step.agent.name for step in steps]))
-    monkeypatch.setattr(train, "collect_rollout", lambda *_, **__: MagicMock(kl_B=torch.ones(1)))
+    monkeypatch.setattr(train, "collect_rollout", lambda *_, **__: MagicMock(kl_B=torch.ones(1), text=["a"]))
     monkeypatch.setattr(train, "ppo_update", lambda *_: {})
     monkeypatch.setattr(Cory, "roles", tuple(range(4)))
     Cory(settings(role_exchange_every=1, iterations=4), task).train(the_run)
@@ -150,14 +150,14 @@ class Own(Cory):
         a1, second = (sample(roles[0], self.task.pioneer_prompts(queries)) for _ in range(2))
         shown = [f"{first}|{other}" for first, other in zip(a1.text, second.text)]
         self.asked.append(queries)
+        self.pioneer = int(getattr(roles[0], "policy", roles[0]).lm.config.model_type == "llama")
         return [a1, sample(roles[1], self.task.observer_prompts(queries, shown))]
 
     def scores(self, queries, rollouts, rewards):
         return [rewards[0], rewards[1] + 1]
 
-    def team_metrics(self, roles):
-        kind = roles[0].lm.config.model_type
-        return super().team_metrics(roles) | {"pioneer": torch.tensor(int(kind == "llama"))}
+    def metrics(self, queries, rollouts, rewards):
+        return super().metrics(queries, rollouts, rewards) | {"pioneer": torch.tensor(self.pioneer)}
 
 
 def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(flags, tmp_path):
@@ -243,9 +243,9 @@ def test_the_team_is_measured_by_hand(method, knowledge_transfer, said, expected
         asked.append((model, seed))
         return SimpleNamespace(text=[said[prompt] for prompt in prompts])
 
-    monkeypatch.setattr(train, "sample_responses", responses)
-    cfg = settings(knowledge_transfer=knowledge_transfer, partner_reward=0.5)
-    assert method(cfg, TASK).team_metrics(method.roles) == pytest.approx(expected)
+    monkeypatch.setattr(evaluate, "sample_responses", responses)
+    TASK.cfg = settings(knowledge_transfer=knowledge_transfer, partner_reward=0.5)
+    assert evaluate.evaluate_team(method(TASK.cfg, TASK), method.roles) == pytest.approx(expected)
     # with one seed, like agents would agree by chance
     assert asked == [(role, seed) for seed, role in enumerate(method.roles, start=1)]
 
