@@ -60,8 +60,8 @@ class Ppo:
             rewards = [task.reward(queries, a.text) for a in rollouts]
             scores = self.scores(queries, rollouts, rewards)
 
-            updates = [self.update(agent, a, score_B)
-                       for agent, a, score_B in zip(run.roles, rollouts, scores, strict=True)]
+            turns = zip(self.roles, run.roles, rollouts, scores, strict=True)
+            updates = [self.update(*turn) for turn in turns]
             steps = [*map(RoleStep, self.roles, run.roles, rollouts, rewards, updates)]
             for agent in run.agents:
                 agent.adapt_kl_coef([step.rollout.kl_B for step in steps if step.agent is agent])
@@ -96,7 +96,7 @@ class Ppo:
         """The scalar that each response is trained on, (B,) for each role; `rewards` are the task's own."""
         return rewards
 
-    def update(self, agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
+    def update(self, role: str, agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
         """Trains the agent that played a role on its scores (B,); returns metrics."""
         return ppo_update(agent, rollout, score_B)
 

@@ -53,9 +53,9 @@ class Supervised(Ppo):
         apply_gradient(agent)
         return [rollout]
 
-    def update(self, agent, rollout, score_B):
+    def update(self, role, agent, rollout, score_B):
         """With the numbers of Adam's moments that this process holds."""
-        metrics = super().update(agent, rollout, score_B)
+        metrics = super().update(role, agent, rollout, score_B)
         moments = [state["exp_avg"] for state in agent.optimizer.state.values()]
         return metrics | {"held": sum(getattr(x, "_local_tensor", x).numel() for x in moments)}
 

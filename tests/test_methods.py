@@ -257,10 +257,10 @@ class Twice(Cory):
 class Noted(Cory):
     """One metric of the observer's update alone, and one of the iteration."""
 
-    def update(self, agent, rollout, score_B):
+    def update(self, role, agent, rollout, score_B):
         self.memory["updates"] = self.memory.get("updates", 0) + 1
         extra = {"second": 2.0} if self.memory["updates"] % 2 == 0 else {}
-        return super().update(agent, rollout, score_B) | extra
+        return super().update(role, agent, rollout, score_B) | extra
 
     def metrics(self, queries, rollouts, rewards):
         return {"rollouts": len(rollouts)}
