@@ -81,7 +81,8 @@ CASES = {
     "temperature": dict(mini_batch_size=4, temperature=0.6, cliprange_high=0.5),
     "entropy_bonus": dict(mini_batch_size=2, advantage="reinforce", kl_penalty="k1"),
     "lora": dict(mini_batch_size=2, gradient_accumulation_steps=2, lora_rank=2),
-    "checkpointed": dict(lora_rank=2, gradient_checkpointing=True)}
+    "checkpointed": dict(gradient_checkpointing=True),
+    "lora_checkpointed": dict(lora_rank=2, gradient_checkpointing=True)}
 
 
 @pytest.mark.parametrize("case", CASES)
