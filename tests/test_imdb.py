@@ -29,10 +29,6 @@ WORDS = ("▁a", "▁story", "▁of", "▁wonder", "ful", END)
 LLAMA = Tokenizer(models.Unigram([(word, -1.0) for word in WORDS], 5))
 LLAMA.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
 LLAMA.decoder = decoders.Metaspace(prepend_scheme="first")
-# Of BERT's kind: no token holds a space, and ## stands for none.
-PIECES = {"a": 0, "story": 1, "of": 2, "wonder": 3, "##ful": 4, END: 5}
-BERT = Tokenizer(models.WordPiece(PIECES, unk_token=END))
-BERT.pre_tokenizer, BERT.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
 
 
 def imdb(train, test, raw=BYTES, reward_model=len, **changes) -> tuple[Imdb, LanguageModel]:
@@ -52,7 +48,7 @@ def test_held_out_queries_are_as_long_as_those_of_training():
         assert all("the film was".startswith(query) for query in queries)
 
 
-@pytest.mark.parametrize("raw", [BYTES, LLAMA, BERT], ids=["bytes", "llama", "bert"])
+@pytest.mark.parametrize("raw", [BYTES, LLAMA], ids=["bytes", "llama"])
 @pytest.mark.parametrize("opening", ["a story", "a story of wonder"])
 def test_query_and_response_are_joined_as_the_model_wrote_them(raw, opening):
     review, n, scored = "a story of wonderful", len(raw.encode(opening).ids), []
@@ -68,7 +64,7 @@ def test_query_and_response_are_joined_as_the_model_wrote_them(raw, opening):
 
 def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_beside(small, tmp_path):
     """A decoder must find where a text ends, whatever its config calls padding, and positions count from the
-    left.
+    left. Many texts are read a part at a time.
     """
     torch.manual_seed(0)
     GPT2ForSequenceClassification(GPT2Config(
@@ -86,7 +82,8 @@ def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_be
         assert classifier.model.dtype == torch.float32
         ids = [classifier.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
         logits = [classifier.model(row).logits[0, -1].item() for row in ids]
-        assert classifier(texts) == pytest.approx(logits, abs=1e-5) and abs(logits[0] - logits[1]) > 1e-3
+        assert abs(logits[0] - logits[1]) > 1e-3
+        assert classifier(texts * 260) == pytest.approx(logits * 260, abs=1e-5)
 
 
 @pytest.mark.parametrize("file, changes, says", [
@@ -99,10 +96,3 @@ def test_a_classifier_that_cannot_be_used_is_refused(file, changes, says, small,
     (tmp_path / file).write_text(json.dumps(read(tmp_path / file) | changes))
     with pytest.raises(UserError, match=f"reward_model is .*{says}"):
         SentimentReward(str(tmp_path), CPU, max_tokens=23)
-
-
-def test_many_texts_are_read_a_part_at_a_time(small):
-    texts = [f"film {i}" for i in range(520)]
-    reward_model = SentimentReward(str(small / "classifier"), CPU)
-    assert reward_model(texts)[512:] == pytest.approx(reward_model(texts[512:]), abs=1e-5)
-    assert len(reward_model(texts)) == 520
