@@ -70,14 +70,12 @@ def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_be
     GPT2ForSequenceClassification(GPT2Config(
         vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3, pad_token_id=5,
         id2label={0: "neg", 1: "pos"})).bfloat16().save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)              # padding is END, 256
-    left, one = (shutil.copytree(small / "classifier", tmp_path / name) for name in ("left", "one"))
-    file = left / "tokenizer_config.json"
-    file.write_text(json.dumps(read(file) | {"padding_side": "left"}))
+    byte_tokenizer(eos_token=END, padding_side="left").save_pretrained(tmp_path)        # padding is END, 256
+    one = shutil.copytree(small / "classifier", tmp_path / "one")
     DistilBertForSequenceClassification.from_pretrained(
         one, num_labels=1, ignore_mismatched_sizes=True).save_pretrained(one)
     texts = ["the film was good", "one bad old dog of a story"]
-    for folder in (small / "classifier", tmp_path, left, one):
+    for folder in (small / "classifier", tmp_path, one):
         classifier = SentimentReward(str(folder), CPU)
         assert classifier.model.dtype == torch.float32
         ids = [classifier.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from toys import read
 
-import train_gsm8k
 import train_imdb
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
 # (text of the file, command line) of each recipe
 RECIPES = {re.match(r"# (\w+)\.py\n", body)[1]: (body, shlex.split(command)) for body, command in re.findall(
     r"```python\n(.*?)```\n\n(?: {4}python \w+\.py\n)? {4}python (.*?)\n", PAGE, re.DOTALL)}
-SCRIPTS = {"train_imdb.py": train_imdb.main, "train_gsm8k.py": train_gsm8k.main}
 SHORT = ("--iterations 2 --max_response_length 4 --num_ppo_epochs 1 --eval_every 0 --eval_queries 4 "
          "--save_every 2").split()
 
@@ -33,7 +31,7 @@ def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, ca
     Path(f"{name}.py").write_text(text)
     if name == "mention":
         runpy.run_path("mention.py", run_name="__main__")           # writes its data
-    main = SCRIPTS.get(script) or importlib.import_module(name).main
+    main = importlib.import_module(Path(script).stem).main
     small = [*(problem_flags if script == "train_gsm8k.py" else small_flags)]
     if name != "crossplay":
         # of a flag that is given twice the last one holds
