@@ -28,7 +28,7 @@ from cory.__main__ import main
 from cory.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from cory.errors import UserError
 from cory.tasks.imdb import Imdb
-from cory.train import Ppo
+from cory.train import Cory, Ppo
 
 QUICK = ("--batch_size 4 --mini_batch_size 2 --num_ppo_epochs 1 --max_response_length 6 --eval_queries 4 "
          "--kl_target 0.1 --kl_horizon 20").split()
@@ -66,18 +66,16 @@ def refused(capsys, run_dir: Path, *more) -> str:
 
 
 # --- the same bits ---
-class Remembering(Ppo):
-    """Trained on rewards less their mean so far; it draws, too."""
+class Remembering(Cory):
+    """Trained on rewards less their mean so far; it draws, too. An evaluation leaves what it remembers."""
 
     def scores(self, queries, rollouts, rewards):
         means = self.memory.setdefault("means", [])
         means.append(rewards[0].mean().item())
         drawn = random.random() + np.random.rand() + torch.rand(1).item()
-        return [rewards[0] - fmean(means) + drawn]
+        return [reward_B - fmean(means) + drawn for reward_B in rewards]
 
-    def team_metrics(self, roles):
-        """What it remembers, and an attempt to change that: an evaluation leaves it as it was."""
-        self.scores([], [], [torch.ones(2)])
+    def metrics(self, queries, rollouts, rewards):
         return {"remembered": len(self.memory["means"])}
 
 
@@ -116,7 +114,7 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, flags, tmp_p
         assert trained[0]["earned/llm1"] == 0           # it learns after the iteration
         assert trained[1]["earned/llm1"] == pytest.approx(trained[0]["task_reward/llm1"])
         remembered = [row["eval_remembered/team"] for row in rows(whole) if "role/llm1" not in row]
-        assert remembered == [1, 2, 3, 4]                   # with its own attempt
+        assert remembered == [1, 2, 3, 4]                   # with its own, of held-out responses
         main(["evaluate", str(whole), "--samples", "1", "--device", "cpu"])        # has the memory, too
         earned = torch.load(checkpoints_of(whole)[0], weights_only=True)["task"]["earned"]
         assert read(whole / "evaluation/results.json")["llm1"]["greedy_earned"] == pytest.approx(earned)
