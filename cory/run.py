@@ -81,7 +81,11 @@ class Run:
 
     def start(self) -> None:
         """Makes the agents, or restores them from the last checkpoint, and opens the log."""
-        cfg = self.cfg
+        cfg, size = self.cfg, processes().size
+        for agent_cfg in self.configs.values():
+            rows = agent_cfg.rows_per_optimizer_step
+            agent_cfg.require("mini_batch_size", rows % size == 0, f"{rows} rows of an optimizer step cannot "
+                              f"be divided among {size} processes; make them a multiple")
         self.agents = [Agent(name, self.bases[self.base_of[name]], agent_cfg, i)
                        for i, (name, agent_cfg) in enumerate(self.configs.items())]
         self.roles = [*islice(cycle(self.agents), len(self.method.roles))]

@@ -101,7 +101,9 @@ class Ppo:
         return ppo_update(agent, rollout, score_B)
 
     def metrics(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
-        """What else is logged, by name: of an iteration, and of the held-out responses of several roles."""
+        """What else is logged, by name: of an iteration, and of several roles' held-out responses, which have
+        no log-probabilities.
+        """
         return {}
 
 

@@ -85,12 +85,13 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     imdb, lora = [*small_flags, *ONE_STEP], [*problem_flags, *ONE_STEP, "--lora_rank", "2"]
     mixed = [*imdb, "--model", str(ending), "--method", "test_distributed:Supervised", "--max_grad_norm",
              "0.1", "--responses_per_query", "2", "--kl_target", "6", "--lr_schedule", "cosine"]
-    imdb += "--batch_size 9 --mini_batch_size 3 --gradient_accumulation_steps 3".split()    # five and four
     for main, flags, name in ((train_imdb.main, imdb, "one"), (train_gsm8k.main, lora, "lora"),
                               (train_imdb.main, mixed, "mixed")):
         main([*flags, "--run_dir", str(folder / name)])
     stopped(folder / "mixed", folder / "resumed")
     commands = [["train_imdb", *imdb, "--seed", "RANK", "--run_dir", "refused"],
+                ["train_imdb", *imdb, "--gradient_accumulation_steps", "1", "--mini_batch_size", "1",
+                 "--run_dir", "odd"],
                 ["train_imdb", *imdb, "--run_dir", "two"],
                 ["train_imdb", *imdb, *SHARD, "--run_dir", "one_shard"],
                 ["train_gsm8k", *lora, *SHARD, "--run_dir", "lora_shard"],
@@ -148,6 +149,7 @@ def test_a_shard_is_half_of_the_layers_matrices(runs, name):
 def test_what_is_wrong_is_one_line_and_an_error_of_one_process_ends_both(runs):
     err = (runs / "err").read_text()
     assert "error: seed is 0: is 1 in process 1; give the same flags" in err
+    assert "error: mini_batch_size is 1: 1 rows of an optimizer step cannot be divided among 2" in err
     assert not (runs / "refused").exists()
     assert err.count("error: a score is 0: of the second process") == 1 and err.endswith("status 1")
     assert [row["iteration"] for row in rows(runs / "error")] == [0]

@@ -14,8 +14,8 @@ from toys import bigram, error_line, read, require_same_runs, rows, saved_tensor
 import train_imdb
 from cory import evaluate, train
 from cory.checkpoint import checkpoints_of
+from cory.ppo import model
 from cory.ppo.agent import Agent
-from cory.ppo.lora import Lora
 from cory.run import Run
 from cory.tasks.imdb import Imdb
 from cory.train import Cory
@@ -124,7 +124,7 @@ def test_reset_at_an_exchange_forgets_moments_and_the_kl_coefficients(flags, tmp
 def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
     """Adapters of two agents and PyTorch's generator in each iteration; then the agents' own generators."""
     seeds = []
-    monkeypatch.setattr(Lora, "new", lambda *_: seeds.append(torch.initial_seed()))
+    monkeypatch.setattr(model, "add_adapter", lambda *_: seeds.append(torch.initial_seed()))
     pair = [Agent(name, bigram(), settings(lora_rank=2), i) for i, name in enumerate(["llm1", "llm2"])]
     for iteration in range(6):
         Run.begin(SimpleNamespace(cfg=settings()), iteration)

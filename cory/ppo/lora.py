@@ -2,7 +2,7 @@
 adapters off, the model is the reference.
 
 An adapted layer computes `W x + 2 B A x` with W frozen (lora_alpha is twice the rank). B starts at 0, so that
-every agent starts as the base. Another kind of adapter is a class with the same methods, in place of `Lora`.
+every agent starts as the base. Another kind of adapter changes this file alone.
 """
 import re
 import warnings
@@ -13,50 +13,39 @@ from torch import nn
 from cory.config import Config
 
 
-class Lora:
-    """An agent's adapter on a model that it shares with others."""
+def add_adapter(lm: nn.Module, name: str, cfg: Config) -> None:
+    """Puts a new adapter on the model's linear layers, in place, in float32; A is random."""
+    # here: the import takes 2 s and 100 MiB
+    from peft import LoraConfig
 
-    def __init__(self, lm: nn.Module, name: str):
-        self.lm, self.name = lm, name
-
-    @classmethod
-    def new(cls, lm: nn.Module, name: str, cfg: Config) -> "Lora":
-        """Puts a new adapter on the model's linear layers, in place, in float32; A is random."""
-        # here: the import takes 2 s and 100 MiB
-        from peft import LoraConfig
-
-        settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
-                              target_modules="all-linear", lora_dropout=0.0)
-        with warnings.catch_warnings(action="ignore"):
-            lm.add_adapter(settings, name)
-        adapter = cls(lm, name)
-        for parameter in adapter.weights().values():
-            parameter.data = parameter.data.float()
-        rules = lm.peft_config[name]
-        if Path(lm.name_or_path).exists():                  # to be found from any folder
-            rules.base_model_name_or_path = str(Path(lm.name_or_path).resolve())
-        else:
-            rules.revision = cfg.model.partition("@")[2] or None
-        switch_to(lm, None)
-        return adapter
-
-    @classmethod
-    def load(cls, lm: nn.Module, name: str, folder: Path) -> "Lora":
-        """Adds a saved adapter. Raises `ValueError` where its files lack a part."""
-        info = lm.load_adapter(str(folder), adapter_name=name, use_safetensors=True)
-        if missing := [path for path in info.missing_keys if f".{name}." in path]:
-            raise ValueError(f"{folder} lacks {missing[0]}")
-        switch_to(lm, None)
-        return cls(lm, name)
-
-    def weights(self) -> dict[str, nn.Parameter]:
-        return {path: p for path, p in self.lm.named_parameters()
-                if re.search(rf"\.lora_[AB]\.{self.name}\.", path)}
+    settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
+                          target_modules="all-linear", lora_dropout=0.0)
+    with warnings.catch_warnings(action="ignore"):
+        lm.add_adapter(settings, name)
+    for parameter in adapter_weights(lm, name).values():
+        parameter.data = parameter.data.float()
+    rules = lm.peft_config[name]
+    if Path(lm.name_or_path).exists():                  # to be found from any folder
+        rules.base_model_name_or_path = str(Path(lm.name_or_path).resolve())
+    else:
+        rules.revision = cfg.model.partition("@")[2] or None
+    switch_to(lm, None)
 
 
-def activate(lm: nn.Module, adapter: Lora | None) -> None:
+def load_adapter(lm: nn.Module, name: str, folder: Path) -> None:
+    """Adds a saved adapter. Raises `ValueError` where its files lack a part."""
+    info = lm.load_adapter(str(folder), adapter_name=name, use_safetensors=True)
+    if missing := [path for path in info.missing_keys if f".{name}." in path]:
+        raise ValueError(f"{folder} lacks {missing[0]}")
+    switch_to(lm, None)
+
+
+def adapter_weights(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    return {path: p for path, p in lm.named_parameters() if re.search(rf"\.lora_[AB]\.{name}\.", path)}
+
+
+def activate(lm: nn.Module, name: str | None) -> None:
     """Makes the model compute with one adapter, or with none. A model without adapters stays as it is."""
-    name = adapter.name if adapter else None
     if getattr(lm, "adapter_in_use", None) != name:
         switch_to(lm, name)
 

@@ -17,33 +17,35 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.ppo import formulas
-from cory.ppo.lora import Lora, activate
+from cory.ppo.lora import activate, adapter_weights, add_adapter, load_adapter
 
 
 class LanguageModel(nn.Module):
-    """A Hugging Face causal LM with its tokenizer and perhaps an adapter. `lm` is shared by a base and all
-    adapters on it: call this module. Dropout is off, so that sampling and updates see the same pi.
+    """A Hugging Face causal LM with its tokenizer and perhaps an adapter's name. `lm` is shared by a base and
+    all adapters on it: call this module. Dropout is off, so that sampling and updates see the same pi.
 
     DIFFERS: the released code samples and trains with dropout after its first update.
     """
 
     def __init__(self, lm: nn.Module, tokenizer, dtype: str = "float32", chat_template: bool = False,
-                 temperature: float = 1.0, adapter: Lora | None = None):
+                 temperature: float = 1.0, adapter: str | None = None):
         super().__init__()
         self.lm, self.tokenizer, self.dtype = lm.eval(), tokenizer, dtype
         self.chat_template, self.temperature, self.adapter = chat_template, temperature, adapter
 
     def new_policy(self, name: str, cfg: Config) -> "LanguageModel":
         """What an agent samples from and trains: a new adapter on this base, or a copy of it."""
-        if cfg.lora_rank:
-            return self.like_this(self.lm, Lora.new(self.lm, name, cfg))
-        return self.like_this(copy.deepcopy(self.lm))
+        if not cfg.lora_rank:
+            return self.like_this(copy.deepcopy(self.lm))
+        add_adapter(self.lm, name, cfg)
+        return self.like_this(self.lm, name)
 
     def saved_policy(self, name: str, folder: Path) -> "LanguageModel":
         """The policy whose adapter on this base lies in `folder`."""
-        return self.like_this(self.lm, Lora.load(self.lm, name, folder))
+        load_adapter(self.lm, name, folder)
+        return self.like_this(self.lm, name)
 
-    def like_this(self, lm: nn.Module, adapter: Lora | None = None) -> "LanguageModel":
+    def like_this(self, lm: nn.Module, adapter: str | None = None) -> "LanguageModel":
         return LanguageModel(lm, self.tokenizer, self.dtype, self.chat_template, self.temperature, adapter)
 
     def activate(self) -> None:
@@ -77,7 +79,7 @@ class LanguageModel(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The adapter's weights by name, or all weights if there is no adapter."""
-        return self.adapter.weights() if self.adapter else dict(self.lm.named_parameters())
+        return adapter_weights(self.lm, self.adapter) if self.adapter else dict(self.lm.named_parameters())
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()

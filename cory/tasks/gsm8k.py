@@ -59,7 +59,7 @@ class Gsm8k(Task):
 
 
 # --- the answer in a worked solution or in a response; None where there is none ---
-SIGN = r"(?<![A-Za-z0-9.)\]}%])-\$?"                # follows no word, number or bracket; -7 or -$7
+SIGN = r"(?<![A-Za-z0-9.)\]}%])-[$€£]?"              # follows no word, number or bracket; -7 or -$7
 DIGITS = r"\d+(?:,\d+)*(?:\.\d+)?|(?<![\w.])\.\d+"    # 1,234.5 or .5
 NUMBER = re.compile(f"(?:{SIGN})?(?:{DIGITS})", re.ASCII)
 
@@ -74,10 +74,10 @@ def last_number(response: str) -> Decimal | None:
     """The paper's rule: the last number of a response, before it asks a "Question:" of its own.
 
     Currency signs, units, markup and commas between digits are ignored (the commas as in lm-eval), also
-    LaTeX's. A minus belongs to the number that it touches, unless a word or a number stands right before it:
-    `-7` is -7, `5-7` and `- 7` end in 7. `1/2` ends in 2.
+    LaTeX's `{,}` and `\\,`. A minus belongs to the number that it touches, unless a word or a number stands
+    right before it: `-7` is -7, `5-7` and `- 7` end in 7. `1/2` ends in 2, and `5e3` in 3.
     """
-    plain = response.replace("{,}", ",").replace(r"\$", "$").replace("\u2212", "-")
+    plain = response.replace("{,}", "").replace(r"\,", "").replace(r"\$", "$").replace("\u2212", "-")
     first = NUMBER.search(plain)
     if first is None:
         return None
@@ -94,6 +94,6 @@ def strict(response: str) -> Decimal | None:
 def decimal(text: str) -> Decimal | None:
     """The number without its commas and currency sign, or None."""
     try:
-        return Decimal(text.replace(",", "").replace("$", ""))
+        return Decimal(re.sub("[,$€£]", "", text))
     except InvalidOperation:
         return None
