@@ -26,9 +26,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a script's backgroun
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SIZES = (
-    "--batch_size 8 --mini_batch_size 4 --gradient_accumulation_steps 2 --eval_queries 8 --eval_every 3 "
-    "--save_every 1 --learning_rate 1e-3 --role_exchange_every 2 --wandb disabled --device cpu "
-    "--num_ppo_epochs 4 --lr_schedule constant --critic_learning_rate 0 --lora_rank 0 --eval_samples 1"
+    "--batch_size 4 --mini_batch_size 2 --gradient_accumulation_steps 2 --num_ppo_epochs 1 --eval_queries 4 "
+    "--eval_samples 1 --eval_every 3 --save_every 1 --iterations 5 --max_response_length 6 --lora_rank 0 "
+    "--learning_rate 1e-3 --critic_learning_rate 0 --lr_schedule constant --kl_target 0.1 --kl_horizon 20 "
+    "--role_exchange_every 2 --wandb disabled --device cpu"
 ).split()
 
 
@@ -118,17 +119,14 @@ def problems(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def problem_flags(problems) -> list[str]:
     """Command line of a GSM8K run over `problems` that takes about a second. 5 iterations, T_REx = 2."""
-    return [
-        "--model", str(problems / "lm"), "--dataset", str(problems), *SIZES, "--iterations", "5",
-        "--max_response_length", "12"]
+    return ["--model", str(problems / "lm"), "--dataset", str(problems), *SIZES]
 
 
 @pytest.fixture(scope="session")
 def small_flags(small) -> list[str]:
     """Command line of a run over `small` that takes about a second. 5 iterations, T_REx = 2."""
-    return [
-        "--model", str(small / "lm"), "--reward_model", str(small / "classifier"), "--dataset",
-        str(small / "openings"), *SIZES, "--iterations", "5"]
+    return ["--model", str(small / "lm"), "--reward_model", str(small / "classifier"),
+            "--dataset", str(small / "openings"), *SIZES]
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from cory.train import Ppo
 
 # One optimizer step for each iteration: Adam's first moment is then a tenth of the first gradient. Each
 # later one moves weights of tiny gradients by their signs, and so multiplies rounding.
-ONE_STEP = ("--method cory --num_ppo_epochs 1 --learning_rate 1e-5 --iterations 2 --eval_every 2 "
-            "--eval_queries 4 --max_response_length 6").split()
+ONE_STEP = "--method cory --learning_rate 1e-5 --iterations 2 --eval_every 2".split()
 SHARD = ["--shard", "true"]
 ROOT = Path(__file__).parents[1]
 
@@ -84,7 +83,7 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(60), 256]}))
     imdb, lora = [*small_flags, *ONE_STEP], [*problem_flags, *ONE_STEP, "--lora_rank", "2"]
     mixed = [*imdb, "--model", str(ending), "--method", "test_distributed:Supervised", "--max_grad_norm",
-             "0.1", "--responses_per_query", "2", "--kl_target", "6", "--lr_schedule", "cosine"]
+             "0.1", "--responses_per_query", "2", "--batch_size", "8", "--lr_schedule", "cosine"]
     imdb += "--batch_size 9 --mini_batch_size 3 --gradient_accumulation_steps 3".split()    # five and four
     for main, flags, name in ((train_imdb.main, imdb, "one"), (train_gsm8k.main, lora, "lora"),
                               (train_imdb.main, mixed, "mixed")):

@@ -70,9 +70,9 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
     """Full copies and adapters. `evaluate` draws the same responses again."""
     save_gpt2(tmp_path / "lm")
     save_gpt2(tmp_path / "lm_of_llm2", n_layer=1)
-    run, more = tmp_path / "run", "--num_ppo_epochs 1 --iterations 1 --eval_queries 4 --eval_samples 8"
-    own = f"--learning_rate 0.1 --model {tmp_path}/lm --method {method} --lora_rank {rank} --run_dir {run}"
-    train_imdb.main([*small_flags, *more.split(), *own.split()])
+    run, own = tmp_path / "run", f"--model {tmp_path}/lm --method {method} --lora_rank {rank}"
+    more = f"--learning_rate 0.1 --iterations 1 --eval_samples 8 --run_dir {run}"
+    train_imdb.main([*small_flags, *own.split(), *more.split()])
     held_out = read(run / "eval.json")
     assert held_out["llm1"]["kl"] > 0.01
     main(["evaluate", str(run), "--samples", "8", "--device", "cpu"])

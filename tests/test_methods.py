@@ -20,14 +20,6 @@ from cory.run import Run
 from cory.tasks.imdb import Imdb
 from cory.train import Cory
 
-QUICK = ("--batch_size 4 --mini_batch_size 2 --num_ppo_epochs 1 --max_response_length 6 --eval_queries 4 "
-         "--kl_target 0.001 --kl_horizon 1").split()
-
-
-@pytest.fixture(scope="module")
-def flags(small_flags) -> list[str]:
-    return [*small_flags, *QUICK]
-
 
 def run(flags, folder: Path, *more) -> Path:
     train_imdb.main([*flags, "--run_dir", str(folder), *map(str, more)])
@@ -39,9 +31,9 @@ def training_rows(run_dir: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def whole(flags, tmp_path_factory) -> Path:
+def whole(small_flags, tmp_path_factory) -> Path:
     """A finished CORY run, for several tests."""
-    return run(flags, tmp_path_factory.mktemp("whole") / "cory")
+    return run(small_flags, tmp_path_factory.mktemp("whole") / "cory")
 
 
 # --- CORY ---
@@ -89,31 +81,31 @@ def test_as_many_exchanges_as_agents_are_the_identity_bit_for_bit(monkeypatch):
     torch.testing.assert_close(state(), before, rtol=0, atol=0)
 
 
-def test_cory_without_its_three_ideas_is_ppo(whole, flags, tmp_path):
+def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     """No knowledge transfer, no shared reward, no exchange: LLM1 is then trained as by PPO, bit for bit."""
     without = "--knowledge_transfer false --partner_reward 0 --role_exchange_every 0".split()
-    bare = run(flags, tmp_path / "bare", *without, "--iterations", 3)
-    ppo = run(flags, tmp_path / "ppo", "--method", "ppo", "--iterations", 3)
+    bare = run(small_flags, tmp_path / "bare", *without, "--iterations", 3)
+    ppo = run(small_flags, tmp_path / "ppo", "--method", "ppo", "--iterations", 3)
     for a, b in zip(rows(bare), rows(ppo), strict=True):
         assert a | b == a
     first, seeing = training_rows(bare)[0], training_rows(whole)[0]     # by untouched models
     assert first["task_reward/llm1"] != first["task_reward/llm2"] != seeing["task_reward/llm2"]
 
 
-def test_one_model_can_play_both_roles(flags, tmp_path):
+def test_one_model_can_play_both_roles(small_flags, tmp_path):
     """Its second update is on responses from before the first, so that its first ratio is not 1."""
-    folder = run(flags, tmp_path / "r", "--share_weights", "--iterations", 2, "--kl_horizon", 4)
+    folder = run(small_flags, tmp_path / "r", "--share_weights", "--iterations", 2)
     first, second = training_rows(folder)
     assert first["approx_kl/llm1"] > 1e-5
     rewards = [row[f"{role}_reward"] for row in rows(folder, "samples.jsonl")[:4]
                for role in ("pioneer", "observer")]
     assert first["task_reward/llm1"] == pytest.approx(np.mean(rewards), abs=1e-6)
     # eta takes one step an iteration, of 8 responses: a KL of 0 is below its target
-    assert [first["kl_coef/llm1"], second["kl_coef/llm1"]] == pytest.approx([0.15, 0.15 * (1 - 0.2 * 8 / 4)])
+    assert [first["kl_coef/llm1"], second["kl_coef/llm1"]] == pytest.approx([0.15, 0.15 * (1 - 0.2 * 8 / 20)])
 
 
-def test_reset_at_an_exchange_forgets_moments_and_the_kl_coefficients(flags, tmp_path):
-    folder = run(flags, tmp_path / "r", "--reset_on_exchange", "--iterations", 3)
+def test_reset_at_an_exchange_forgets_moments_and_the_kl_coefficients(small_flags, tmp_path):
+    folder = run(small_flags, tmp_path / "r", "--reset_on_exchange", "--iterations", 3)
     for agent in ("llm1", "llm2"):
         kl_coefs = [row[f"kl_coef/{agent}"] for row in training_rows(folder)]
         assert kl_coefs[0] == kl_coefs[2] == 0.15 != kl_coefs[1]
@@ -160,10 +152,10 @@ class Own(Cory):
         return super().metrics(queries, rollouts, rewards) | {"pioneer": torch.tensor(self.pioneer)}
 
 
-def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(flags, tmp_path):
+def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_flags, tmp_path):
     """Iteration 0 and the two others are evaluated; roles are exchanged after both."""
     Own.of_llm2["model"] = str(save_llama(tmp_path / "llama"))
-    whole = run(flags, tmp_path / "whole", "--method", "test_methods:Own", "--iterations", 2,
+    whole = run(small_flags, tmp_path / "whole", "--method", "test_methods:Own", "--iterations", 2,
                 "--eval_every", 1, "--role_exchange_every", 1)
     of_bases, held_out, first, again, second, end = Own.asked
     assert of_bases == held_out == again == end and held_out not in (first, second)
@@ -193,19 +185,17 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(flags, tm
 @pytest.mark.parametrize("of_llm2, says", [
     ({"temperature": 2.0}, "temperature is 2.0: is llm2's alone; in this setting agents cannot differ"),
     ({"lora_rank": 2}, "lora_rank is 2: all agents train adapters on frozen bases, or all")])
-def test_agents_that_cannot_train_together_are_refused(of_llm2, says, flags, tmp_path, monkeypatch, capsys):
+def test_agents_that_cannot_be_a_team_are_refused(of_llm2, says, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Own, "of_llm2", of_llm2)
-    words = [*flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
+    words = [*small_flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
     assert says in error_line(train_imdb.main, words, capsys)
 
 
-@pytest.mark.parametrize("metric, error", [
-    ({"length": 2.0}, TypeError), ({"a": "text"}, TypeError), ({"a": None}, TypeError)])
-def test_a_metric_that_hides_another_or_is_no_number_is_an_error(metric, error, flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(Imdb, "metrics", lambda *_: metric)
+def test_a_metric_that_hides_another_is_an_error(small_flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(Imdb, "metrics", lambda *_: {"length": 2.0})
     monkeypatch.setattr(Run, "evaluate", lambda *_: None)
-    with pytest.raises(error, match=f"'{next(iter(metric))}'|convert|must be|unsupported"):
-        run(flags, tmp_path / "r")
+    with pytest.raises(TypeError, match="'length'"):
+        run(small_flags, tmp_path / "r")
 
 
 # --- the team ---
@@ -266,10 +256,10 @@ class Noted(Cory):
         return {"rollouts": len(rollouts)}
 
 
-def test_metrics_of_one_role_and_of_an_iteration_are_logged(flags, tmp_path, capsys):
-    words = ["--share_weights", "--iterations", 1, "--kl_horizon", 4, "--method"]
-    (row,) = training_rows(run(flags, tmp_path / "noted", *words, "test_methods:Noted"))
+def test_metrics_of_one_role_and_of_an_iteration_are_logged(small_flags, tmp_path, capsys):
+    words = ["--share_weights", "--iterations", 1, "--method", "test_methods:Noted"]
+    (row,) = training_rows(run(small_flags, tmp_path / "noted", *words))
     assert row["second/llm1"] == row["rollouts"] == 2
-    words = [*flags, "--method", "test_methods:Twice", "--run_dir", tmp_path / "twice"]
+    words = [*small_flags, "--method", "test_methods:Twice", "--run_dir", tmp_path / "twice"]
     line = error_line(train_imdb.main, words, capsys)
     assert "needs a role for each of its agents, and a name for each role" in line
