@@ -1,9 +1,7 @@
 """The methods: PPO, CORY, and those of one's own."""
-import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from conftest import save_llama
 from toys import bigram, error_line, read, require_same_runs, rows, saved_tensors, settings, stopped
 
 import train_imdb
-from cory import evaluate, train
+from cory import evaluate
 from cory.checkpoint import checkpoints_of
 from cory.ppo.agent import Agent
 from cory.ppo.lora import Lora
@@ -57,28 +55,11 @@ def test_metrics_stand_under_their_agent_and_texts_under_their_role(whole):
         assert row["query"] in row["observer_prompt"] and row["pioneer"] in row["observer_prompt"]
 
 
-def test_as_many_exchanges_as_agents_are_the_identity_bit_for_bit(monkeypatch):
-    """The loop with exchanges, its rollouts and updates taken out: all state stays with its agent."""
-    team = [Agent(f"llm{i}", bigram(seed=i), settings(), i) for i in range(4)]
-    for i, agent in enumerate(team):
-        sum(p.sum() for p in agent.policy.parameters()).backward()      # gives Adam moments to lose
-        agent.optimizer.step()
-        agent.kl_coef, agent.draws = i / 10, 10 * i
-
-    def state():
-        return [(a.kl_coef, a.draws, a.policy.state_dict(), a.optimizer.state_dict()["state"]) for a in team]
-
-    before, played = copy.deepcopy(state()), []
-    task = MagicMock(batch=lambda _: (["q"], 4), reward=lambda *_: torch.zeros(1))
-    the_run = MagicMock(done=0, agents=team, roles=[*team], log=lambda iteration, queries, steps, metrics:
-                        played.append([step.agent.name for step in steps]))
-    monkeypatch.setattr(train, "collect_rollout", lambda *_, **__: MagicMock(kl_B=torch.ones(1), text=["a"]))
-    monkeypatch.setattr(train, "ppo_update", lambda *_: {})
-    monkeypatch.setattr(Cory, "roles", tuple(range(4)))
-    Cory(settings(role_exchange_every=1, iterations=4), task).train(the_run)
-    names = [agent.name for agent in team]
-    assert played == [names[i:] + names[:i] for i in range(4)] and the_run.roles == team
-    torch.testing.assert_close(state(), before, rtol=0, atol=0)
+def test_three_agents_take_turns_in_each_role(small_flags, tmp_path):
+    words = ["--method", "test_methods:Three", "--role_exchange_every", 1, "--iterations", 4]
+    rows = training_rows(run(small_flags, tmp_path / "r", *words))
+    roles = [[row[f"role/{agent}"] for agent in Three.agents] for row in rows]
+    assert roles == [[0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1, 2]]
 
 
 def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
@@ -92,10 +73,20 @@ def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     assert first["task_reward/llm1"] != first["task_reward/llm2"] != seeing["task_reward/llm2"]
 
 
+class Noted(Cory):
+    """One metric of the observer's update alone."""
+
+    def update(self, role, agent, rollout, score_B):
+        metrics = super().update(role, agent, rollout, score_B)
+        return metrics | {"noted": 2.0} if role == "observer" else metrics
+
+
 def test_one_model_can_play_both_roles(small_flags, tmp_path):
     """Its second update is on responses from before the first, so that its first ratio is not 1."""
-    folder = run(small_flags, tmp_path / "r", "--share_weights", "--iterations", 2)
+    words = ["--share_weights", "--method", "test_methods:Noted", "--iterations", 2]
+    folder = run(small_flags, tmp_path / "r", *words)
     first, second = training_rows(folder)
+    assert first["noted/llm1"] == 2
     assert first["approx_kl/llm1"] > 1e-5
     rewards = [row[f"{role}_reward"] for row in rows(folder, "samples.jsonl")[:4]
                for role in ("pioneer", "observer")]
@@ -104,13 +95,15 @@ def test_one_model_can_play_both_roles(small_flags, tmp_path):
     assert [first["kl_coef/llm1"], second["kl_coef/llm1"]] == pytest.approx([0.15, 0.15 * (1 - 0.2 * 8 / 20)])
 
 
-def test_reset_at_an_exchange_forgets_moments_and_the_kl_coefficients(small_flags, tmp_path):
+def test_exchanges_keep_moments_and_kl_coefficients_unless_they_reset_them(whole, small_flags, tmp_path):
+    """Exchanges come after iterations 2 and 4."""
     folder = run(small_flags, tmp_path / "r", "--reset_on_exchange", "--iterations", 3)
     for agent in ("llm1", "llm2"):
-        kl_coefs = [row[f"kl_coef/{agent}"] for row in training_rows(folder)]
-        assert kl_coefs[0] == kl_coefs[2] == 0.15 != kl_coefs[1]
-    later, exchanged = map(saved_tensors, checkpoints_of(folder))
-    assert any("/adam/" in key for key in later) and not any("/adam/" in key for key in exchanged)
+        kept, reset = ([row[f"kl_coef/{agent}"] for row in training_rows(path)] for path in (whole, folder))
+        assert reset[0] == reset[2] == 0.15 not in (reset[1], *kept[1:])
+    for path, has_moments in ((whole, True), (folder, False)):
+        exchanged = saved_tensors(checkpoints_of(path)[1])
+        assert any("/adam/" in key for key in exchanged) == has_moments
 
 
 def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
@@ -182,10 +175,12 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     assert parts["team"]["pioneer"] == 1
 
 
-@pytest.mark.parametrize("of_llm2, says", [
-    ({"temperature": 2.0}, "temperature is 2.0: is llm2's alone; in this setting agents cannot differ"),
-    ({"lora_rank": 2}, "lora_rank is 2: all agents train adapters on frozen bases, or all")])
-def test_agents_that_cannot_be_a_team_are_refused(of_llm2, says, small_flags, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("roles, of_llm2, says", [
+    (("first", "second", "first"), {}, "needs a role for each of its agents, and a name for each role"),
+    (Own.roles, {"temperature": 2.0}, "temperature is 2.0: is llm2's alone; in this setting agents cannot"),
+    (Own.roles, {"lora_rank": 2}, "lora_rank is 2: all agents train adapters on frozen bases, or all")])
+def test_agents_that_are_no_team_are_refused(roles, of_llm2, says, small_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Own, "roles", roles)
     monkeypatch.setattr(Own, "of_llm2", of_llm2)
     words = [*small_flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
     assert says in error_line(train_imdb.main, words, capsys)
@@ -211,22 +206,19 @@ class Three(Cory):
     agents, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
 
 
-OF_QUERIES = {f"q{i}:": "good" for i in range(1, 5)}
-
-
-@pytest.mark.parametrize("method, knowledge_transfer, said, expected", [
+@pytest.mark.parametrize("method, said, expected", [
     # means: 0.5 and 1.25; the scores count half of the partner's. copies: q2 alone.
     # The pioneer is better than its mean at q2, q3: (1 + 0) / 2; worse at q1, q4: (3 + 1) / 2
-    (Cory, True, {"q1:": "bad", "q2:": "good", "q3:": "good", "q4:": "bad",
-                  "q1 bad:": "best", "q2 good:": " good", "q3 good:": "bad", "q4 bad:": "good"},
+    (Cory, {"q1:": "bad", "q2:": "good", "q3:": "good", "q4:": "bad",
+            "q1 bad:": "best", "q2 good:": " good", "q3 good:": "bad", "q4 bad:": "good"},
      {"score": (1.125 + 1.5) / 2, "observer_copies": 0.25, "observer_after_better": 0.5,
       "observer_after_worse": 2.0}),
-    # it reads the query alone, and equal rewards have no sides
-    (Cory, False, OF_QUERIES, {"score": 1.5, "observer_copies": 1.0}),
-    # the last reads the second alone, and is compared with it: rewards 1, 0, 1 and scores 1.5, 1, 1.5
-    (Three, True, OF_QUERIES | {f"q{i} good:": "bad" for i in range(1, 5)}
-     | {f"q{i} bad:": "good" for i in range(1, 5)}, {"score": 4 / 3, "observer_copies": 0.0})])
-def test_the_team_is_measured_by_hand(method, knowledge_transfer, said, expected, monkeypatch):
+    # the last reads the second alone, and is compared with it: rewards 1, 0, 1 and scores 1.5, 1, 1.5;
+    # equal rewards have no sides
+    (Three, {f"q{i}{shown}:": text for i in range(1, 5)
+             for shown, text in (("", "good"), (" good", "bad"), (" bad", "good"))},
+     {"score": 4 / 3, "observer_copies": 0.0})])
+def test_the_team_is_measured_by_hand(method, said, expected, monkeypatch):
     asked = []
 
     def responses(model, prompts, length, seed):
@@ -234,32 +226,7 @@ def test_the_team_is_measured_by_hand(method, knowledge_transfer, said, expected
         return SimpleNamespace(text=[said[prompt] for prompt in prompts])
 
     monkeypatch.setattr(evaluate, "sample_responses", responses)
-    TASK.cfg = settings(knowledge_transfer=knowledge_transfer, partner_reward=0.5)
+    TASK.cfg = settings(partner_reward=0.5)
     assert evaluate.evaluate_team(method(TASK.cfg, TASK), method.roles) == pytest.approx(expected)
     # with one seed, like agents would agree by chance
     assert asked == [(role, seed) for seed, role in enumerate(method.roles, start=1)]
-
-
-class Twice(Cory):
-    roles = ("pioneer", "observer", "pioneer")
-
-
-class Noted(Cory):
-    """One metric of the observer's update alone, and one of the iteration."""
-
-    def update(self, role, agent, rollout, score_B):
-        self.memory["updates"] = self.memory.get("updates", 0) + 1
-        extra = {"second": 2.0} if self.memory["updates"] % 2 == 0 else {}
-        return super().update(role, agent, rollout, score_B) | extra
-
-    def metrics(self, queries, rollouts, rewards):
-        return {"rollouts": len(rollouts)}
-
-
-def test_metrics_of_one_role_and_of_an_iteration_are_logged(small_flags, tmp_path, capsys):
-    words = ["--share_weights", "--iterations", 1, "--method", "test_methods:Noted"]
-    (row,) = training_rows(run(small_flags, tmp_path / "noted", *words))
-    assert row["second/llm1"] == row["rollouts"] == 2
-    words = [*small_flags, "--method", "test_methods:Twice", "--run_dir", tmp_path / "twice"]
-    line = error_line(train_imdb.main, words, capsys)
-    assert "needs a role for each of its agents, and a name for each role" in line
