@@ -179,7 +179,7 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     (("first", "second", "first"), {}, "needs a role for each of its agents, and a name for each role"),
     (Own.roles, {"temperature": 2.0}, "temperature is 2.0: is llm2's alone; in this setting agents cannot"),
     (Own.roles, {"lora_rank": 2}, "lora_rank is 2: all agents train adapters on frozen bases, or all")])
-def test_agents_that_are_no_team_are_refused(roles, of_llm2, says, small_flags, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_a_team_is_refused(roles, of_llm2, says, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Own, "roles", roles)
     monkeypatch.setattr(Own, "of_llm2", of_llm2)
     words = [*small_flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
