@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import save_llama
+from conftest import save_model
 from toys import bigram, error_line, read, require_same_runs, rows, saved_tensors, settings, stopped
 
 import train_imdb
@@ -147,7 +147,7 @@ class Own(Cory):
 
 def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_flags, tmp_path):
     """Iteration 0 and the two others are evaluated; roles are exchanged after both."""
-    Own.of_llm2["model"] = str(save_llama(tmp_path / "llama"))
+    Own.of_llm2["model"] = str(save_model("llama", tmp_path / "llama"))
     whole = run(small_flags, tmp_path / "whole", "--method", "test_methods:Own", "--iterations", 2,
                 "--eval_every", 1, "--role_exchange_every", 1)
     of_bases, held_out, first, again, second, end = Own.asked

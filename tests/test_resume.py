@@ -26,6 +26,7 @@ import train_imdb
 from cory import device
 from cory.__main__ import main
 from cory.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
+from cory.config import ASSETS
 from cory.errors import UserError
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
@@ -175,9 +176,9 @@ def test_a_damaged_checkpoint_is_one_line_and_the_previous_one_goes_on(copy, cap
 
 
 def test_models_and_data_may_move(copy, small, tmp_path):
-    here = shutil.copytree(small, tmp_path / "here")
-    resume(copy, "--iterations", 3, "--model", here / "lm", "--dataset", here / "openings",
-           "--reward_model", here / "classifier")
+    model = shutil.copytree(small, tmp_path / "lm")
+    resume(copy, "--iterations", 3, "--model", model, "--dataset", ASSETS / "imdb/openings",
+           "--reward_model", ASSETS / "imdb/classifier")
 
 
 # --- folders and signals ---
