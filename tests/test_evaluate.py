@@ -69,7 +69,7 @@ class TwoBases(train.Cory):
 def test_runs_are_measured_against_their_bases_and_again(method, rank, small_flags, tmp_path, capsys):
     """Full copies and adapters. `evaluate` draws the same responses again."""
     save_model("gpt2", tmp_path / "lm")
-    save_model("gpt2", tmp_path / "lm_of_llm2", n_layer=1)
+    save_model("gpt2", tmp_path / "lm_of_llm2", num_hidden_layers=1)
     run, own = tmp_path / "run", f"--model {tmp_path}/lm --method {method} --lora_rank {rank}"
     more = f"--learning_rate 0.1 --iterations 1 --eval_samples 8 --run_dir {run}"
     train_imdb.main([*small_flags, *own.split(), *more.split()])

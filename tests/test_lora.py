@@ -80,7 +80,8 @@ def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
     """peft follows it; plain transformers must be told."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for revision in ("main", "v1"):
-        save_model("gpt2", tmp_path / "models--some--model/snapshots" / revision, n_layer=len(revision))
+        snapshot = tmp_path / "models--some--model/snapshots" / revision
+        save_model("gpt2", snapshot, num_hidden_layers=len(revision))
         (ref := tmp_path / "models--some--model/refs" / revision).parent.mkdir(exist_ok=True)
         ref.write_text(revision)
     _, (agent, _) = two_agents("some/model@v1", model="some/model@v1")
