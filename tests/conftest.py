@@ -82,11 +82,3 @@ def small_flags(small) -> list[str]:
 def problem_flags(tmp_path_factory) -> list[str]:
     """The same for GSM8K, with a Llama."""
     return ["--model", str(save_model("llama", tmp_path_factory.mktemp("llama"))), *SIZES]
-
-
-@pytest.fixture
-def real_data() -> Path:
-    """A folder with the folders `imdb` and `gsm8k`, as on the Hub, that the environment names."""
-    if "REAL_DATA" not in os.environ:
-        pytest.skip("REAL_DATA names no folder with imdb/ and gsm8k/: reading them was not checked")
-    return Path(os.environ["REAL_DATA"])

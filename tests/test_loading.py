@@ -1,7 +1,6 @@
 """Language models that can be used, as they are then, and one line about each of the others."""
 import json
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from toys import agent_of, close, settings
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cory.assets.make_model import write_gguf
 from cory.checkpoint import save_final
@@ -87,10 +86,6 @@ def change(folder: Path, name: str, **values) -> None:
     (folder / name).write_text(json.dumps(content | values))
 
 
-def config(**values):
-    return lambda folder: change(folder, "config.json", **values)
-
-
 def add_weights(folder: Path, *names: str) -> None:
     file = folder / "model.safetensors"
     save_file(load_file(file) | {name: torch.zeros(2) for name in names}, file, metadata={"format": "pt"})
@@ -105,10 +100,10 @@ def put_token_behind(folder: Path) -> None:
 
 BROKEN = {
     "an adapter": (lambda at: change(at, "adapter_config.json"), "merge"),
-    "fewer layers": (config(n_layer=1), "leaves out transformer.h.1"),
+    "fewer layers": (lambda at: change(at, "config.json", n_layer=1), "leaves out transformer.h.1"),
     "no bias": (lambda at: add_weights(at, "lm_head.bias"), "leaves out lm_head.bias"),
-    "no head": (config(tie_word_embeddings=False), "lack lm_head"),
-    "a NaN": (config(layer_norm_epsilon=float("nan")), "differ by nan"),
+    "no head": (lambda at: change(at, "config.json", tie_word_embeddings=False), "lack lm_head"),
+    "a NaN": (lambda at: change(at, "config.json", layer_norm_epsilon=float("nan")), "differ by nan"),
     "a pickle": (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), "safetensors"),
     "no tokenizer": (lambda at: [file.unlink() for file in at.glob("tokenizer*")], "tokenizer"),
     "a token behind": (put_token_behind, "puts a token behind each prompt"),
@@ -171,12 +166,14 @@ def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, t
 
 # --- what the authors sample with ---
 def test_a_final_model_generates_what_was_evaluated(tmp_path):
-    """Greedily, to the end tokens that its base had. A temperature without do_sample could not be saved."""
-    save_model("gpt2", tmp_path / "lm")
-    change(tmp_path / "lm", "config.json", num_beams=4)
-    change(tmp_path / "lm", "generation_config.json", eos_token_id=[256, 101], repetition_penalty=1.8,
+    """Greedily, to the end tokens that its base had. A temperature without do_sample could not be saved. The
+    folder's name has no revision.
+    """
+    folder = save_model("gpt2", tmp_path / "lm@2")
+    change(folder, "config.json", num_beams=4)
+    change(folder, "generation_config.json", eos_token_id=[256, 101], repetition_penalty=1.8,
            temperature=0.7, top_p=0.9)
-    agent = agent_of(load(tmp_path / "lm", temperature=0.8))
+    agent = agent_of(load(folder, temperature=0.8))
     save_final(tmp_path, [agent])
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "final/llm1")
     rules = final.generation_config                             # of what `generate` does by itself
@@ -187,18 +184,6 @@ def test_a_final_model_generates_what_was_evaluated(tmp_path):
     assert torch.equal(generated[:, drawn.prompt_BP.shape[1]:], drawn.response_BT)
     assert drawn.mask_BT.sum(1).tolist() == [17, 20, 16]
     assert {*final.generation_config.eos_token_id} == agent.policy.end_ids == {101, 256}
-
-
-# --- how it is loaded ---
-@pytest.mark.parametrize("name, place, revision", [
-    ("some/model@v1.0", "some/model", "v1.0"), ("here@2", "here@2", "main")])
-def test_a_name_of_the_hub_may_have_a_revision(name, place, revision, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("here@2").mkdir()
-    monkeypatch.setattr(AutoConfig, "from_pretrained", asked := Mock(side_effect=ValueError))
-    with pytest.raises(UserError, match=f"model is '{name}'"):
-        load_language_model(name, settings(), CPU)
-    asked.assert_called_once_with(place, revision=revision, trust_remote_code=False)
 
 
 # --- models from PyPI ---

@@ -6,7 +6,7 @@ import torch
 from conftest import save_model
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
-from toys import moved, read, settings
+from toys import moved, settings
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from cory.checkpoint import save_final
@@ -124,15 +124,11 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     final = tmp_path / "final" / "llm1"
     plain = AutoModelForCausalLM.from_pretrained(final)
     require_same_logits(plain, agents[0])
-    rules = read(final / "adapter_config.json")
-    assert rules["lora_alpha"] == 2 * rules["r"] == 8
     plain.generation_config = GenerationConfig.from_pretrained(final)
     padded, mask = encode_prompts(agents[0].policy, PROMPTS, 12)
     generated = plain.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=12)
     assert torch.equal(generated[:, -12:], sample(agents[0].policy, PROMPTS, 12, None).response_BT)
 
-    base = load_language_model(str(folder), settings(), CPU)
-    assert torch.equal(logits_of(base.saved_policy("llm1", final)), logits_of(agents[0].policy))
     tensors = load_file(final / "adapter_model.safetensors")
     tensors.pop(min(tensors))
     save_file(tensors, final / "adapter_model.safetensors")
