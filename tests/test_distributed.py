@@ -25,8 +25,7 @@ from cory.train import Ppo
 
 # One optimizer step for each iteration: Adam's first moment is then a tenth of the first gradient. Each
 # later one moves weights of tiny gradients by their signs, and so multiplies rounding.
-ONE_STEP = ("--method cory --num_ppo_epochs 1 --learning_rate 1e-5 --iterations 2 --eval_every 2 "
-            "--eval_queries 4 --max_response_length 6").split()
+ONE_STEP = "--method cory --learning_rate 1e-5 --iterations 2 --eval_every 2".split()
 SHARD = ["--shard", "true"]
 ROOT = Path(__file__).parents[1]
 
@@ -80,11 +79,11 @@ for script, *flags in json.load(open(sys.argv[1])):
 def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     """The same by one process (one, lora, mixed) and by two (two, ..._shard, resumed); what fails in two."""
     folder = tmp_path_factory.mktemp("distributed")
-    ending = shutil.copytree(small / "lm", folder / "ending")           # whose responses end early
+    ending = shutil.copytree(small, folder / "ending")           # whose responses end early
     (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(60), 256]}))
     imdb, lora = [*small_flags, *ONE_STEP], [*problem_flags, *ONE_STEP, "--lora_rank", "2"]
     mixed = [*imdb, "--model", str(ending), "--method", "test_distributed:Supervised", "--max_grad_norm",
-             "0.1", "--responses_per_query", "2", "--kl_target", "6", "--lr_schedule", "cosine"]
+             "0.1", "--responses_per_query", "2", "--batch_size", "8", "--lr_schedule", "cosine"]
     for main, flags, name in ((train_imdb.main, imdb, "one"), (train_gsm8k.main, lora, "lora"),
                               (train_imdb.main, mixed, "mixed")):
         main([*flags, "--run_dir", str(folder / name)])
@@ -143,7 +142,7 @@ def test_a_shard_is_half_of_the_layers_matrices(runs, name):
     """Which have 12 x 32 x 32 numbers in each of 2 layers. In bfloat16, too, they learn as the whole does."""
     sharded, whole = (rows(runs / run) for run in (name, "mixed"))
     assert whole[2]["held/llm1"] - sharded[2]["held/llm1"] == 2 * 12 * 32 * 32 / 2
-    assert sharded[2]["grad_norm/llm1"] == pytest.approx(whole[2]["grad_norm/llm1"], rel=0.1)
+    assert sharded[2]["grad_norm/llm1"] == pytest.approx(whole[2]["grad_norm/llm1"], rel=0.2)
 
 
 def test_what_is_wrong_is_one_line_and_an_error_of_one_process_ends_both(runs):

@@ -16,13 +16,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from cory.config import ASSETS
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode
 from cory.tasks.imdb import Imdb, SentimentReward
 from cory.tasks.task import Data
 
-CPU, END = torch.device("cpu"), "<|endoftext|>"
+CPU, END, CLASSIFIER = torch.device("cpu"), "<|endoftext|>", ASSETS / "imdb/classifier"
 BYTES = byte_tokenizer().backend_tokenizer
 # Of Llama-2's kind: decoding drops the space that a text begins with.
 WORDS = ("▁a", "▁story", "▁of", "▁wonder", "ful", END)
@@ -62,7 +63,7 @@ def test_query_and_response_are_joined_as_the_model_wrote_them(raw, opening):
     assert task.observer_prompts([query], [response]) == [expected]
 
 
-def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_beside(small, tmp_path):
+def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_beside(tmp_path):
     """A decoder must find where a text ends, whatever its config calls padding, and positions count from the
     left. Many texts are read a part at a time.
     """
@@ -71,11 +72,11 @@ def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_be
         vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3, pad_token_id=5,
         id2label={0: "neg", 1: "pos"})).bfloat16().save_pretrained(tmp_path)
     byte_tokenizer(eos_token=END, padding_side="left").save_pretrained(tmp_path)        # padding is END, 256
-    one = shutil.copytree(small / "classifier", tmp_path / "one")
+    one = shutil.copytree(CLASSIFIER, tmp_path / "one")
     DistilBertForSequenceClassification.from_pretrained(
         one, num_labels=1, ignore_mismatched_sizes=True).save_pretrained(one)
     texts = ["the film was good", "one bad old dog of a story"]
-    for folder in (small / "classifier", tmp_path, one):
+    for folder in (CLASSIFIER, tmp_path, one):
         classifier = SentimentReward(str(folder), CPU)
         assert classifier.model.dtype == torch.float32
         ids = [classifier.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
@@ -85,12 +86,12 @@ def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_be
 
 
 @pytest.mark.parametrize("file, changes, says", [
-    ("tokenizer_config.json", {"model_max_length": 22}, "takes 22 tokens; .* can have 23"),
+    ("tokenizer_config.json", {"model_max_length": 24}, "takes 22 tokens; .* can have 23"),
     ("config.json", {"id2label": {0: "LABEL_0", 1: "LABEL_1"}}, "must have the word 'positive'"),
     ("config.json", {"id2label": {0: "OK", 1: "POSSIBLY SPAM"}}, "must have the word 'positive'"),
     ("config.json", {"id2label": {0: "POS", 1: "very positive"}}, "must have the word 'positive'")])
-def test_a_classifier_that_cannot_be_used_is_refused(file, changes, says, small, tmp_path):
-    shutil.copytree(small / "classifier", tmp_path, dirs_exist_ok=True)
+def test_a_classifier_that_cannot_be_used_is_refused(file, changes, says, tmp_path):
+    shutil.copytree(CLASSIFIER, tmp_path, dirs_exist_ok=True)
     (tmp_path / file).write_text(json.dumps(read(tmp_path / file) | changes))
     with pytest.raises(UserError, match=f"reward_model is .*{says}"):
         SentimentReward(str(tmp_path), CPU, max_tokens=23)

@@ -1,16 +1,15 @@
 """Language models that can be used, as they are then, and one line about each of the others."""
 import json
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_gpt2
+from conftest import byte_tokenizer, save_model
 from safetensors.torch import load_file, save_file
 from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from toys import agent_of, close, settings
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cory.assets.make_model import write_gguf
 from cory.checkpoint import save_final
@@ -32,27 +31,10 @@ def require_refused(folder: Path, says="", **changes) -> None:
         load(folder, **changes)
 
 
-def save_tiny(kind: str, folder: Path, **changes) -> Path:
-    """A random model of two layers, of any architecture: configs take the names that they know."""
-    sizes = dict(
-        vocab_size=257, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=96, d_model=16, ffn_dim=24, decoder_ffn_dim=24,
-        decoder_layers=2, decoder_attention_heads=4, num_experts=4, num_experts_per_tok=2, is_decoder=True,
-        moe_intermediate_size=8, pad_token_id=0, bos_token_id=256, eos_token_id=256)
-    torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | changes))
-    for p in lm.parameters():
-        if p.dim() > 1:
-            p.data.normal_(0, 0.3)                      # so that every part of it is felt
-    lm.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
 # --- the one property ---
 USABLE = {
     "gpt2": {}, "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
-    "opt": dict(word_embed_proj_dim=16), "bloom": {}, "llama": {},
+    "opt": dict(word_embed_proj_dim=32), "bloom": {}, "llama": {},
     "gemma3_text": dict(sliding_window=8, head_dim=4), "qwen3_moe": dict(head_dim=4)}
 
 
@@ -61,7 +43,7 @@ def test_a_row_of_a_model_that_is_taken_does_not_depend_on_its_batch(kind, tmp_p
     """What was drawn in a ragged batch, from the cache and beyond the window, is what the model itself would
     have drawn from for each row alone.
     """
-    model = load(save_tiny(kind, tmp_path, **USABLE[kind]))
+    model = load(save_model(kind, tmp_path, **USABLE[kind]))
     model.lm.generation_config.eos_token_id = list(range(0, 257, 12))           # so that rows end
     drawn = sample(model, ["a", "a longer prompt than that", "xyz"] * 4, 12,
                    torch.rand(12, 12, dtype=torch.float64))
@@ -79,12 +61,12 @@ def test_a_row_of_a_model_that_is_taken_does_not_depend_on_its_batch(kind, tmp_p
     ("gemma2", dict(final_logit_softcapping=1.0, head_dim=4), {}), ("modernbert-decoder", {}, LOW),
     ("mamba", {}, {})])
 def test_a_model_that_would_be_scored_otherwise_than_sampled_is_refused(kind, changes, precision, tmp_path):
-    require_refused(save_tiny(kind, tmp_path, **changes), **precision)
+    require_refused(save_model(kind, tmp_path, **changes), **precision)
 
 
 def test_a_base_in_bfloat16_keeps_its_head_in_float32_and_its_log_probabilities(tmp_path):
     """Where all logits lie near -100, as GPT-2's do, neighbouring bfloat16 numbers are 0.5 apart."""
-    lm = AutoModelForCausalLM.from_pretrained(save_gpt2(tmp_path))
+    lm = AutoModelForCausalLM.from_pretrained(save_model("gpt2", tmp_path))
     lm.transformer.ln_f.bias.data[0] += 100
     lm.transformer.wte.weight.data[:, 0] -= 1
     lm.save_pretrained(tmp_path)
@@ -104,10 +86,6 @@ def change(folder: Path, name: str, **values) -> None:
     (folder / name).write_text(json.dumps(content | values))
 
 
-def config(**values):
-    return lambda folder: change(folder, "config.json", **values)
-
-
 def add_weights(folder: Path, *names: str) -> None:
     file = folder / "model.safetensors"
     save_file(load_file(file) | {name: torch.zeros(2) for name in names}, file, metadata={"format": "pt"})
@@ -122,10 +100,10 @@ def put_token_behind(folder: Path) -> None:
 
 BROKEN = {
     "an adapter": (lambda at: change(at, "adapter_config.json"), "merge"),
-    "fewer layers": (config(n_layer=1), "leaves out transformer.h.1"),
+    "fewer layers": (lambda at: change(at, "config.json", n_layer=1), "leaves out transformer.h.1"),
     "no bias": (lambda at: add_weights(at, "lm_head.bias"), "leaves out lm_head.bias"),
-    "no head": (config(tie_word_embeddings=False), "lack lm_head"),
-    "a NaN": (config(layer_norm_epsilon=float("nan")), "differ by nan"),
+    "no head": (lambda at: change(at, "config.json", tie_word_embeddings=False), "lack lm_head"),
+    "a NaN": (lambda at: change(at, "config.json", layer_norm_epsilon=float("nan")), "differ by nan"),
     "a pickle": (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), "safetensors"),
     "no tokenizer": (lambda at: [file.unlink() for file in at.glob("tokenizer*")], "tokenizer"),
     "a token behind": (put_token_behind, "puts a token behind each prompt"),
@@ -135,13 +113,13 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_folder_is_one_line(case, tmp_path):
     break_it, says = BROKEN[case]
-    break_it(save_gpt2(tmp_path / "lm"))
+    break_it(save_model("gpt2", tmp_path / "lm"))
     require_refused(tmp_path / "lm", says)
 
 
 def test_weights_that_no_policy_computes_with_may_be_left_out(tmp_path):
     """Value heads, and the masks that older files hold."""
-    add_weights(save_gpt2(tmp_path), "v_head.summary.weight", "transformer.h.0.attn.bias",
+    add_weights(save_model("gpt2", tmp_path), "v_head.summary.weight", "transformer.h.0.attn.bias",
                 "transformer.h.0.attn.masked_bias", "transformer.h.0.attn.attention.bias")
     load(tmp_path)
 
@@ -153,7 +131,7 @@ def test_text_is_split_as_tokenizer_json_says(tmp_path):
     model = json.loads(raw.to_str())["model"]
     raw.model = models.BPE(model["vocab"] | {"20": 257}, [("2", "0")])
     raw.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), raw.pre_tokenizer])
-    save_gpt2(tmp_path / "lm", vocab_size=258)
+    save_model("gpt2", tmp_path / "lm", vocab_size=258)
     raw.save(str(tmp_path / "lm/tokenizer.json"))
     (tmp_path / "lm/tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     agent = agent_of(load(tmp_path / "lm"))
@@ -178,7 +156,7 @@ def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, t
     """Whatever generation_config.json names: here EOS alone."""
     tokenizer = byte_tokenizer(eos_token=END, additional_special_tokens=["<|im_start|>", "<|im_end|>"])
     tokenizer.chat_template = template
-    save_gpt2(tmp_path, tokenizer, vocab_size=259)
+    save_model("gpt2", tmp_path, tokenizer, vocab_size=259)
     if isinstance(end, int):
         assert load(tmp_path, chat_template=True).end_ids == {256, end}
     else:
@@ -188,12 +166,14 @@ def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, t
 
 # --- what the authors sample with ---
 def test_a_final_model_generates_what_was_evaluated(tmp_path):
-    """Greedily, to the end tokens that its base had. A temperature without do_sample could not be saved."""
-    save_gpt2(tmp_path / "lm", initializer_range=0.2)
-    change(tmp_path / "lm", "config.json", num_beams=4)
-    change(tmp_path / "lm", "generation_config.json", eos_token_id=[256, 164], repetition_penalty=1.8,
+    """Greedily, to the end tokens that its base had. A temperature without do_sample could not be saved. The
+    folder's name has no revision.
+    """
+    folder = save_model("gpt2", tmp_path / "lm@2")
+    change(folder, "config.json", num_beams=4)
+    change(folder, "generation_config.json", eos_token_id=[256, 101], repetition_penalty=1.8,
            temperature=0.7, top_p=0.9)
-    agent = agent_of(load(tmp_path / "lm", temperature=0.8))
+    agent = agent_of(load(folder, temperature=0.8))
     save_final(tmp_path, [agent])
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "final/llm1")
     rules = final.generation_config                             # of what `generate` does by itself
@@ -202,20 +182,8 @@ def test_a_final_model_generates_what_was_evaluated(tmp_path):
     generated = final.generate(drawn.prompt_BP, attention_mask=drawn.prompt_mask_BP, do_sample=False,
                                max_new_tokens=20)
     assert torch.equal(generated[:, drawn.prompt_BP.shape[1]:], drawn.response_BT)
-    assert drawn.mask_BT.sum(1).tolist() == [20, 3, 13]
-    assert {*final.generation_config.eos_token_id} == agent.policy.end_ids == {164, 256}
-
-
-# --- how it is loaded ---
-@pytest.mark.parametrize("name, place, revision", [
-    ("some/model@v1.0", "some/model", "v1.0"), ("here@2", "here@2", "main")])
-def test_a_name_of_the_hub_may_have_a_revision(name, place, revision, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("here@2").mkdir()
-    monkeypatch.setattr(AutoConfig, "from_pretrained", asked := Mock(side_effect=ValueError))
-    with pytest.raises(UserError, match=f"model is '{name}'"):
-        load_language_model(name, settings(), CPU)
-    asked.assert_called_once_with(place, revision=revision, trust_remote_code=False)
+    assert drawn.mask_BT.sum(1).tolist() == [17, 20, 16]
+    assert {*final.generation_config.eos_token_id} == agent.policy.end_ids == {101, 256}
 
 
 # --- models from PyPI ---

@@ -3,10 +3,10 @@ from itertools import permutations
 
 import pytest
 import torch
-from conftest import save_gpt2, save_llama
+from conftest import save_model
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
-from toys import moved, read, settings
+from toys import moved, settings
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from cory.checkpoint import save_final
@@ -19,10 +19,10 @@ from cory.ppo.update import ppo_update
 CPU, PROMPTS = torch.device("cpu"), ["Ann has 3 eggs.", "How many?", "5 + 4 =", "a"] * 2
 
 
-@pytest.fixture(scope="module", params=[save_llama, save_gpt2], ids=["llama", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
 def folder(request, tmp_path_factory):
     """A base whose authors generate by a rule of their own."""
-    folder = request.param(tmp_path_factory.mktemp("lora") / "lm")
+    folder = save_model(request.param, tmp_path_factory.mktemp("lora") / "lm")
     (folder / "generation_config.json").write_text('{"eos_token_id": 256, "repetition_penalty": 1.5}')
     return folder
 
@@ -80,7 +80,8 @@ def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
     """peft follows it; plain transformers must be told."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for revision in ("main", "v1"):
-        save_gpt2(tmp_path / "models--some--model/snapshots" / revision, initializer_range=len(revision) / 10)
+        snapshot = tmp_path / "models--some--model/snapshots" / revision
+        save_model("gpt2", snapshot, num_hidden_layers=len(revision))
         (ref := tmp_path / "models--some--model/refs" / revision).parent.mkdir(exist_ok=True)
         ref.write_text(revision)
     _, (agent, _) = two_agents("some/model@v1", model="some/model@v1")
@@ -123,15 +124,11 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     final = tmp_path / "final" / "llm1"
     plain = AutoModelForCausalLM.from_pretrained(final)
     require_same_logits(plain, agents[0])
-    rules = read(final / "adapter_config.json")
-    assert rules["lora_alpha"] == 2 * rules["r"] == 8
     plain.generation_config = GenerationConfig.from_pretrained(final)
     padded, mask = encode_prompts(agents[0].policy, PROMPTS, 12)
     generated = plain.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=12)
     assert torch.equal(generated[:, -12:], sample(agents[0].policy, PROMPTS, 12, None).response_BT)
 
-    base = load_language_model(str(folder), settings(), CPU)
-    assert torch.equal(logits_of(base.saved_policy("llm1", final)), logits_of(agents[0].policy))
     tensors = load_file(final / "adapter_model.safetensors")
     tensors.pop(min(tensors))
     save_file(tensors, final / "adapter_model.safetensors")

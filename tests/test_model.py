@@ -74,7 +74,7 @@ def test_recomputed_activations_are_not_kept(lora_rank):
 # --- precision ---
 def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, tmp_path):
     """Matrices alone, and only after the agents have had their copies, which stay in float32."""
-    model = load_language_model(str(small / "lm"), settings(dtype="bfloat16"), torch.device("cpu"))
+    model = load_language_model(str(small), settings(dtype="bfloat16"), torch.device("cpu"))
     prompts = ["a film", "one"]
     response = torch.tensor([[1, 2, 3]] * 2)
     before = model.response_hidden(*encode_prompts(model, prompts, 3), response)

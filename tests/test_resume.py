@@ -26,25 +26,19 @@ import train_imdb
 from cory import device
 from cory.__main__ import main
 from cory.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
+from cory.config import ASSETS
 from cory.errors import UserError
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
-QUICK = ("--batch_size 4 --mini_batch_size 2 --num_ppo_epochs 1 --max_response_length 6 --eval_queries 4 "
-         "--kl_target 0.1 --kl_horizon 20").split()
 PPO = ["--method", "ppo"]
 
 
 @pytest.fixture(scope="module")
-def flags(small_flags) -> list[str]:
-    return [*small_flags, *QUICK]
-
-
-@pytest.fixture(scope="module")
-def saved(flags, tmp_path_factory) -> Path:
+def saved(small_flags, tmp_path_factory) -> Path:
     """A finished run of PPO with the checkpoints of its two iterations."""
     path = tmp_path_factory.mktemp("saved") / "run"
-    train_imdb.main([*flags, *PPO, "--iterations", "2", "--run_dir", str(path)])
+    train_imdb.main([*small_flags, *PPO, "--iterations", "2", "--run_dir", str(path)])
     return path
 
 
@@ -98,10 +92,10 @@ RUNS = {"cory-lora": LORA, "own": OWN}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, flags, tmp_path):
+def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags, tmp_path):
     """CORY exchanges roles after iteration 2, the last one that is saved."""
     whole, part = tmp_path / "whole", tmp_path / "part"
-    train_imdb.main([*flags, *RUNS[name], "--iterations", "3", "--eval_every", "1", "--lr_schedule",
+    train_imdb.main([*small_flags, *RUNS[name], "--iterations", "3", "--eval_every", "1", "--lr_schedule",
                      "linear", "--run_dir", str(whole)])
     stopped(whole, part)
     (part / "checkpoints" / "writing").write_bytes(b"PK")
@@ -120,9 +114,9 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, flags, tmp_p
         assert read(whole / "evaluation/results.json")["llm1"]["greedy_earned"] == pytest.approx(earned)
 
 
-def test_a_finished_run_is_lengthened_or_finished_again(copy, flags, tmp_path, capsys):
+def test_a_finished_run_is_lengthened_or_finished_again(copy, small_flags, tmp_path, capsys):
     three, before = tmp_path / "three", read(copy / "eval.json")
-    train_imdb.main([*flags, *PPO, "--iterations", "3", "--run_dir", str(three)])
+    train_imdb.main([*small_flags, *PPO, "--iterations", "3", "--run_dir", str(three)])
     (copy / "eval.json").unlink()
     resume(copy)
     assert read(copy / "eval.json") == before
@@ -182,15 +176,15 @@ def test_a_damaged_checkpoint_is_one_line_and_the_previous_one_goes_on(copy, cap
 
 
 def test_models_and_data_may_move(copy, small, tmp_path):
-    here = shutil.copytree(small, tmp_path / "here")
-    resume(copy, "--iterations", 3, "--model", here / "lm", "--dataset", here / "openings",
-           "--reward_model", here / "classifier")
+    model = shutil.copytree(small, tmp_path / "lm")
+    resume(copy, "--iterations", 3, "--model", model, "--dataset", ASSETS / "imdb/openings",
+           "--reward_model", ASSETS / "imdb/classifier")
 
 
 # --- folders and signals ---
-def test_a_folder_that_holds_a_run_is_refused(copy, flags, capsys):
+def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):
     assert "is not empty; continue a run with --resume" in error_line(
-        train_imdb.main, [*flags, "--run_dir", copy], capsys)
+        train_imdb.main, [*small_flags, "--run_dir", copy], capsys)
 
 
 class Signalled(Ppo):
@@ -207,12 +201,12 @@ class Signalled(Ppo):
 
 
 @pytest.mark.parametrize("number", device.SIGNALS)
-def test_a_signal_ends_a_run_after_its_iteration(number, flags, tmp_path, capsys, monkeypatch):
+def test_a_signal_ends_a_run_after_its_iteration(number, small_flags, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Signalled, "number", number)
     before, run_dir = [signal.getsignal(each) for each in device.SIGNALS], tmp_path / "mine; first"
     with pytest.raises(SystemExit) as stop:
-        train_imdb.main([*flags, "--method", "test_resume:Signalled", "--save_every", "5000", "--run_dir",
-                         str(run_dir)])
+        train_imdb.main([*small_flags, "--method", "test_resume:Signalled", "--save_every", "5000",
+                         "--run_dir", str(run_dir)])
     assert stop.value.code == 128 + number
     assert before == [signal.getsignal(each) for each in device.SIGNALS] and device.note_signal not in before
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])           # a command for a shell

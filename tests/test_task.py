@@ -62,9 +62,9 @@ def test_held_out_rows_that_are_trained_on_are_counted_in_one_line(capsys):
     ({"train.csv": "text\n1\n2\n"}, "row 1': "),
     ({"train.jsonl": GOOD + '["text"]\n'}, "row 2': "),
     ({"train.jsonl": GOOD + '{"text": "a \\ud800 b"}\n'}, r"row 2': .*a \\ud800 b"),
-    ({"train.jsonl": GOOD * 9}, "eval_queries is 8: .* leaves only 0 rows"),
+    ({"train.jsonl": GOOD * 9}, "eval_queries is 4: .* leaves only 0 rows"),
     ({"test.jsonl": GOOD * 20}, "no split named train, only test"),
-    (dict(zip(SPLITS, (GOOD, GOOD * 20, GOOD * 20))), "batch_size is 8: .* only 1 rows")])
+    (dict(zip(SPLITS, (GOOD, GOOD * 20, GOOD * 20))), "batch_size is 4: .* only 1 rows")])
 def test_a_slip_is_one_line_before_any_model_is_loaded(files, says, small_flags, tmp_path, capsys):
     (tmp_path / "data").mkdir()
     for name, content in files.items():

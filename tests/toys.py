@@ -18,7 +18,6 @@ from cory.config import ImdbConfig
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 
-TIMES = ("seconds",)       # metrics that no two runs share
 LETTERS = "abcdef."                     # ids 0..6; "." is EOS
 
 
@@ -154,7 +153,7 @@ def error_line(main, flags: list, capsys) -> str:
 def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
     """Of a run's file, without the times, which no two runs share."""
     lines = [json.loads(line) for line in Path(run_dir, file).open()]
-    return [{key: value for key, value in row.items() if not key.endswith(TIMES)} for row in lines]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in lines]
 
 
 def read(path: Path) -> dict:
