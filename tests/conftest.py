@@ -49,14 +49,6 @@ def save_model(kind: str, folder: Path, tokenizer=None, **changes) -> Path:
     return folder
 
 
-SLOW = ["test_distributed", "test_recipes", "test_resume", "test_methods", "test_end_to_end"]
-
-
-def pytest_collection_modifyitems(items):
-    """Slow files first, so that two workers end together."""
-    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def no_plots():
     """A plot takes as long as three iterations of a small model: runs do not draw it."""

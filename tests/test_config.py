@@ -47,7 +47,9 @@ def test_presets_are_the_papers_settings(task, name, expected):
 def test_every_preset_is_valid_and_names_settings_that_exist(task):
     config_class, presets = config.EXPERIMENTS[task]
     for name, preset in presets.items():
-        assert vars(parse(config_class, presets, ["--preset", name])).items() >= preset.items(), name
+        cfg = parse(config_class, presets, ["--preset", name])
+        assert vars(cfg).items() >= preset.items(), name
+        assert str(config.ASSETS) not in config_json(cfg, {})       # two clones have the same config.json
 
 
 def test_every_setting_has_help_and_is_read_somewhere():
@@ -170,10 +172,3 @@ def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     for name in ("present:y", "nowhere:x"):
         with pytest.raises(UserError, match=f"advantage is '{name}': .* without .py"):
             ImdbConfig(advantage=name).find("advantage")
-
-
-def test_a_run_does_not_depend_on_where_the_package_lies():
-    """Two clones have the same config.json, and a script's settings are those that it says."""
-    for config_class, presets in config.EXPERIMENTS.values():
-        cfg = parse(config_class, presets, [])
-        assert str(config.ASSETS) not in config_json(cfg, {}) and cfg.preset == "tiny"

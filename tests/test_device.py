@@ -1,9 +1,8 @@
 """What a machine decides of a run, on one without a GPU, too; and on a GPU that it computes as a CPU does."""
 import pytest
 import torch
-from toys import rows, settings
+from toys import finished, rows, settings
 
-import train_imdb
 from cory.device import resolve_auto
 from cory.errors import UserError
 
@@ -34,7 +33,6 @@ def test_auto_takes_what_there_is_and_the_rest_is_refused(capability, device, dt
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, or no TEST_GPU=1: it was not checked")
 def test_a_gpu_trains_as_a_cpu_does(small_flags, tmp_path):
     for name in ("cpu", "cuda"):
-        train_imdb.main([*small_flags, "--device", name, "--dtype", "float32", "--iterations", "2",
-                         "--run_dir", str(tmp_path / name)])
+        finished(small_flags, tmp_path / name, "--device", name, "--dtype", "float32", "--iterations", 2)
     for row, expected in zip(rows(tmp_path / "cuda"), rows(tmp_path / "cpu")):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-3)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
-from toys import bigram, error_line, read, settings
+from toys import bigram, error_line, finished, read, settings
 
-import train_imdb
 from cory import evaluate, train
 from cory.__main__ import main
 from cory.log import read_jsonl
@@ -70,9 +69,8 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
     """Full copies and adapters. `evaluate` draws the same responses again."""
     save_model("gpt2", tmp_path / "lm")
     save_model("gpt2", tmp_path / "lm_of_llm2", num_hidden_layers=1)
-    run, own = tmp_path / "run", f"--model {tmp_path}/lm --method {method} --lora_rank {rank}"
-    more = f"--learning_rate 0.1 --iterations 1 --eval_samples 8 --run_dir {run}"
-    train_imdb.main([*small_flags, *own.split(), *more.split()])
+    own = f"--model {tmp_path}/lm --method {method} --lora_rank {rank} --learning_rate 0.1 --iterations 1"
+    run = finished(small_flags, tmp_path / "run", *own.split(), "--eval_samples", 8)
     held_out = read(run / "eval.json")
     assert held_out["llm1"]["kl"] > 0.01
     main(["evaluate", str(run), "--samples", "8", "--device", "cpu"])

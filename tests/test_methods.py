@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
-from toys import bigram, error_line, read, require_same_runs, rows, saved_tensors, settings, stopped
+from toys import bigram, error_line, finished, read, require_same_runs, rows, saved_tensors, settings, stopped
 
 import train_imdb
 from cory import evaluate
@@ -19,11 +19,6 @@ from cory.tasks.imdb import Imdb
 from cory.train import Cory
 
 
-def run(flags, folder: Path, *more) -> Path:
-    train_imdb.main([*flags, "--run_dir", str(folder), *map(str, more)])
-    return folder
-
-
 def training_rows(run_dir: Path) -> list[dict]:
     return [row for row in rows(run_dir) if "role/llm1" in row]
 
@@ -31,7 +26,7 @@ def training_rows(run_dir: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def whole(small_flags, tmp_path_factory) -> Path:
     """A finished CORY run, for several tests."""
-    return run(small_flags, tmp_path_factory.mktemp("whole") / "cory")
+    return finished(small_flags, tmp_path_factory.mktemp("whole") / "cory")
 
 
 # --- CORY ---
@@ -57,7 +52,7 @@ def test_metrics_stand_under_their_agent_and_texts_under_their_role(whole):
 
 def test_three_agents_take_turns_in_each_role(small_flags, tmp_path):
     words = ["--method", "test_methods:Three", "--role_exchange_every", 1, "--iterations", 4]
-    rows = training_rows(run(small_flags, tmp_path / "r", *words))
+    rows = training_rows(finished(small_flags, tmp_path / "r", *words))
     roles = [[row[f"role/{agent}"] for agent in Three.agents] for row in rows]
     assert roles == [[0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1, 2]]
 
@@ -65,8 +60,8 @@ def test_three_agents_take_turns_in_each_role(small_flags, tmp_path):
 def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     """No knowledge transfer, no shared reward, no exchange: LLM1 is then trained as by PPO, bit for bit."""
     without = "--knowledge_transfer false --partner_reward 0 --role_exchange_every 0".split()
-    bare = run(small_flags, tmp_path / "bare", *without, "--iterations", 3)
-    ppo = run(small_flags, tmp_path / "ppo", "--method", "ppo", "--iterations", 3)
+    bare = finished(small_flags, tmp_path / "bare", *without, "--iterations", 3)
+    ppo = finished(small_flags, tmp_path / "ppo", "--method", "ppo", "--iterations", 3)
     for a, b in zip(rows(bare), rows(ppo), strict=True):
         assert a | b == a
     first, seeing = training_rows(bare)[0], training_rows(whole)[0]     # by untouched models
@@ -84,7 +79,7 @@ class Noted(Cory):
 def test_one_model_can_play_both_roles(small_flags, tmp_path):
     """Its second update is on responses from before the first, so that its first ratio is not 1."""
     words = ["--share_weights", "--method", "test_methods:Noted", "--iterations", 2]
-    folder = run(small_flags, tmp_path / "r", *words)
+    folder = finished(small_flags, tmp_path / "r", *words)
     first, second = training_rows(folder)
     assert first["noted/llm1"] == 2
     assert first["approx_kl/llm1"] > 1e-5
@@ -97,7 +92,7 @@ def test_one_model_can_play_both_roles(small_flags, tmp_path):
 
 def test_exchanges_keep_moments_and_kl_coefficients_unless_they_reset_them(whole, small_flags, tmp_path):
     """Exchanges come after iterations 2 and 4."""
-    folder = run(small_flags, tmp_path / "r", "--reset_on_exchange", "--iterations", 3)
+    folder = finished(small_flags, tmp_path / "r", "--reset_on_exchange", "--iterations", 3)
     for agent in ("llm1", "llm2"):
         kept, reset = ([row[f"kl_coef/{agent}"] for row in training_rows(path)] for path in (whole, folder))
         assert reset[0] == reset[2] == 0.15 not in (reset[1], *kept[1:])
@@ -148,7 +143,7 @@ class Own(Cory):
 def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_flags, tmp_path):
     """Iteration 0 and the two others are evaluated; roles are exchanged after both."""
     Own.of_llm2["model"] = str(save_model("llama", tmp_path / "llama"))
-    whole = run(small_flags, tmp_path / "whole", "--method", "test_methods:Own", "--iterations", 2,
+    whole = finished(small_flags, tmp_path / "whole", "--method", "test_methods:Own", "--iterations", 2,
                 "--eval_every", 1, "--role_exchange_every", 1)
     of_bases, held_out, first, again, second, end = Own.asked
     assert of_bases == held_out == again == end and held_out not in (first, second)
@@ -190,7 +185,7 @@ def test_a_metric_that_hides_another_is_an_error(small_flags, tmp_path, monkeypa
     monkeypatch.setattr(Imdb, "metrics", lambda *_: {"length": 2.0})
     monkeypatch.setattr(Run, "evaluate", lambda *_: None)
     with pytest.raises(TypeError, match="'length'"):
-        run(small_flags, tmp_path / "r")
+        finished(small_flags, tmp_path / "r")
 
 
 # --- the team ---

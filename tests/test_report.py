@@ -59,7 +59,6 @@ def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_and_the_tea
     assert [y for _, y in smooth] == pytest.approx([0.5, *each[1:-1], 23 / 6])      # means of three, or two
     # what the method measures is the team's, and not the first agent's
     assert lines_of(figure, "copies", "CORY TEAM") == [[[0, 0.1], [12, 0.3]]]
-    assert lines_of(figure, "copies", "CORY LLM1") == []
     assert lines_of(figure, "copies", "base") == [[[0, 0.1], [1, 0.1]]]         # across the panel
 
 

@@ -14,6 +14,7 @@ from toys import (
     agent_of,
     bigram,
     error_line,
+    finished,
     read,
     require_same_runs,
     rows,
@@ -37,9 +38,7 @@ PPO = ["--method", "ppo"]
 @pytest.fixture(scope="module")
 def saved(small_flags, tmp_path_factory) -> Path:
     """A finished run of PPO with the checkpoints of its two iterations."""
-    path = tmp_path_factory.mktemp("saved") / "run"
-    train_imdb.main([*small_flags, *PPO, "--iterations", "2", "--run_dir", str(path)])
-    return path
+    return finished(small_flags, tmp_path_factory.mktemp("saved") / "run", *PPO, "--iterations", 2)
 
 
 @pytest.fixture
@@ -94,10 +93,9 @@ RUNS = {"cory-lora": LORA, "own": OWN}
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags, tmp_path):
     """CORY exchanges roles after iteration 2, the last one that is saved."""
-    whole, part = tmp_path / "whole", tmp_path / "part"
-    train_imdb.main([*small_flags, *RUNS[name], "--iterations", "3", "--eval_every", "1", "--lr_schedule",
-                     "linear", "--run_dir", str(whole)])
-    stopped(whole, part)
+    whole = finished(small_flags, tmp_path / "whole", *RUNS[name], "--iterations", 3, "--eval_every", 1,
+                "--lr_schedule", "linear")
+    part = stopped(whole, tmp_path / "part")
     (part / "checkpoints" / "writing").write_bytes(b"PK")
     resume(part)
     require_same_runs(whole, part)
@@ -115,8 +113,8 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags,
 
 
 def test_a_finished_run_is_lengthened_or_finished_again(copy, small_flags, tmp_path, capsys):
-    three, before = tmp_path / "three", read(copy / "eval.json")
-    train_imdb.main([*small_flags, *PPO, "--iterations", "3", "--run_dir", str(three)])
+    three = finished(small_flags, tmp_path / "three", *PPO, "--iterations", 3)
+    before = read(copy / "eval.json")
     (copy / "eval.json").unlink()
     resume(copy)
     assert read(copy / "eval.json") == before

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import torch
-from toys import close, read, settings
+from toys import close, finished, read, settings
 
-import train_imdb
 from cory.config import EXPERIMENTS, parse
 from docs.studies import grid, methods, table
 
@@ -38,8 +37,7 @@ def test_a_grid_skips_resumes_and_reports(tmp_path, monkeypatch, capsys):
 
 
 def test_rows_of_a_run_of_the_frontier(small_flags, tmp_path):
-    folder, method = tmp_path / "run", "docs.studies.methods:FrontierCory"
-    train_imdb.main([*small_flags, "--method", method, "--run_dir", str(folder)])
+    folder = finished(small_flags, tmp_path / "run", "--method", "docs.studies.methods:FrontierCory")
     rows = pd.DataFrame(grid.rows_of(grid.GridRun("imdb", "cory", 0, [], folder)))
     end = read(folder / "eval.json")
     assert list(rows.iteration) == [0, 0, 2, 2, 4, 4, 5, 5] and set(rows.kl[:2]) == {0}

@@ -13,6 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
+import train_imdb
 from cory.checkpoint import checkpoints_of
 from cory.config import ImdbConfig
 from cory.ppo.agent import Agent
@@ -148,6 +149,11 @@ def error_line(main, flags: list, capsys) -> str:
              if "error: " in line or line.strip() and not re.search("it/s|s/it", line)]
     assert stop.value.code == 2 and len(lines) == 1 and "error: " in lines[0], err
     return lines[0]
+
+
+def finished(flags: list[str], folder: Path, *more) -> Path:
+    train_imdb.main([*flags, "--run_dir", str(folder), *map(str, more)])
+    return folder
 
 
 def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
