@@ -117,13 +117,6 @@ def test_a_broken_folder_is_one_line(case, tmp_path):
     require_refused(tmp_path / "lm", says)
 
 
-def test_weights_that_no_policy_computes_with_may_be_left_out(tmp_path):
-    """Value heads, and the masks that older files hold."""
-    add_weights(save_model("gpt2", tmp_path), "v_head.summary.weight", "transformer.h.0.attn.bias",
-                "transformer.h.0.attn.masked_bias", "transformer.h.0.attn.attention.bias")
-    load(tmp_path)
-
-
 # --- tokenizers ---
 def test_text_is_split_as_tokenizer_json_says(tmp_path):
     """Also in `final/`, and where a class, which names EOS, would split it by rules of its own."""
@@ -167,9 +160,11 @@ def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, t
 # --- what the authors sample with ---
 def test_a_final_model_generates_what_was_evaluated(tmp_path):
     """Greedily, to the end tokens that its base had. A temperature without do_sample could not be saved. The
-    folder's name has no revision.
+    folder's name has no revision. Value heads, and the masks of older files, are left out.
     """
     folder = save_model("gpt2", tmp_path / "lm@2")
+    add_weights(folder, "v_head.summary.weight", "transformer.h.0.attn.bias",
+                "transformer.h.0.attn.masked_bias", "transformer.h.0.attn.attention.bias")
     change(folder, "config.json", num_beams=4)
     change(folder, "generation_config.json", eos_token_id=[256, 101], repetition_penalty=1.8,
            temperature=0.7, top_p=0.9)

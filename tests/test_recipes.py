@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from toys import read
-
-import train_imdb
+from toys import finished, read
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
 # (text of the file, command line) of each recipe
@@ -38,7 +36,7 @@ def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, ca
         assert "base" in read(Path("run/eval.json"))
     else:
         for seed, run_dir in enumerate(words):
-            train_imdb.main([*small, *SHORT, "--lora_rank", "2", "--seed", str(seed), "--run_dir", run_dir])
+            finished(small, Path(run_dir), *SHORT, "--lora_rank", 2, "--seed", seed)
         main(words)
         said = capsys.readouterr().out
         for run_dir in words:                                       # with itself it plays as in the run
