@@ -49,7 +49,6 @@ def test_grpo_of_equal_returns_is_0():
         assert grpo(torch.full((k, 1), value), torch.ones(k, 1), k).abs().max() == 0
 
 
-# --- one's own ---
 @estimator(critic=False, whiten=False, grouped=True)
 def own(reward_BT, mask_BT, group_size, **_):               # whole numbers
     return (3 * rloo(reward_BT, mask_BT, group_size)).round().long()

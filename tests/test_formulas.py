@@ -19,7 +19,6 @@ def test_token_rewards_puts_the_score_on_each_rows_last_real_token():
     close(f.token_rewards(torch.tensor([5.0, 6, 7]), kl, mask, 0.1), expected)
 
 
-# --- whitening and explained variance ---
 def test_whitening_is_over_real_tokens_whatever_the_padding():
     # 1, 2, 3: mean 2, variance 2/3, so -1.2247, 0, 1.2247
     x, mask = torch.tensor([[1.0, 2, 1e4], [3, -1e4, 1e4]]), torch.tensor([[1.0, 1, 0], [1, 0, 0]])
@@ -43,7 +42,6 @@ def test_explained_variance_by_hand_and_for_nearly_constant_returns():
     assert f.explained_variance(torch.randn(9), torch.full((9,), 3.0)) == 0
 
 
-# --- losses ---
 def test_policy_loss_by_hand_and_no_gradient_where_the_clip_wins():
     logp = torch.tensor([1.25, 1.5, 0.5, 1.5, 0.75, 1.1]).log().requires_grad_()
     advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])

@@ -45,7 +45,6 @@ def test_a_question_has_one_answer_and_that_is_a_number(question, answer, tmp_pa
         Gsm8k.load_data(Gsm8kConfig(dataset=str(tmp_path)))
 
 
-# --- numbers ---
 NUMBERS = [             # what a response's last number is
     ("$1,234.", 1234), ("12,345,678", 12345678), ("1,23,456", 123456), ("3.50", "3.5"), (".5", "0.5"),
     ("1.2.3", 3), ("007", 7), ("5%", 5), ("2eggs", 2), ("**42**", 42), (r"\boxed{42}", 42), ("5²", 5),

@@ -15,7 +15,6 @@ from cory.ppo.sampling import encode_prompts
 from cory.run import Run
 
 
-# --- prompts ---
 def test_the_ids_of_a_chat_prompt_are_its_templates_own():
     """Without what the tokenizer puts before a plain text, here <sop>, which the template may begin with."""
     special = ["<sop>", "<user>", "<bot>"]
@@ -37,7 +36,6 @@ def test_the_context_of_a_model_of_several_parts_is_that_of_its_text():
     assert LanguageModel(lm, None).context_length == 77
 
 
-# --- first weights ---
 def test_first_weights_depend_on_seed_and_agent_alone(monkeypatch):
     """Those of an adapter and of a critic of one's own; no agent moves PyTorch's generator."""
     monkeypatch.setattr("cory.ppo.agent.Critic", lambda base: torch.nn.Linear(7, 1))
@@ -57,7 +55,6 @@ def test_first_weights_depend_on_seed_and_agent_alone(monkeypatch):
         assert not (one == other).any()
 
 
-# --- memory ---
 @pytest.mark.parametrize("lora_rank", [0, 2])
 def test_recomputed_activations_are_not_kept(lora_rank):
     """That they have the same gradient, without dropout, are cases of test_update.py."""
@@ -71,7 +68,6 @@ def test_recomputed_activations_are_not_kept(lora_rank):
     assert numbers[1] < numbers[0] / 4
 
 
-# --- precision ---
 def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, tmp_path):
     """Matrices alone, and only after the agents have had their copies, which stay in float32."""
     model = load_language_model(str(small), settings(dtype="bfloat16"), torch.device("cpu"))
