@@ -17,7 +17,6 @@ def same_rows(a: Rollout, b: Rollout, tolerance=0.0) -> None:
         torch.testing.assert_close(x, b.tensors()[name], atol=tolerance, rtol=tolerance, msg=name)
 
 
-# --- what models make of responses ---
 @pytest.mark.parametrize("penalty", ["full", "k1"])
 def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty):
     """Responses "ca." to "ab" and "f" to "d" follow b, c, a and d. The critic says 0.5 after a, b and c."""
@@ -58,7 +57,6 @@ def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divi
     assert collect_rollout(agent, PROMPTS, 12).text != whole.text
 
 
-# --- rows ---
 @dataclass(frozen=True)
 class Scored(Rollout):
     bonus_B: torch.Tensor | None = None                     # fields of one's own

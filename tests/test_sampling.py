@@ -30,7 +30,6 @@ def sampled(model, prompts: list[str], limit: int, greedy=False):
     return sample(model, prompts, limit, None if greedy else numbers(limit, len(prompts)))
 
 
-# --- prompts and masks ---
 @pytest.mark.parametrize("prompt, limit, ids, text", [
     ("a", 5, [1, 2, 6], "bc"),          # the first EOS is a real token of the response, not of its text
     ("aba", 2, [1, 2], "bc"),           # cut by the limit before EOS
@@ -62,7 +61,6 @@ def test_every_end_of_turn_that_the_model_knows_ends_a_response(listed, ends):
     assert sampled(model, ["f"], 9).text == [{6: "edcba", 0: "edcba", 2: "edc"}[min(ends)]]
 
 
-# --- what is drawn ---
 def test_draw_follows_the_distribution_and_never_takes_what_has_probability_zero():
     p = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0])
     n = 100_000
@@ -102,7 +100,6 @@ def test_a_nan_is_said_before_any_response_is_used(greedy, value):
         sampled(bigram(logits), ["b", "a"], 3, greedy)
 
 
-# --- rows that have ended ---
 @pytest.mark.parametrize("every", [1, 7, 100])
 def test_a_row_is_sampled_as_if_it_were_alone(every, monkeypatch):
     """By its own random numbers, beside longer prompts, and whoever else has ended and been dropped, however

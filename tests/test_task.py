@@ -18,7 +18,6 @@ SPLITS = ["train.jsonl", "validation.jsonl", "test.jsonl"]
 GOOD = '{"text": "a good film of one man"}\n'
 
 
-# --- data ---
 def test_a_blank_last_line_and_other_files_are_skipped(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a\u2028b", "n": "1"}\n' * 2 + " \n")
     (tmp_path / "example_model_solutions.jsonl").write_text('{"question": "a"}\n')
@@ -84,7 +83,6 @@ def test_a_name_without_an_owner_is_never_taken_from_a_cache(tmp_path, monkeypat
     assert len(load_columns("bundled:imdb/openings", ["text"])["train"]) > 1000
 
 
-# --- tasks ---
 class Letters(Task):
     def observer_prompts(self, queries, responses):
         return queries
