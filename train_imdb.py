@@ -1,11 +1,26 @@
 """PPO and CORY on IMDB sentiment: `python train_imdb.py --method cory`; `--help` lists every setting."""
-from cory.config import IMDB_PRESETS, ImdbConfig, parse
+from cory.config import BUNDLED, TINY, ImdbConfig, parse
 from cory.errors import exit_on_user_error
+
+IMDB_TINY = TINY | dict(model=f"{BUNDLED}imdb/lm", dataset=f"{BUNDLED}imdb/openings",
+                        reward_model=f"{BUNDLED}imdb/classifier", learning_rate=2.2e-3, init_kl_coef=0.15,
+                        critic_learning_rate=5e-3, iterations=40, eval_every=20, save_every=10)
+
+# `--preset NAME` changes these settings of ImdbConfig; the first is the default.
+PRESETS = {
+    "tiny": IMDB_TINY,
+    # a pretrained model of GPT-2's size; chosen like `tiny`
+    "smollm2": IMDB_TINY | dict(model="HuggingFaceTB/SmolLM2-135M-Instruct", batch_size=64,
+                                mini_batch_size=16, learning_rate=1e-3, eval_samples=1, eval_every=10),
+    "gpt2": dict(model="gpt2"),
+    "gpt2-large": dict(),                       # the paper's setting: ImdbConfig's own defaults
+    "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO with twice the parameters
+}
 
 
 @exit_on_user_error
 def main(argv: list[str] | None = None) -> None:
-    cfg = parse(ImdbConfig, IMDB_PRESETS, argv)
+    cfg = parse(ImdbConfig, PRESETS, argv)
     # imported only now, so that a mistyped flag is answered before PyTorch is loaded
     from cory.train import train
 

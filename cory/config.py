@@ -1,4 +1,4 @@
-"""All settings: the dataclass is the configuration and the command line; presets hold the paper's tables.
+"""All settings: the dataclass is the configuration and the command line.
 
 Nothing here imports PyTorch, so that `--help` and a mistyped flag are answered at once.
 """
@@ -136,7 +136,7 @@ class Config:
                 least = "above 0" if low == ABOVE_0 else f"{low} or more"
                 require(f.name, value >= low, f"must be {least}")
                 require(f.name, value <= high, f"must be {high} or less")
-        experiment, _ = EXPERIMENTS.get(self.task, (Config, {}))
+        experiment = {"imdb": ImdbConfig, "gsm8k": Gsm8kConfig}.get(self.task, Config)
         require("task", isinstance(self, experiment), f"has its own script, train_{self.task}.py")
         rows = self.rows_per_optimizer_step
         require("batch_size", self.batch_size % rows == 0,
@@ -190,44 +190,9 @@ class Gsm8kConfig(Config):
     one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
 
 
-# --- presets ---
-# `tiny`: chosen on validation queries, for PPO.
+# Of both tasks' preset `tiny`; chosen on validation queries, for PPO.
 TINY = dict(batch_size=128, mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
             lr_schedule="linear", kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2)
-IMDB_TINY = TINY | dict(model=f"{BUNDLED}imdb/lm", dataset=f"{BUNDLED}imdb/openings",
-                        reward_model=f"{BUNDLED}imdb/classifier", learning_rate=2.2e-3, init_kl_coef=0.15,
-                        critic_learning_rate=5e-3, iterations=40, eval_every=20, save_every=10)
-
-IMDB_PRESETS = {
-    "tiny": IMDB_TINY,
-    # a pretrained model of GPT-2's size; chosen like `tiny`
-    "smollm2": IMDB_TINY | dict(model="HuggingFaceTB/SmolLM2-135M-Instruct", batch_size=64,
-                                mini_batch_size=16, learning_rate=1e-3, eval_samples=1, eval_every=10),
-    "gpt2": dict(model="gpt2"),
-    "gpt2-large": dict(),                       # the paper's setting: the class's own defaults
-    "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO with twice the parameters
-}
-
-# The paper's table 2, with PPO's learning rate. It does not state the length of responses, nor that the base
-# in 4 bits is trained with LoRA.
-LLAMA2 = dict(model="meta-llama/Llama-2-7b-chat-hf", dataset="openai/gsm8k", min_response_length=0,
-              max_response_length=256, batch_size=32, mini_batch_size=2, gradient_accumulation_steps=16,
-              learning_rate=1e-5, init_kl_coef=0.01, lora_rank=16, load_in_4bit=True, dtype="bfloat16")
-
-GSM8K_PRESETS = {
-    "tiny": TINY | dict(model=f"{BUNDLED}gsm8k/lm", dataset=f"{BUNDLED}gsm8k/problems", one_shot=False,
-                        max_response_length=48, learning_rate=1.2e-3, critic_learning_rate=1e-3, lam=1.0,
-                        init_kl_coef=0.02, iterations=50, eval_every=25, save_every=25),
-    # A pretrained model; not searched. Eta and learning rate are the paper's for CORY's Llama-2.
-    "qwen": TINY | dict(model="Qwen/Qwen2.5-Coder-0.5B-Instruct", dataset="openai/gsm8k", one_shot=False,
-                        chat_template=True, max_response_length=300, iterations=50, batch_size=32,
-                        mini_batch_size=8, dtype="bfloat16", learning_rate=1e-4, init_kl_coef=0.01, lam=1.0,
-                        eval_queries=64, eval_samples=1, eval_every=10, save_every=5),
-    "llama2-7b": LLAMA2,
-    "llama2-7b-lr1e-4": LLAMA2 | dict(learning_rate=1e-4),          # the paper's learning rate for CORY
-}
-
-EXPERIMENTS = {"imdb": (ImdbConfig, IMDB_PRESETS), "gsm8k": (Gsm8kConfig, GSM8K_PRESETS)}
 
 
 # --- the command line ---

@@ -7,12 +7,12 @@ import sys
 from dataclasses import dataclass, fields
 
 import pytest
-from toys import error_line, read
+from toys import EXPERIMENTS, error_line, read
 
 import train_gsm8k
 import train_imdb
 from cory import config
-from cory.config import IMDB_PRESETS, Gsm8kConfig, ImdbConfig, config_json, load_config, parse
+from cory.config import Gsm8kConfig, ImdbConfig, config_json, load_config, parse
 from cory.errors import UserError, exit_on_user_error
 from cory.train import Cory
 
@@ -31,7 +31,7 @@ LLAMA2_7B = OF_BOTH | dict(
 
 @exit_on_user_error
 def imdb(argv: list[str]) -> ImdbConfig:
-    return parse(ImdbConfig, IMDB_PRESETS, argv)
+    return parse(ImdbConfig, train_imdb.PRESETS, argv)
 
 
 # --- settings ---
@@ -39,13 +39,13 @@ def imdb(argv: list[str]) -> ImdbConfig:
     ("imdb", "gpt2-large", GPT2_LARGE), ("gsm8k", "llama2-7b", LLAMA2_7B | {"learning_rate": 1e-5}),
     ("gsm8k", "llama2-7b-lr1e-4", LLAMA2_7B | {"learning_rate": 1e-4})])
 def test_presets_are_the_papers_settings(task, name, expected):
-    cfg = parse(*config.EXPERIMENTS[task], ["--preset", name])
+    cfg = parse(*EXPERIMENTS[task], ["--preset", name])
     assert {setting: getattr(cfg, setting) for setting in expected} == expected
 
 
-@pytest.mark.parametrize("task", config.EXPERIMENTS)
+@pytest.mark.parametrize("task", EXPERIMENTS)
 def test_every_preset_is_valid_and_names_settings_that_exist(task):
-    config_class, presets = config.EXPERIMENTS[task]
+    config_class, presets = EXPERIMENTS[task]
     for name, preset in presets.items():
         cfg = parse(config_class, presets, ["--preset", name])
         assert vars(cfg).items() >= preset.items(), name
@@ -132,7 +132,7 @@ def saved(folder, flags: list[str]) -> list[str]:
 def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkeypatch, capsys):
     """Of flags without effect it speaks no second time."""
     resume = saved(tmp_path, ["--learning_rate", "3e-5", "--kl_horizon", "99"])
-    monkeypatch.setitem(IMDB_PRESETS["tiny"], "vf_coef", 9.0)
+    monkeypatch.setitem(train_imdb.PRESETS["tiny"], "vf_coef", 9.0)
     capsys.readouterr()
     cfg = imdb([*resume, "--iterations", "99", "--wandb", "offline"])
     assert (cfg.learning_rate, cfg.vf_coef, cfg.iterations, cfg.wandb) == (3e-5, 0.1, 99, "offline")

@@ -7,12 +7,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from toys import PROMPTS, agent_of, bigram, settings, tiny_gpt2
 from transformers import Gemma3Config
 
-from cory.config import IMDB_PRESETS, ImdbConfig, parse
+from cory.config import ImdbConfig, parse
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts
 from cory.run import Run
+from train_imdb import PRESETS
 
 
 def test_the_ids_of_a_chat_prompt_are_its_templates_own():
@@ -76,7 +77,7 @@ def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, 
     before = model.response_hidden(*encode_prompts(model, prompts, 3), response)
     model.cast_once()
     assert torch.equal(before, model.response_hidden(*encode_prompts(model, prompts, 3), response))
-    run = Run(parse(ImdbConfig, IMDB_PRESETS, [*small_flags, "--dtype", "bfloat16"]), tmp_path)
+    run = Run(parse(ImdbConfig, PRESETS, [*small_flags, "--dtype", "bfloat16"]), tmp_path)
     run.start()
     for name, p in run.bases["base"].lm.named_parameters():
         in_a_product = name.startswith("transformer.h.") and p.dim() == 2

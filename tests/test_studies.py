@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import torch
-from toys import close, finished, read, settings
+from toys import EXPERIMENTS, close, finished, read, settings
 
-from cory.config import EXPERIMENTS, parse
+from cory.config import parse
 from docs.studies import grid, methods, table
 
 

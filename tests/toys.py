@@ -13,12 +13,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
+import train_gsm8k
 import train_imdb
 from cory.checkpoint import checkpoints_of
-from cory.config import ImdbConfig
+from cory.config import Gsm8kConfig, ImdbConfig
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 
+EXPERIMENTS = {"imdb": (ImdbConfig, train_imdb.PRESETS), "gsm8k": (Gsm8kConfig, train_gsm8k.PRESETS)}
 LETTERS = "abcdef."                     # ids 0..6; "." is EOS
 
 
