@@ -39,7 +39,7 @@ def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed
     starts = range(0, len(prompts), most)
     with unsharded(*filter(None, (model, reference))):
         mine = [responses(at) for at in starts[processes().rows(len(starts))]]
-    return join(processes().gather(mine), model.tokenizer.eos_token_id)
+    return join(processes().gather(mine))
 
 
 def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,

@@ -72,7 +72,7 @@ def test_what_is_taken_apart_and_joined_is_as_it_was(advantage):
     for part in parts:
         for mask in (part.prompt_mask_BP, part.mask_BT):
             assert mask.shape[1] == mask.sum(1).max()
-    same_rows(join(parts, pad_id=6), whole)
+    same_rows(join(parts), whole)
     for some in (parts[0], replace(parts[1], weight_BT=None)), (replace(parts[0], weight_BT=None), parts[1]):
         with pytest.raises(UserError, match="rollout.weight_BT is in some of the rollouts to join"):
-            join([*some], pad_id=6)
+            join([*some])

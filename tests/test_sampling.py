@@ -112,7 +112,7 @@ def test_a_row_is_sampled_as_if_it_were_alone(every, monkeypatch):
     lengths = drawn.mask_BT.sum(1).int().tolist()
     assert min(lengths) == 1 and max(lengths) == limit and len(set(lengths)) > 5
     assert drawn.sampling_logp_BT.min() < -2                    # it is not sure of all
-    assert (drawn.response_BT[drawn.mask_BT == 0] == 6).all()
+    assert (drawn.response_BT[drawn.mask_BT == 0] == 0).all()
     monkeypatch.setitem(interval, "cpu", 1)
     for row, length in enumerate(lengths):
         alone = sample(model, RAGGED[row:row + 1], limit, uniform_TB[:, row:row + 1])

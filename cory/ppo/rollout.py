@@ -19,8 +19,8 @@ MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
 class Rollout:
     """Prompts and responses under the policy that sampled them, constant over PPO epochs.
 
-    Prompts are padded on the left, all else on the right, token ids with EOS and numbers with 0. A field that
-    you add has one value for each row, (B,), or for each response token, (B, T), or is None.
+    Prompts are padded on the left, all else on the right, with 0. A field that you add has one value for each
+    row, (B,), or for each response token, (B, T), or is None.
     """
     text: list[str]             # decoded responses: all that tasks and the other agent's prompt see
     prompt_BP: Tensor           # token ids
@@ -55,7 +55,6 @@ class Rollout:
 
 
 PROMPT = ("prompt_BP", "prompt_mask_BP")        # the fields that are padded on the left
-IDS = ("prompt_BP", "response_BT")              # those of token ids
 
 
 def take(rollout: Rollout, rows: Tensor) -> Rollout:
@@ -71,9 +70,9 @@ def take(rollout: Rollout, rows: Tensor) -> Rollout:
     return replace(rollout, text=[rollout.text[i] for i in rows.tolist()], **parts)
 
 
-def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
-    """The rows of several rollouts, padded to the longest; token ids are padded with `pad_id`. Raises
-    `UserError` where one has a field that another lacks.
+def join(rollouts: list[Rollout]) -> Rollout:
+    """The rows of several rollouts, padded to the longest. Raises `UserError` where one has a field that
+    another lacks.
     """
     names = [{*rollout.tensors()} for rollout in rollouts]
     for name in set.union(*names) - set.intersection(*names):
@@ -84,7 +83,7 @@ def join(rollouts: list[Rollout], pad_id: int) -> Rollout:
         if xs[0].dim() == 1:
             return torch.cat(xs)
         rows, side = [row for x in xs for row in x], "left" if name in PROMPT else "right"
-        return pad_sequence(rows, True, pad_id if name in IDS else 0, side)
+        return pad_sequence(rows, batch_first=True, padding_side=side)
 
     text = [text for rollout in rollouts for text in rollout.text]
     return replace(rollouts[0], text=text, **{name: joined(name) for name in names[0]})

@@ -31,12 +31,12 @@ def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Ro
                                 agent.critic)
     if processes().size == 1:
         return rollout
-    return join(processes().gather([rollout.to("cpu")]), policy.tokenizer.eos_token_id).to(policy.device)
+    return join(processes().gather([rollout.to("cpu")])).to(policy.device)
 
 
 # --- sampling ---
 def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
-    """(token ids, mask), each (B, P), padded on the left with EOS."""
+    """(token ids, mask), each (B, P), padded on the left with 0."""
     rows, context = model.encode(prompts), model.context_length or 10**9
     embeddings = model.lm.get_input_embeddings().weight.shape[0]
     for text, row in zip(prompts, rows, strict=True):
@@ -47,7 +47,7 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
             raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response exceed "
                             f"the model's context of {context}; shorten the queries or the responses")
     width = max(map(len, rows))
-    ids = torch.tensor([[model.tokenizer.eos_token_id] * (width - len(row)) + row for row in rows])
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     return ids.to(model.device), mask.to(model.device)
 
@@ -95,9 +95,9 @@ def sample(model: LanguageModel, prompts: list[str], max_new_tokens: int,
     """
     B, device = len(prompts), model.device
     prompt_BP, prompt_mask_BP = encode_prompts(model, prompts, max_new_tokens)
-    eos, ends = model.tokenizer.eos_token_id, torch.tensor([*model.end_ids], device=device)
+    ends = torch.tensor([*model.end_ids], device=device)
     uniform_TB = None if uniform_TB is None else uniform_TB.to(device)
-    response_BT = torch.full((B, max_new_tokens), eos, device=device)
+    response_BT = torch.zeros(B, max_new_tokens, dtype=torch.long, device=device)
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
     # the rows that are computed, and whether each of them still runs
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
@@ -111,7 +111,7 @@ def sample(model: LanguageModel, prompts: list[str], max_new_tokens: int,
                 drawn_logp_R, token_R = logp_RV.max(-1)
             else:
                 token_R, drawn_logp_R = draw(logp_RV, uniform_TB[t, row_R])
-            token_R = torch.where(running_R, token_R, eos)
+            token_R = token_R.where(running_R, 0)
             response_BT[row_R, t] = token_R
             mask_BT[row_R, t] = running_R.float()
             logp_BT[row_R, t] = drawn_logp_R.where(running_R, 0.0)
