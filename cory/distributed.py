@@ -4,7 +4,6 @@ Each generates its rows of every batch. The rollouts are gathered, so that all h
 whole batch. Each then adds the gradient of its rows, and the gradients are summed. With `--shard true` each
 also keeps only a part of every layer's matrices, and of Adam's moments (FSDP2).
 """
-import math
 import os
 import sys
 from contextlib import contextmanager
@@ -141,16 +140,10 @@ def unsharded(*models) -> Iterator[None]:
         group.set_reshard_after_forward(True, recurse=False)
 
 
-def by_placement(parameters: Collection[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The replicated parameters and the sharded ones, which no operation can mix; no empty list."""
-    groups = [[p for p in parameters if is_sharded(p) == sharded] for sharded in (False, True)]
-    return [group for group in groups if group]
-
-
 def gradient_norm(parameters: Collection[nn.Parameter]) -> float:
     """The norm of all gradients together; each parameter has one."""
-    groups = [[p.grad for p in group] for group in by_placement(parameters)]
-    return math.hypot(*(full_tensor(nn.utils.get_total_norm(group)).item() for group in groups))
+    norms = [full_tensor(torch.linalg.vector_norm(p.grad)) for p in parameters]
+    return torch.linalg.vector_norm(torch.stack(norms)).item()
 
 
 def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:

@@ -1,10 +1,12 @@
 """One agent: all state that stays with it when roles are exchanged."""
+from collections import defaultdict
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cory.config import Config
-from cory.distributed import by_placement, shard
+from cory.distributed import is_sharded, shard
 from cory.errors import UserError
 from cory.ppo.advantages import find_estimator
 from cory.ppo.model import Critic, LanguageModel
@@ -37,13 +39,13 @@ class Agent:
 
     def reset(self) -> None:
         """A new optimizer and the initial KL coefficient; the weights stay."""
+        of_critic, groups = {*self.critic.parameters()} if self.critic else set(), defaultdict(list)
         for name, parameter in self.trainable_parameters().items():
             if not parameter.requires_grad:
                 raise UserError("parameter", name, "would never be trained; call requires_grad_(True) on it")
-        of_critic = self.critic.parameters() if self.critic else ()
-        groups = [{"params": group, "is_critic": is_critic}
-                  for is_critic, parameters in ((False, self.policy.weights().values()), (True, of_critic))
-                  for group in by_placement([*parameters])]
+            # no operation can mix sharded tensors with others
+            groups[parameter in of_critic, is_sharded(parameter)].append(parameter)
+        groups = [{"params": group, "is_critic": is_critic} for (is_critic, _), group in groups.items()]
         self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef
 
