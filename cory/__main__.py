@@ -35,11 +35,13 @@ def main(argv: list[str] | None = None) -> None:
         from cory.report import compare
         compare(args.run_dirs, args.by, args.out)
         return
+    from cory.checkpoint import claimed
     from cory.distributed import launched
     from cory.run import evaluate_run
     with launched({"device": args.device}):
         for run_dir in args.run_dirs:
-            evaluate_run(run_dir, args.samples, args.queries, args.device, args.dtype)
+            with claimed(run_dir, resume=True):
+                evaluate_run(run_dir, args.samples, args.queries, args.device, args.dtype)
 
 
 if __name__ == "__main__":

@@ -196,7 +196,8 @@ TINY = dict(batch_size=128, mini_batch_size=32, num_ppo_epochs=1, min_response_l
 
 
 # --- the command line ---
-# What may differ in a resumed run, since none of it changes what an iteration computes; files may have moved.
+# What may differ in a resumed run, since none of it changes what an iteration computes. Models and data may
+# have moved; that they are the same is not checked.
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project",
                   "model", "dataset", "reward_model"}
 

@@ -6,6 +6,7 @@ from statistics import fmean
 
 import numpy as np
 import torch
+from transformers import set_seed
 
 from cory.config import Config
 from cory.distributed import processes, unsharded
@@ -24,19 +25,19 @@ def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed
     from the same random numbers, whatever the model and the number of processes. With a reference, also with
     log-probabilities and the exact KL.
     """
-    most = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))
+    size = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))     # prompts at a time
 
     def responses(at: int) -> Rollout:
-        some, uniform_TB = prompts[at:at + most], None
+        some, uniform_TB = prompts[at:at + size], None
         if seed is not None:
             rng = np.random.default_rng((EVALUATION_SEED, seed, at))
             uniform_TB = torch.from_numpy(rng.random((length, len(some))))
         rollout = sample(model, some, length, uniform_TB)
         if reference is not None:
-            rollout = score_rollout(rollout, model, reference, "full", most)
+            rollout = score_rollout(rollout, model, reference, "full", size)
         return rollout.to("cpu")
 
-    starts = range(0, len(prompts), most)
+    starts = range(0, len(prompts), size)
     with unsharded(*filter(None, (model, reference))):
         mine = [responses(at) for at in starts[processes().rows(len(starts))]]
     return join(processes().gather(mine))
@@ -50,6 +51,7 @@ def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: 
     With `out`, which all responses are written to, also pass@k for k = 1, 2, 4, ... (solved: a reward above
     0), the reward of the best of n for n = 4, 16, 32 up to eval_samples / 2, and that of greedy responses.
     """
+    set_seed(EVALUATION_SEED)               # for tasks that draw
     queries, length, samples = task.held_out_queries, cfg.max_response_length, cfg.eval_samples
     asked = [query for query in queries for _ in range(samples)]
     responses = sample_responses(model, task.pioneer_prompts(asked), length, 0, reference)
@@ -59,7 +61,7 @@ def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: 
     metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
                "length": tokens / len(ids), "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
                "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
-               "base_perplexity": math.exp(-responses.ref_logp_BT.sum().item() / tokens),
+               "base_perplexity": math.exp(min(-responses.ref_logp_BT.sum().item() / tokens, 700)),
                "sampling_gap": responses.sampling_gap}
     metrics = dict(**metrics, **task.metrics(asked, responses.text))
     if task.greedy or out:
@@ -82,9 +84,10 @@ def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: 
 
 
 def evaluate_team(method, roles: list[LanguageModel]) -> dict[str, float]:
-    """The mean score of the responses to the held-out queries that policies in a method's roles give, and the
-    method's metrics of these.
+    """The mean score of the responses that policies in a method's roles give, one to each held-out query, and
+    the method's metrics of these.
     """
+    set_seed(EVALUATION_SEED)               # for tasks and methods that draw
     queries, length, calls = method.task.held_out_queries, method.cfg.max_response_length, count(1)
 
     def sample_in_turn(policy: LanguageModel, prompts: list[str]) -> Rollout:

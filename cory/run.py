@@ -1,4 +1,4 @@
-"""A run as a method's loop sees it: agents with roles, made from the settings; log, evaluation and saving."""
+"""A run: what its settings name; its agents with their roles; log, evaluation and saving."""
 import copy
 import json
 import os
@@ -52,12 +52,8 @@ class RoleStep(NamedTuple):
         return dict(**metrics, **self.update, **task.metrics(queries, rollout.text))
 
 
-class Run:
-    """The settings, data and bases of a run; after `start`, its agents.
-
-    agents: all of them, always in the same order. roles: the agents in the order of the roles they play.
-    done: iterations completed by the checkpoint that the run resumes from, or 0.
-    """
+class Setup:
+    """What the settings name: the method, the task with its data, and the bases of the agents."""
 
     def __init__(self, cfg: Config, run_dir: Path):
         self.cfg, self.device = device.resolve_auto(cfg)
@@ -79,8 +75,46 @@ class Run:
         self.task = task_class(cfg, data, self.bases["base"])
         self.method = method_class(cfg, self.task)
 
-    def start(self) -> None:
-        """Makes the agents, or restores them from the last checkpoint, and opens the log."""
+    def held_out_metrics(self, policies: dict[str, LanguageModel], roles: list[str],
+                         out: Path | None = None) -> dict[str, dict[str, float]]:
+        """Metrics of each policy against its base, and of the team of the agents named in `roles`; if bases
+        are among the policies, also of the team of the bases.
+        """
+        metrics = {}
+        for name, policy in policies.items():
+            base, cfg = self.bases[self.base_of.get(name, name)], self.configs.get(name, self.cfg)
+            metrics[name] = evaluate(policy, base, cfg, self.copied().task, out and out / f"{name}.jsonl")
+        teams = {"base_team": [self.base_of[name] for name in roles], "team": roles}
+        for team, names in teams.items():
+            if len(roles) > 1 and policies.keys() >= {*names}:
+                metrics[team] = evaluate_team(self.copied(), [policies[name] for name in names])
+        return metrics
+
+    def copied(self):
+        """The method and its task with copies of their memory: what evaluation puts there is forgotten."""
+        method = copy.copy(self.method)
+        method.task = copy.copy(self.task)
+        method.memory, method.task.memory = copy.deepcopy((self.method.memory, self.task.memory))
+        return method
+
+    def final_model(self, name: str) -> LanguageModel:
+        """The final policy of an agent, of a finished run."""
+        folder, base = self.run_dir / "final" / name, self.bases[self.base_of[name]]
+        if not self.cfg.lora_rank:
+            return load_language_model(str(folder), self.configs[name], self.device)
+        with model_errors("adapter", str(folder)):
+            return base.saved_policy(name, folder)
+
+
+class Run(Setup):
+    """A run as a method's loop sees it: agents with roles; log, evaluation and saving.
+
+    agents: all of them, always in the same order. roles: the agents in the order of the roles they play.
+    done: iterations completed by the checkpoint that the run resumes from, or 0.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path):
+        super().__init__(cfg, run_dir)
         cfg, size = self.cfg, processes().size
         for agent_cfg in self.configs.values():
             rows = agent_cfg.rows_per_optimizer_step
@@ -166,24 +200,6 @@ class Run:
         row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
         self.logger.evaluation(iteration, row)
 
-    def held_out_metrics(self, policies: dict[str, LanguageModel], roles: list[str],
-                         out: Path | None = None) -> dict[str, dict[str, float]]:
-        """Metrics of each policy against its base, and of the team of the agents named in `roles`; with the
-        bases among the policies also of theirs. What method and task remember stays as it was.
-        """
-        memories, metrics = (self.method.memory, self.task.memory), {}
-        teams = {"base_team": [self.base_of[name] for name in roles], "team": roles}
-        self.method.memory, self.task.memory = copy.deepcopy(memories)
-        for name, policy in policies.items():
-            base, cfg = self.bases[self.base_of.get(name, name)], self.configs.get(name, self.cfg)
-            metrics[name] = evaluate(policy, base, cfg, self.task, out and out / f"{name}.jsonl")
-        for team, names in teams.items():
-            if len(roles) > 1 and policies.keys() >= {*names}:
-                self.method.memory, self.task.memory = copy.deepcopy(memories)
-                metrics[team] = evaluate_team(self.method, [policies[name] for name in names])
-        self.method.memory, self.task.memory = memories
-        return metrics
-
     def save_if_due(self, iteration: int) -> None:
         """Writes a checkpoint every `save_every` iterations, at the end, and after a signal to any process,
         which then ends the run.
@@ -199,14 +215,6 @@ class Run:
             hint = hint if every else "nothing is saved, as --save_every 0 asks"
             print(f"\nstopped after iteration {iteration}; {hint}", flush=True)
             raise SystemExit(128 + signals[0])
-
-    def final_model(self, name: str) -> LanguageModel:
-        """The final policy of an agent, of a finished run."""
-        folder, base = self.run_dir / "final" / name, self.bases[self.base_of[name]]
-        if not self.cfg.lora_rank:
-            return load_language_model(str(folder), self.configs[name], self.device)
-        with model_errors("adapter", str(folder)):
-            return base.saved_policy(name, folder)
 
     def finish(self) -> None:
         """Writes the final models, eval.json and curves.png, and prints the held-out table."""
@@ -234,8 +242,9 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     saved = load_config(run_dir)
     cfg = replace(saved, device=device, dtype=dtype or saved.dtype, eval_samples=samples,
                   eval_queries=queries or saved.eval_queries)
-    run, last = Run(cfg, run_dir), read_jsonl(run_dir / "samples.jsonl")[-1]
-    memory = torch.load(run_dir / "final/memory.pt", weights_only=True)
+    run, last = Setup(cfg, run_dir), read_jsonl(run_dir / "samples.jsonl")[-1]
+    memory = torch.load(run_dir / "final/memory.pt", weights_only=True,
+                        map_location={"cuda:0": str(run.device)})
     run.method.memory, run.task.memory = memory["method"], memory["task"]
     policies = run.bases | {name: run.final_model(name) for name in run.configs}
     folder = run_dir / "evaluation"

@@ -26,7 +26,7 @@ class Ppo:
     checkpoints keep it, and no other attribute of a method.
     """
     agents = ("llm1",)
-    roles = ("pioneer",)        # in the order in which they respond; with more roles than agents, in turn
+    roles = ("pioneer",)        # in the order in which they respond; if there are fewer agents, these repeat
 
     def __init__(self, cfg: Config, task: Task):
         self.cfg, self.task, self.memory = cfg, task, {}
@@ -79,7 +79,8 @@ class Ppo:
                     for agent in run.agents:
                         agent.reset()
 
-            run.save_if_due(iteration)          # every `save_every`; after a signal, which ends the run
+            # every `save_every`, and at the end; after a signal, too, which ends the run
+            run.save_if_due(iteration)
 
     def evaluation_is_due(self, iteration: int) -> bool:
         cfg = self.cfg
@@ -94,7 +95,7 @@ class Ppo:
 
     def scores(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
         """The scalar that each response is trained on, (B,) for each role; `rewards` are the task's own."""
-        return rewards
+        return [r.clone() for r in rewards]
 
     def update(self, role: str, agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
         """Trains the agent that played a role on its scores (B,); returns metrics."""
@@ -128,12 +129,13 @@ class Cory(Ppo):
 
     def scores(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
         """r_CORY = r(s0, a1) + r(s0, a2) for both; `--partner_reward` weights what is not an agent's own."""
-        lam = self.cfg.partner_reward
-        return [r + lam * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
+        weight = self.cfg.partner_reward
+        return [r + weight * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
     def metrics(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
-        """How the last role uses the response before its own: the share of copies, and its mean reward where
-        that response's is above the batch's mean, and elsewhere; omitted where these rewards are all equal.
+        """How the last agent uses the response that it has seen: the share of its responses that repeat it;
+        and their mean reward where the response seen earned more than the batch's mean, and elsewhere, both
+        left out if all responses seen earned the same.
         """
         (*_, a1, a2), (*_, r1, r2) = rollouts, rewards
         copies = [first.strip() == second.strip() for first, second in zip(a1.text, a2.text, strict=True)]
@@ -149,7 +151,6 @@ def train(cfg: Config) -> Run:
     """Runs the method that `cfg.method` names, from the start or the last checkpoint to the end."""
     with launched(asdict(cfg)), claimed(run_folder(cfg), cfg.resume) as run_dir:
         run = Run(cfg, run_dir)
-        run.start()
         with run.logger:
             with signals_noted():
                 run.method.train(run)

@@ -34,7 +34,6 @@ def imdb(argv: list[str]) -> ImdbConfig:
     return parse(ImdbConfig, train_imdb.PRESETS, argv)
 
 
-# --- settings ---
 @pytest.mark.parametrize("task, name, expected", [
     ("imdb", "gpt2-large", GPT2_LARGE), ("gsm8k", "llama2-7b", LLAMA2_7B | {"learning_rate": 1e-5}),
     ("gsm8k", "llama2-7b-lr1e-4", LLAMA2_7B | {"learning_rate": 1e-4})])
@@ -59,7 +58,6 @@ def test_every_setting_has_help_and_is_read_somewhere():
         assert f.metadata["help"] and f.name in read | {"gradient_accumulation_steps"}, f.name
 
 
-# --- flags ---
 def test_a_flag_overrides_the_preset_and_leaves_the_rest(monkeypatch):
     monkeypatch.setenv("HOME", "/h")
     flags = "--learning_rate 3e-5 --knowledge_transfer false --shard --partner_reward=-1e-1 --run_dir=~/x"
@@ -122,7 +120,6 @@ def test_a_flag_that_nothing_would_read_is_said(argv, needs, capsys):
     assert capsys.readouterr().err == (f"{flag} has no effect here: it needs {needs}\n" if needs else "")
 
 
-# --- config.json ---
 def saved(folder, flags: list[str]) -> list[str]:
     """The command line that resumes a run which was started with these flags."""
     (folder / "config.json").write_text(config_json(imdb(flags), {"llm1": "base"}))

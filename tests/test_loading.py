@@ -31,7 +31,6 @@ def require_refused(folder: Path, says="", **changes) -> None:
         load(folder, **changes)
 
 
-# --- the one property ---
 USABLE = {
     "gpt2": {}, "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
     "opt": dict(word_embed_proj_dim=32), "bloom": {}, "llama": {},
@@ -79,7 +78,6 @@ def test_a_base_in_bfloat16_keeps_its_head_in_float32_and_its_log_probabilities(
     assert 0 < (logps[1] - logps[0]).abs().max() < 0.1
 
 
-# --- broken folders ---
 def change(folder: Path, name: str, **values) -> None:
     """Sets values in a JSON file."""
     content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
@@ -117,7 +115,6 @@ def test_a_broken_folder_is_one_line(case, tmp_path):
     require_refused(tmp_path / "lm", says)
 
 
-# --- tokenizers ---
 def test_text_is_split_as_tokenizer_json_says(tmp_path):
     """Also in `final/`, and where a class, which names EOS, would split it by rules of its own."""
     raw = byte_tokenizer().backend_tokenizer
@@ -134,7 +131,6 @@ def test_text_is_split_as_tokenizer_json_says(tmp_path):
         assert tokenizer.eos_token_id == 256
 
 
-# --- chat templates ---
 def chat(behind: str, before: str = "<|im_start|>", content: str = "m.content") -> str:
     return f"{{% for m in messages %}}{before}{{{{ m.role }}}}\n{{{{ {content} }}}}{behind}\n{{% endfor %}}"
 
@@ -157,7 +153,6 @@ def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, t
     assert load(tmp_path).end_ids == {256}
 
 
-# --- what the authors sample with ---
 def test_a_final_model_generates_what_was_evaluated(tmp_path):
     """Greedily, to the end tokens that its base had. A temperature without do_sample could not be saved. The
     folder's name has no revision. Value heads, and the masks of older files, are left out.
@@ -176,12 +171,12 @@ def test_a_final_model_generates_what_was_evaluated(tmp_path):
     drawn = sample(agent.policy, ["a film", "one story of", "b"], 20, None)
     generated = final.generate(drawn.prompt_BP, attention_mask=drawn.prompt_mask_BP, do_sample=False,
                                max_new_tokens=20)
-    assert torch.equal(generated[:, drawn.prompt_BP.shape[1]:], drawn.response_BT)
+    generated_BT = generated[:, drawn.prompt_BP.shape[1]:] * drawn.mask_BT.long()
+    assert torch.equal(generated_BT, drawn.response_BT)
     assert drawn.mask_BT.sum(1).tolist() == [17, 20, 16]
     assert {*final.generation_config.eos_token_id} == agent.policy.end_ids == {101, 256}
 
 
-# --- models from PyPI ---
 def test_the_parts_of_a_model_are_joined_in_order_and_a_missing_one_is_named(tmp_path, monkeypatch):
     for package in ("gguf", "some_part2", "some_part1"):
         (tmp_path / package).mkdir()

@@ -16,7 +16,7 @@ from cory.ppo import model
 from cory.ppo.agent import Agent
 from cory.run import Run
 from cory.tasks.imdb import Imdb
-from cory.train import Cory
+from cory.train import Cory, Ppo
 
 
 def training_rows(run_dir: Path) -> list[dict]:
@@ -29,7 +29,6 @@ def whole(small_flags, tmp_path_factory) -> Path:
     return finished(small_flags, tmp_path_factory.mktemp("whole") / "cory")
 
 
-# --- CORY ---
 def test_metrics_stand_under_their_agent_and_texts_under_their_role(whole):
     found = training_rows(whole)
     assert [row["role/llm1"] for row in found] == [0, 0, 1, 1, 0]       # exchanged after iterations 2 and 4
@@ -66,6 +65,12 @@ def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
         assert a | b == a
     first, seeing = training_rows(bare)[0], training_rows(whole)[0]     # by untouched models
     assert first["task_reward/llm1"] != first["task_reward/llm2"] != seeing["task_reward/llm2"]
+
+
+def test_what_a_method_does_to_its_scores_is_not_done_to_the_rewards():
+    (score_B,) = Ppo(None, None).scores([], [], [reward_B := torch.ones(2)])
+    score_B *= 2
+    assert reward_B.tolist() == [1, 1]
 
 
 class Noted(Cory):
@@ -115,7 +120,6 @@ def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
     assert len(set(drawn)) == len(drawn)
 
 
-# --- methods of one's own ---
 class Own(Cory):
     """llm1 is a GPT-2, llm2 a Llama with a rate, an eta and an advantage of its own. The observer reads two
     responses of the pioneer, and each role has a score of its own.
@@ -188,7 +192,6 @@ def test_a_metric_that_hides_another_is_an_error(small_flags, tmp_path, monkeypa
         finished(small_flags, tmp_path / "r")
 
 
-# --- the team ---
 REWARD = {"bad": 0.0, "good": 1.0, " good": 1.0, "best": 3.0}
 TASK = SimpleNamespace(
     held_out_queries=["q1", "q2", "q3", "q4"],

@@ -78,7 +78,6 @@ def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, 
     model.cast_once()
     assert torch.equal(before, model.response_hidden(*encode_prompts(model, prompts, 3), response))
     run = Run(parse(ImdbConfig, PRESETS, [*small_flags, "--dtype", "bfloat16"]), tmp_path)
-    run.start()
     for name, p in run.bases["base"].lm.named_parameters():
         in_a_product = name.startswith("transformer.h.") and p.dim() == 2
         assert p.dtype == (torch.bfloat16 if in_a_product else torch.float32), name

@@ -58,7 +58,6 @@ def refused(capsys, run_dir: Path, *more) -> str:
     return line
 
 
-# --- the same bits ---
 class Remembering(Cory):
     """Trained on rewards less their mean so far; it draws, too. An evaluation leaves what it remembers."""
 
@@ -73,16 +72,18 @@ class Remembering(Cory):
 
 
 class Harder(Imdb):
-    """It subtracts from each reward what has been earned so far."""
+    """It draws, and subtracts from each reward what has been earned so far."""
 
     def learn(self, queries, rewards):
         self.memory["earned"] = self.memory.get("earned", 0.0) + rewards[0].mean().item()
 
     def metrics(self, queries, responses):
-        return {"earned": self.memory.get("earned", 0.0)}
+        return {"earned": self.memory.get("earned", 0.0), "asked": self.memory["asked"]}
 
     def reward_of(self, queries, responses):
-        return [reward - self.memory.get("earned", 0.0) for reward in super().reward_of(queries, responses)]
+        self.memory["asked"] = self.memory.get("asked", 0) + 1
+        less = self.memory.get("earned", 0.0) + random.random()
+        return [reward - less for reward in super().reward_of(queries, responses)]
 
 
 LORA = ["--lora_rank", "2", "--learning_rate", "0.02"]
@@ -105,11 +106,14 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags,
         trained = [row for row in rows(whole) if "role/llm1" in row]
         assert trained[0]["earned/llm1"] == 0           # it learns after the iteration
         assert trained[1]["earned/llm1"] == pytest.approx(trained[0]["task_reward/llm1"])
-        remembered = [row["eval_remembered/team"] for row in rows(whole) if "role/llm1" not in row]
-        assert remembered == [1, 2, 3, 4]                   # with its own, of held-out responses
+        assert [row["asked/llm1"] for row in trained] == [2, 4, 6]
+        evaluated = [row for row in rows(whole) if "role/llm1" not in row]
+        for name, expected in (("eval_remembered/team", [1, 2, 3, 4]), ("eval_asked/llm1", [1, 3, 5, 7]),
+                               ("eval_asked/llm2", [1, 3, 5, 7])):          # each with its own alone
+            assert [row[name] for row in evaluated] == expected
         main(["evaluate", str(whole), "--samples", "1", "--device", "cpu"])        # has the memory, too
-        earned = torch.load(checkpoints_of(whole)[0], weights_only=True)["task"]["earned"]
-        assert read(whole / "evaluation/results.json")["llm1"]["greedy_earned"] == pytest.approx(earned)
+        again, before = read(whole / "evaluation/results.json")["llm1"], read(whole / "eval.json")["llm1"]
+        assert {name: again[name] for name in before} == pytest.approx(before)
 
 
 def test_a_finished_run_is_lengthened_or_finished_again(copy, small_flags, tmp_path, capsys):
@@ -179,7 +183,6 @@ def test_models_and_data_may_move(copy, small, tmp_path):
            "--reward_model", ASSETS / "imdb/classifier")
 
 
-# --- folders and signals ---
 def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):
     assert "is not empty; continue a run with --resume" in error_line(
         train_imdb.main, [*small_flags, "--run_dir", copy], capsys)

@@ -12,9 +12,10 @@ from cory.ppo.sampling import collect_rollout, score_rollout
 
 
 def same_rows(a: Rollout, b: Rollout, tolerance=0.0) -> None:
-    assert a.text == b.text and a.tensors().keys() == b.tensors().keys()
-    for name, x in a.tensors().items():
-        torch.testing.assert_close(x, b.tensors()[name], atol=tolerance, rtol=tolerance, msg=name)
+    assert a.text == b.text and a.present().keys() == b.present().keys()
+    for name, x in a.present().items():
+        if name not in ("text", "note"):
+            torch.testing.assert_close(x, getattr(b, name), atol=tolerance, rtol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("penalty", ["full", "k1"])
@@ -61,17 +62,19 @@ def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divi
 class Scored(Rollout):
     bonus_B: torch.Tensor | None = None                     # fields of one's own
     weight_BT: torch.Tensor | None = None
+    note: list[str] | None = None
 
 
 @pytest.mark.parametrize("advantage", ["gae", "reinforce"])
 def test_what_is_taken_apart_and_joined_is_as_it_was(advantage):
     """The parts hold no padding that they do not need. What only some of them have is said."""
     drawn = collect_rollout(moved(agent_of(tiny_gpt2(), advantage=advantage)), PROMPTS, 12)
-    whole = Scored(**vars(drawn), bonus_B=torch.arange(8.0), weight_BT=2 * drawn.mask_BT)
+    whole = Scored(**vars(drawn), bonus_B=torch.arange(8.0), weight_BT=2 * drawn.mask_BT, note=[*"abcdefgh"])
     parts = [take(whole, torch.tensor(rows)) for rows in ([0, 1], [2], [3, 4, 5, 6, 7])]
     for part in parts:
         for mask in (part.prompt_mask_BP, part.mask_BT):
             assert mask.shape[1] == mask.sum(1).max()
+    assert parts[1].note == ["c"] and join(parts).note == whole.note
     same_rows(join(parts), whole)
     for some in (parts[0], replace(parts[1], weight_BT=None)), (replace(parts[0], weight_BT=None), parts[1]):
         with pytest.raises(UserError, match="rollout.weight_BT is in some of the rollouts to join"):

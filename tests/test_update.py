@@ -28,7 +28,6 @@ def ragged(**changes):
     return agent, collect_rollout(agent, PROMPTS, 12)
 
 
-# --- the whole update ---
 def plain_update(agent, rollout, score_B, bonus: float) -> tuple[dict, dict]:
     """The update of a copy of the agent, one row at a time and without padding: (weights, metrics)."""
     agent = copy.deepcopy(agent)
@@ -107,11 +106,11 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, in_
     assert len(set(rollout.mask_BT.sum(1).tolist())) > 3 and rollout.sampling_gap < 1e-9
     junk = {"prompt_BP": rollout.prompt_BP.where(rollout.prompt_mask_BP == 1, 3),
             "response_BT": rollout.response_BT.where(rollout.mask_BT == 1, 2)}
-    for name in {"logp_BT", "ref_logp_BT", "kl_BT", "value_BT"} & rollout.tensors().keys():
-        x_BT = rollout.tensors()[name]
+    for name in {"logp_BT", "ref_logp_BT", "kl_BT", "value_BT"} & rollout.present().keys():
+        x_BT = getattr(rollout, name)
         noise_BT = 0.2 * torch.randn(x_BT.shape, generator=generator(len(name)))
         rollout = replace(rollout, **{name: x_BT + noise_BT * rollout.mask_BT})
-        junk[name] = rollout.tensors()[name].where(rollout.mask_BT == 1, 5.0)
+        junk[name] = getattr(rollout, name).where(rollout.mask_BT == 1, 5.0)
     padded = replace(rollout, **junk)
     kept = copy.deepcopy(padded)
     expected, metrics = plain_update(agent, rollout, SCORE.double(), bonus)
@@ -130,7 +129,7 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, in_
         torch.testing.assert_close(p, expected[name], atol=1e-9, rtol=1e-9)
     assert same_tensors(idle, other.trainable_parameters())
     assert {name: found[name] for name in metrics} == pytest.approx(metrics, rel=1e-8, abs=1e-10)
-    assert all(torch.equal(x, kept.tensors()[name]) for name, x in padded.tensors().items())
+    assert all(torch.equal(x, getattr(kept, name)) for name, x in padded.present().items() if name != "text")
     assert metrics["clip_fraction"] > 0.1
 
 
@@ -155,8 +154,12 @@ def test_in_bfloat16_the_first_ratio_is_1_but_for_rounding():
     assert abs(metrics["approx_kl"]) < 5e-5 and metrics["clip_fraction"] == 0
 
 
-# --- the step ---
-def test_a_gradient_that_is_not_finite_stops_before_any_parameter_changes():
+broken = lambda progress: float("nan")
+
+
+def test_a_gradient_or_rate_that_is_not_finite_stops_before_any_parameter_changes():
+    with pytest.raises(UserError, match="'test_update:broken': gives nan in iteration 1"):
+        agent_of(bigram(), lr_schedule="test_update:broken").set_learning_rate(1)
     agent, rollout = ragged()
     before = copy.deepcopy(agent.trainable_parameters())
     with pytest.raises(UserError, match="llm1 has diverged; the gradient was not applied"):

@@ -1,4 +1,5 @@
 """One agent: all state that stays with it when roles are exchanged."""
+import math
 from collections import defaultdict
 
 import numpy as np
@@ -64,6 +65,7 @@ class Agent:
         """Sets the learning rates of iteration 1, 2, ...: `rate * schedule((iteration - 1) / iterations)`."""
         cfg = self.cfg
         factor = cfg.find("lr_schedule")((iteration - 1) / cfg.iterations)
+        cfg.require("lr_schedule", math.isfinite(factor), f"gives {factor} in iteration {iteration}")
         for group in self.optimizer.param_groups:
             rate = group["is_critic"] and cfg.critic_learning_rate or cfg.learning_rate
             group["lr"] = rate * factor

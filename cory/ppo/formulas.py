@@ -1,4 +1,4 @@
-"""The formulas of PPO, its schedules and evaluation, as pure functions of tensors and floats.
+"""The formulas of PPO and its learning-rate schedules, as pure functions of tensors and floats.
 
 Shapes: B batch rows, T response tokens, N response tokens gathered from many rows, V vocabulary.
 Masks: 1 = real response token, 0 = padding. Log-probabilities, entropies and KL are in nats, in float32.

@@ -20,7 +20,7 @@ class Rollout:
     """Prompts and responses under the policy that sampled them, constant over PPO epochs.
 
     Prompts are padded on the left, all else on the right, with 0. A field that you add has one value for each
-    row, (B,), or for each response token, (B, T), or is None.
+    row, a list or (B,), or for each response token, (B, T), or is None.
     """
     text: list[str]             # decoded responses: all that tasks and the other agent's prompt see
     prompt_BP: Tensor           # token ids
@@ -47,11 +47,13 @@ class Rollout:
         """
         return ((self.sampling_logp_BT - self.logp_BT).abs().sum() / self.mask_BT.sum()).item()
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+    def present(self) -> dict[str, Tensor | list]:
+        """The fields that are not None, by name."""
+        return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
 
     def to(self, device: torch.device | str) -> "Rollout":
-        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
+        tensors = {name: x for name, x in self.present().items() if isinstance(x, Tensor)}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items()})
 
 
 PROMPT = ("prompt_BP", "prompt_mask_BP")        # the fields that are padded on the left
@@ -61,32 +63,34 @@ def take(rollout: Rollout, rows: Tensor) -> Rollout:
     """The rows with these indices, trimmed to the longest prompt and the longest response among them."""
     P, T = max_length(rollout.prompt_mask_BP[rows]), max_length(rollout.mask_BT[rows])
 
-    def part(name: str, x: Tensor) -> Tensor:
+    def part(name: str, x: Tensor | list) -> Tensor | list:
+        if isinstance(x, list):
+            return [x[i] for i in rows.tolist()]
         if name in PROMPT:
             return x[rows, -P:]
         return x[rows] if x.dim() == 1 else x[rows, :T]
 
-    parts = {name: part(name, x) for name, x in rollout.tensors().items()}
-    return replace(rollout, text=[rollout.text[i] for i in rows.tolist()], **parts)
+    return replace(rollout, **{name: part(name, x) for name, x in rollout.present().items()})
 
 
 def join(rollouts: list[Rollout]) -> Rollout:
     """The rows of several rollouts, padded to the longest. Raises `UserError` where one has a field that
     another lacks.
     """
-    names = [{*rollout.tensors()} for rollout in rollouts]
+    names = [{*rollout.present()} for rollout in rollouts]
     for name in set.union(*names) - set.intersection(*names):
         raise UserError(f"rollout.{name} is in some of the rollouts to join; give it to all of them")
 
-    def joined(name: str) -> Tensor:
+    def joined(name: str) -> Tensor | list:
         xs = [getattr(rollout, name) for rollout in rollouts]
+        if isinstance(xs[0], list):
+            return sum(xs, [])
         if xs[0].dim() == 1:
             return torch.cat(xs)
         rows, side = [row for x in xs for row in x], "left" if name in PROMPT else "right"
         return pad_sequence(rows, batch_first=True, padding_side=side)
 
-    text = [text for rollout in rollouts for text in rollout.text]
-    return replace(rollouts[0], text=text, **{name: joined(name) for name in names[0]})
+    return replace(rollouts[0], **{name: joined(name) for name in names[0]})
 
 
 def by_length(rollout: Rollout, max_rows: int) -> list[Tensor]:

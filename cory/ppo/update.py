@@ -26,17 +26,19 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
     """
     cfg, rng = agent.cfg, agent.generator()
     rollout = with_advantages(rollout, score_B, agent)
-    zero = torch.zeros((), dtype=torch.float64, device=agent.policy.device)
-    sums, counts, grad_norms = defaultdict(lambda: zero), defaultdict(lambda: zero), []
+    zeros = torch.zeros(2, dtype=torch.float64, device=agent.policy.device)
+    totals, grad_norms = defaultdict(lambda: zeros), []     # of each metric: its sum, its number of tokens
     for _ in range(cfg.num_ppo_epochs):
         for batch in mini_batches(rollout, agent, rng):
             # what the loss is divided by: the real tokens of the optimizer step, in all processes
             divisor = processes().sum(sum(rows.mask_BT.sum() for rows in batch))
             for rows in batch:
-                add_gradient(agent, rows, divisor, sums, counts)
+                add_gradient(agent, rows, divisor, totals)
             grad_norms.append(apply_gradient(agent))
-    names = sorted({*processes().gather([*sums])})
-    of_losses = {name: (processes().sum(sums[name]) / processes().sum(counts[name])).item() for name in names}
+    of_losses = {}
+    for name in sorted({*processes().gather([*totals])}):
+        total, tokens = processes().sum(totals[name])
+        of_losses[name] = (total / tokens).item()
     metrics = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "grad_norm": fmean(grad_norms),
                "learning_rate": agent.optimizer.param_groups[0]["lr"]}
     if rollout.value_BT is not None:
@@ -101,8 +103,8 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
     return loss_BT, metrics
 
 
-def add_gradient(agent: Agent, mini_batch: Rollout, divisor: Tensor, sums: dict, counts: dict) -> None:
-    """Adds the gradient of `sum_t loss_t / divisor` over a mini-batch, and its metrics to their sums.
+def add_gradient(agent: Agent, mini_batch: Rollout, divisor: Tensor, totals: dict[str, Tensor]) -> None:
+    """Adds the gradient of `sum_t loss_t / divisor` over a mini-batch, and its metrics to `totals`.
 
     LM head, critic and losses run forward and backward for a few rows at a time, so that few logits exist at
     once; the transformer's backward pass then runs once.
@@ -125,8 +127,8 @@ def add_gradient(agent: Agent, mini_batch: Rollout, divisor: Tensor, sums: dict,
         for name, x_BT in metrics.items():
             x_BT, mask_BT = x_BT if isinstance(x_BT, tuple) else (x_BT, rows.mask_BT)
             counted = (mask_BT * rows.mask_BT).bool()
-            sums[name] = sums[name] + x_BT.detach()[counted].double().sum()
-            counts[name] = counts[name] + counted.sum()
+            total = x_BT.detach()[counted].double().sum()
+            totals[name] = totals[name] + torch.stack([total, counted.sum().double()])
     policy.activate()                   # checkpointed layers are recomputed now, with this adapter
     hidden_BTH.backward(leaf_BTH.grad)
 
