@@ -41,6 +41,8 @@ SUMMARY = [
     *((f"GSM8K, both at {rate}, {label}", "rates", "gsm8k", f"cory, {rate}", f"{ppo}, {rate}")
       for rate in ("rate 1.5e-4", "rate 3e-4", "rate 6e-4")
       for label, ppo in (("same batch", "ppo"), ("twice the batch", "ppo, twice the batch"))),
+    *((f"SmolLM2, along two etas, {label}", "smollm2", "imdb", "cory", ppo)
+      for label, ppo in (("same batch", "ppo"), ("twice the batch", "ppo, twice the batch"))),
     *((f"SmolLM2, {eta}, {label}", "smollm2", "imdb", f"cory, {eta}", f"{ppo}, {eta}")
       for eta in ("eta 0.05", "eta 0.15")
       for label, ppo in (("same batch", "ppo"), ("twice the batch", "ppo, twice the batch")))]
@@ -286,7 +288,7 @@ def planned(study: str, task: str, group: str, a: str, b: str, figure: str) -> b
 
 def summary(found: dict[tuple, Difference], stands: set) -> str:
     """CORY less PPO on each base. A star: a planned test that is significant after Holm's correction, among
-    the 28 of combined reward or, as in `stands`, the twelve along etas or the six at equal rates.
+    the 28 of combined reward or, as in `stands`, those along etas or the six at equal rates.
     """
     tests = [key for key in found if planned(*key)]
     adjusted = holm([found[key].p for key in tests])
