@@ -38,7 +38,7 @@ SUMMARY = [
     *((f"{base}, along five etas, {label}", "frontier", task, "cory", ppo)
       for base, task in (("IMDB", "imdb"), ("GSM8K", "gsm8k"))
       for label, ppo in (("same batch", "ppo"), ("twice the batch", "ppo, twice the batch"))),
-    *((f"GSM8K, both at {rate}, {label}", "rates", "gsm8k", f"cory, {rate}", f"{ppo}, {rate}")
+    *((f"GSM8K, {rate}, {label}", "rates", "gsm8k", f"cory, {rate}", f"{ppo}, {rate}")
       for rate in ("rate 1.5e-4", "rate 3e-4", "rate 6e-4")
       for label, ppo in (("same batch", "ppo"), ("twice the batch", "ppo, twice the batch"))),
     *((f"SmolLM2, along two etas, {label}", "smollm2", "imdb", "cory", ppo)
@@ -162,8 +162,8 @@ def markdown(lines: list[list]) -> str:
     """A table; lines[0] is its head. Floats have two digits behind the point."""
     texts = [[f"{x:.2f}" if isinstance(x, float) else str(x).replace("_", " ") for x in line]
              for line in lines]
-    rule = ["---", *["--:"] * (len(lines[0]) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (texts[0], rule, *texts[1:])) + "\n"
+    head, *rest = (" | ".join(line) for line in texts)
+    return "\n".join([head, "---" + "|--:" * (len(lines[0]) - 1), *rest]) + "\n"
 
 
 def means_table(rows: pd.DataFrame) -> str:
