@@ -1,7 +1,11 @@
 """A run's folder: one process at a time; checkpoints, from which a killed run continues bit for bit (on a
-CPU; some CUDA kernels add in varying order); and the final models, for plain transformers.
+CPU; some CUDA kernels add in varying order); signals, after which it saves and ends; and the final models,
+for plain transformers.
 """
+import os
 import shutil
+import signal
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,6 +18,8 @@ from torch import Tensor
 from cory.distributed import full_tensor, is_sharded, processes, shard_like
 from cory.errors import UserError
 from cory.ppo.agent import Agent
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)       # Ctrl-C; a scheduler's end, and its warning
 
 
 @contextmanager
@@ -36,6 +42,27 @@ def claimed(folder: Path, resume: bool) -> Iterator[Path]:
         finally:
             if [*folder.iterdir()] == [folder / ".lock"]:
                 shutil.rmtree(folder)
+
+
+@contextmanager
+def signals_noted(received: list[int]) -> Iterator[None]:
+    """A block in which the first of `SIGNALS` is noted in `received`, and a second one ends the program at
+    once. Outside the main thread, where Python sets no handlers, signals do what they did.
+    """
+    def note(number: int, frame) -> None:
+        if received and processes().size == 1:                  # torchrun repeats the first one
+            raise KeyboardInterrupt
+        if not received and processes().is_main:
+            os.write(2, b"\nfinishing this iteration first\n")  # `print` may be what has been interrupted
+        received.append(int(number))
+
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, note) for number in SIGNALS if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], about: dict) -> None:

@@ -1,21 +1,13 @@
-"""The device of a run, its precision and its memory; and the signals that end a run."""
+"""The device of a run, its precision and its memory."""
 import ctypes
-import os
 import resource
-import signal
 import sys
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from typing import Iterator
 
 import torch
 
 from cory.config import Config
-from cory.distributed import processes
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)       # Ctrl-C; a scheduler's end, and its warning
-received: list[int] = []                # signals, since `signals_noted` began
 
 
 def resolve_auto(cfg: Config) -> tuple[Config, torch.device]:
@@ -52,26 +44,3 @@ def peak_memory(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated() / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-@contextmanager
-def signals_noted() -> Iterator[None]:
-    """A block in which the first of `SIGNALS` is noted in `received`, and a second one ends the program at
-    once. Outside the main thread, where Python sets no handlers, signals do what they did.
-    """
-    received.clear()
-    is_main = threading.current_thread() is threading.main_thread()
-    previous = {number: signal.signal(number, note_signal) for number in SIGNALS if is_main}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def note_signal(number: int, frame) -> None:
-    if received and processes().size == 1:                  # torchrun repeats the first one
-        raise KeyboardInterrupt
-    if not received and processes().is_main:
-        os.write(2, b"\nfinishing this iteration first\n")  # `print` may be what has been interrupted
-    received.append(number)

@@ -147,7 +147,9 @@ def gradient_norm(parameters: Collection[nn.Parameter]) -> float:
 
 
 def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:
-    """The same rows in as many groups as the process with the most: all must make equally many passes."""
+    """The same rows in as many groups as the process with the most: each pass of a sharded model needs all
+    processes.
+    """
     most = max(processes().gather([len(groups)]))
     while len(groups) < most:
         *shorter, longest = sorted(groups, key=len)

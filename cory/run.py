@@ -110,7 +110,7 @@ class Run(Setup):
     """A run as a method's loop sees it: agents with roles; log, evaluation and saving.
 
     agents: all of them, always in the same order. roles: the agents in the order of the roles they play.
-    done: iterations completed by the checkpoint that the run resumes from, or 0.
+    done: iterations completed by the checkpoint that the run resumes from, or 0. signals: received so far.
     """
 
     def __init__(self, cfg: Config, run_dir: Path):
@@ -130,6 +130,7 @@ class Run(Setup):
                 base.cast_once()                    # after agents have had their copies
             if cfg.shard:
                 shard(base, cfg, whole=trained)
+        self.signals: list[int] = []
         self.done, wandb_id = self.resume() if cfg.resume else (0, "")
         if processes().is_main:
             (self.run_dir / "eval.json").unlink(missing_ok=True)            # until it has finished again
@@ -204,7 +205,7 @@ class Run(Setup):
         """Writes a checkpoint every `save_every` iterations, at the end, and after a signal to any process,
         which then ends the run.
         """
-        every, signals = self.cfg.save_every, processes().gather([int(number) for number in device.received])
+        every, signals = self.cfg.save_every, processes().gather(self.signals)
         if every and (signals or iteration % every == 0 or iteration == self.cfg.iterations):
             about = {"iterations": self.cfg.iterations, "roles": [agent.name for agent in self.roles],
                      "method": self.method.memory, "task": self.task.memory,

@@ -6,9 +6,8 @@ from typing import Callable
 
 from torch import Tensor
 
-from cory.checkpoint import claimed
+from cory.checkpoint import claimed, signals_noted
 from cory.config import Config
-from cory.device import signals_noted
 from cory.distributed import launched
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
@@ -152,7 +151,7 @@ def train(cfg: Config) -> Run:
     with launched(asdict(cfg)), claimed(run_folder(cfg), cfg.resume) as run_dir:
         run = Run(cfg, run_dir)
         with run.logger:
-            with signals_noted():
+            with signals_noted(run.signals):
                 run.method.train(run)
             run.finish()
     return run

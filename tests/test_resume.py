@@ -24,9 +24,8 @@ from toys import (
 )
 
 import train_imdb
-from cory import device
 from cory.__main__ import main
-from cory.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
+from cory.checkpoint import SIGNALS, checkpoints_of, load_checkpoint, save_checkpoint, signals_noted
 from cory.config import ASSETS
 from cory.errors import UserError
 from cory.tasks.imdb import Imdb
@@ -201,15 +200,16 @@ class Signalled(Ppo):
         return rewards
 
 
-@pytest.mark.parametrize("number", device.SIGNALS)
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_a_run_after_its_iteration(number, small_flags, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Signalled, "number", number)
-    before, run_dir = [signal.getsignal(each) for each in device.SIGNALS], tmp_path / "mine; first"
+    before, run_dir = [signal.getsignal(each) for each in SIGNALS], tmp_path / "mine; first"
     with pytest.raises(SystemExit) as stop:
         train_imdb.main([*small_flags, "--method", "test_resume:Signalled", "--save_every", "5000",
                          "--run_dir", str(run_dir)])
     assert stop.value.code == 128 + number
-    assert before == [signal.getsignal(each) for each in device.SIGNALS] and device.note_signal not in before
+    assert before == [signal.getsignal(each) for each in SIGNALS]
+    assert before[0] is signal.default_int_handler
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])           # a command for a shell
     assert words[-3:] == ["--resume", "--run_dir", str(run_dir)]
     assert [path.stem for path in checkpoints_of(run_dir)] == ["iteration_000002"]
@@ -218,7 +218,8 @@ def test_a_signal_ends_a_run_after_its_iteration(number, small_flags, tmp_path, 
 
 
 def test_a_second_signal_ends_at_once():
-    with pytest.raises(KeyboardInterrupt), device.signals_noted():
+    received = []
+    with pytest.raises(KeyboardInterrupt), signals_noted(received):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert device.received == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cory.distributed import as_many_as_others, gradient_norm, is_sharded, processes
+from cory.distributed import as_many_as_others, gradient_norm, processes
 from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.advantages import find_estimator
@@ -71,8 +71,7 @@ def mini_batches(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> It
     order = torch.from_numpy(rng.permutation(len(rollout.mask_BT))).to(rollout.mask_BT.device)
     for rows in order.split(cfg.rows_per_optimizer_step):
         of_step = take(rollout, rows[processes().rows(len(rows))])
-        groups = by_length(of_step, cfg.mini_batch_size)
-        groups = as_many_as_others(groups) if is_sharded(agent.policy.lm) else groups
+        groups = as_many_as_others(by_length(of_step, cfg.mini_batch_size))
         yield [take(of_step, group) for group in groups]
 
 
