@@ -79,15 +79,16 @@ def read_curves(run_dir: Path, by: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()) -> Figure:
-    """A panel for each metric that varies: means over seeds in a band of one sample standard deviation,
-    groups as in the tables. The last one has held-out reward against KL, a line for each seed.
+    """A panel for reward, KL and each metric that varies: means over seeds in a band of one sample standard
+    deviation, groups as in the tables. The last has held-out reward against KL, a line for each seed.
     """
     # here: the import takes 2 s
     import seaborn
 
     config = read_config(run_dirs[0])
     curves = pd.concat([read_curves(run_dir, by) for run_dir in run_dirs], ignore_index=True)
-    curves = curves.groupby("metric").filter(lambda rows: rows.value.nunique() > 1)
+    always = ("task_reward", "kl")                                      # the last panel needs both
+    curves = curves.groupby("metric").filter(lambda rows: rows.name in always or rows.value.nunique() > 1)
     if len(run_dirs) > 1:
         curves.group += " (n = " + curves.groupby("group").run.transform("nunique").astype(str) + ")"
     groups = curves.group.unique()

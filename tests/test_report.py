@@ -62,6 +62,12 @@ def test_a_run_has_a_panel_for_each_metric_that_varies_and_a_line_for_each_agent
     assert [y for _, y in training] == pytest.approx([0.5, *each[1:-1], 23 / 6])    # means of three, or two
 
 
+def test_a_run_whose_reward_never_varies_is_drawn_too(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "held_out", lambda reward: {"task_reward": 0.0, "kl": 0.0})
+    figure = report.draw_runs([write_run(tmp_path / "run")], tmp_path / "p.png")
+    assert lines_of(figure, "task reward")[0] == [[0, 0], [12, 0]]
+
+
 def test_a_table_has_means_and_sample_std_and_a_dash_where_a_run_has_no_value():
     """Of 1 and 2: 1.5 and 1 / sqrt(2)."""
     several = [("A", {"task_reward": 1.0, "x": 0.5}), ("B", {"task_reward": 0.126, "kl": 0.0}),
