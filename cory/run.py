@@ -202,11 +202,11 @@ class Run(Setup):
         self.logger.evaluation(iteration, row)
 
     def save_if_due(self, iteration: int) -> None:
-        """Writes a checkpoint every `save_every` iterations, at the end, and after a signal to any process,
-        which then ends the run.
+        """Writes a checkpoint after iteration 1, so that what cannot be saved is found at once, every
+        `save_every` iterations, at the end, and after a signal to any process, which then ends the run.
         """
         every, signals = self.cfg.save_every, processes().gather(self.signals)
-        if every and (signals or iteration % every == 0 or iteration == self.cfg.iterations):
+        if every and (signals or iteration % every == 0 or iteration in (1, self.cfg.iterations)):
             about = {"iterations": self.cfg.iterations, "roles": [agent.name for agent in self.roles],
                      "method": self.method.memory, "task": self.task.memory,
                      "wandb_id": self.logger.wandb_id}

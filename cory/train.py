@@ -78,7 +78,7 @@ class Ppo:
                     for agent in run.agents:
                         agent.reset()
 
-            # every `save_every`, and at the end; after a signal, too, which ends the run
+            # after the first, every `save_every` and the last; after a signal, too, which ends the run
             run.save_if_due(iteration)
 
     def evaluation_is_due(self, iteration: int) -> bool:

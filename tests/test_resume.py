@@ -212,7 +212,7 @@ def test_a_signal_ends_a_run_after_its_iteration(number, small_flags, tmp_path, 
     assert before[0] is signal.default_int_handler
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])           # a command for a shell
     assert words[-3:] == ["--resume", "--run_dir", str(run_dir)]
-    assert [path.stem for path in checkpoints_of(run_dir)] == ["iteration_000002"]
+    assert [path.stem for path in checkpoints_of(run_dir)] == ["iteration_000002", "iteration_000001"]
     resume(run_dir)
     assert rows(run_dir)[-1]["iteration"] == 5
 
