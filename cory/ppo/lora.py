@@ -44,13 +44,8 @@ def adapter_weights(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:
     return {path: p for path, p in lm.named_parameters() if re.search(rf"\.lora_[AB]\.{name}\.", path)}
 
 
-def activate(lm: nn.Module, name: str | None) -> None:
-    """Makes the model compute with one adapter, or with none. A model without adapters stays as it is."""
-    if getattr(lm, "adapter_in_use", None) != name:
-        switch_to(lm, name)
-
-
 def switch_to(lm: nn.Module, name: str | None) -> None:
+    """Makes a model with adapters compute with one of them, or with none."""
     if name is None:
         lm.disable_adapters()
     else:

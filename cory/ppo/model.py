@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.ppo import formulas
-from cory.ppo.lora import activate, adapter_weights, add_adapter, load_adapter
+from cory.ppo.lora import adapter_weights, add_adapter, load_adapter, switch_to
 
 
 class LanguageModel(nn.Module):
@@ -50,7 +50,8 @@ class LanguageModel(nn.Module):
 
     def activate(self) -> None:
         """From here on `lm` computes with this model's adapter, or with none."""
-        activate(self.lm, self.adapter)
+        if getattr(self.lm, "adapter_in_use", None) != self.adapter:
+            switch_to(self.lm, self.adapter)
 
     @property
     def device(self) -> torch.device:
