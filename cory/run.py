@@ -6,6 +6,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections import defaultdict
 from dataclasses import fields, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -56,9 +57,9 @@ class Setup:
     """What the settings name: the method, the task with its data, and the bases of the agents."""
 
     def __init__(self, cfg: Config, run_dir: Path):
-        self.cfg, self.device = device.resolve_auto(cfg)
-        cfg, self.run_dir = self.cfg, run_dir
+        cfg, self.device = device.resolve_auto(cfg)
         device.prepare_device(cfg, self.device)
+        self.cfg, self.run_dir = cfg, run_dir
         method_class, task_class = cfg.find("method"), cfg.find("task")
         names = method_class.agents[:1] if cfg.share_weights else method_class.agents
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
@@ -169,15 +170,14 @@ class Run(Setup):
         """Logs an iteration: each metric as NAME/AGENT, the mean over the roles that the agent played, and
         `role/AGENT`, its first role by number; `metrics` are whatever else the method measured.
         """
-        of_agents = {}
-        for agent in dict.fromkeys(step.agent for step in steps):
-            played = [step.metrics(self.task, queries) for step in steps if step.agent is agent]
-            of_agents[f"role/{agent.name}"] = [step.agent for step in steps].index(agent)
-            for name in dict.fromkeys(name for values in played for name in values):
-                of_agents[f"{name}/{agent.name}"] = statistics.fmean(
-                    values[name] for values in played if name in values)
+        of_agents = defaultdict(list)
+        for role, step in enumerate(steps):
+            of_agents.setdefault(f"role/{step.agent.name}", [role])
+            for name, x in step.metrics(self.task, queries).items():
+                of_agents[f"{name}/{step.agent.name}"].append(x)
+        means = {name: statistics.fmean(xs) for name, xs in of_agents.items()}
         metrics = {name: float(x) for name, x in metrics.items()}
-        row = dict(**of_agents, **metrics, seconds=time.perf_counter() - self.clock)
+        row = dict(**means, **metrics, seconds=time.perf_counter() - self.clock)
         self.logger.iteration(iteration, row, self.samples(iteration, queries, steps))
 
     def samples(self, iteration: int, queries: list[str], steps: list[RoleStep]) -> list[dict]:
