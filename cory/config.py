@@ -45,9 +45,11 @@ def setting(default, help: str, min: float = -LARGEST, max: float = LARGEST, per
 each = partial(setting, per_agent=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
-    """The shared settings; defaults are the paper's for IMDB, and presets change some."""
+    """The shared settings; defaults are the paper's for IMDB, and presets change some. Constant, since agents
+    share it and a resumed run has it as it was: what moves in training belongs in an agent or a `memory`.
+    """
     # what runs
     task: str = setting("imdb", "imdb, gsm8k, or a class of yours as module:Class (ours)")
     method: str = setting("cory", "ppo (one agent), cory (two), or a class of yours as module:Class (ours)")
@@ -171,7 +173,7 @@ class Config:
         return {name: what for what, holds, names in needs if not holds for name in names.split()}
 
 
-@dataclass
+@dataclass(frozen=True)
 class ImdbConfig(Config):
     reward_model: str = setting("lvwerra/distilbert-imdb", "sentiment classifier: folder or Hub name (paper)")
     min_query_length: int = setting(2, "fewest tokens of a review used as a query (paper: 2)", min=1)
@@ -183,7 +185,7 @@ class ImdbConfig(Config):
                      f"must not exceed max_query_length = {self.max_query_length}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Gsm8kConfig(Config):
     task: str = setting("gsm8k", "gsm8k, or a class of yours as module:Class (ours)")
     checker: str = setting("last_number", "last_number (paper), strict, or yours as module:function")

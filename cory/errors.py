@@ -32,9 +32,12 @@ def find(field: str, name: str):
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        code = importlib.import_module(module)
+    except ModuleNotFoundError as error:                # any other error of the module keeps its traceback
         raise UserError(field, name, f"{error}; name code as module:Name, without .py") from error
+    if not hasattr(code, attribute):
+        raise UserError(field, name, f"{module} has no {attribute}; name code as module:Name, without .py")
+    return getattr(code, attribute)
 
 
 def short_name(name: str) -> str:

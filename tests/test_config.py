@@ -145,7 +145,7 @@ def test_a_resumed_run_whose_rate_falls_keeps_its_iterations(small_flags, tmp_pa
     assert "iterations is 9: the run has 5, and --lr_schedule cosine falls over them" in line
 
 
-@dataclass
+@dataclass(frozen=True)
 class WithBonus(ImdbConfig):
     bonus: float = config.setting(0.0, "added to each reward", min=0)
 
