@@ -59,6 +59,7 @@ class Setup:
     def __init__(self, cfg: Config, run_dir: Path):
         cfg, self.device = device.resolve_auto(cfg)
         device.prepare_device(cfg, self.device)
+        set_seed(cfg.seed)                              # for tasks and methods that draw as they are made
         self.cfg, self.run_dir = cfg, run_dir
         method_class, task_class = cfg.find("method"), cfg.find("task")
         names = method_class.agents[:1] if cfg.share_weights else method_class.agents

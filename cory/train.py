@@ -59,9 +59,9 @@ class Ppo:
             rewards = [task.reward(queries, a.text) for a in rollouts]
             scores = self.scores(queries, rollouts, rewards)
 
-            turns = zip(self.roles, run.roles, rollouts, scores, strict=True)
-            updates = [self.update(*turn) for turn in turns]
-            steps = [*map(RoleStep, self.roles, run.roles, rollouts, rewards, updates)]
+            turns = zip(self.roles, run.roles, rollouts, rewards, scores, strict=True)
+            steps = [RoleStep(role, agent, rollout, reward, self.update(role, agent, rollout, score))
+                     for role, agent, rollout, reward, score in turns]
             for agent in run.agents:
                 agent.adapt_kl_coef([step.rollout.kl_B for step in steps if step.agent is agent])
 

@@ -156,7 +156,7 @@ class Critic(nn.Module):
     def __init__(self, base: LanguageModel):
         super().__init__()
         width = base.head.in_features
-        self.linear = nn.utils.skip_init(nn.Linear, width, 1, device=base.device, dtype=torch.float32)
+        self.linear = nn.Linear(width, 1, device=base.device, dtype=torch.float32)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 

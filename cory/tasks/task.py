@@ -147,10 +147,10 @@ class Task:
         """
         cfg, n, k = self.cfg, len(self.train), self.cfg.responses_per_query
         distinct = cfg.batch_size // k
-        places = range((iteration - 1) * distinct, iteration * distinct)
-        order = {epoch: random.Random(f"epoch {cfg.seed} {epoch}").sample(range(n), n)
-                 for epoch in {place // n for place in places}}
-        rows = [self.train[order[place // n][place % n]] for place in places]
+        start = (iteration - 1) * distinct
+        epochs = range(start // n, (start + distinct - 1) // n + 1)         # those that the batch reaches into
+        order = [i for epoch in epochs for i in random.Random(f"epoch {cfg.seed} {epoch}").sample(range(n), n)]
+        rows = [self.train[i] for i in order[start % n:][:distinct]]
         rng = random.Random(f"queries {cfg.seed} {iteration}")
         limit = rng.randint(cfg.min_response_length or cfg.max_response_length, cfg.max_response_length)
         queries = [self.query(row, rng) for row in rows]
