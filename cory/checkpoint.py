@@ -86,8 +86,8 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], about: d
         torch.load(temporary, weights_only=True, mmap=True)         # `weights_only` runs no code in it
     except UnpicklingError as error:
         reason = str(error).partition("WeightsUnpickler error: ")[2][:100]
-        raise UserError("what method, task or agents remember cannot be restored; keep Python's numbers, text, "
-                        f"tensors, lists and dictionaries of these ({reason})") from error
+        raise UserError("what method, task or agents remember cannot be restored; keep Python's numbers, "
+                        f"text, tensors, lists and dictionaries of these ({reason})") from error
     temporary.replace(folder / f"iteration_{iteration:06d}.pt")
 
 

@@ -19,7 +19,8 @@ class Agent:
     policy: what it samples from and trains; a copy of its base, or an adapter on it. critic: its V, or None.
     base: what its KL is measured against. kl_coef: eta. draws: random generators created so far.
 
-    Checkpoints keep every attribute, also one that you add: numbers, text, tensors, collections of these.
+    Checkpoints keep every attribute but those of REBUILT, also one that you add: numbers, text, tensors,
+    collections of these. A `base` or `cfg` that you replace is back after a resume.
     """
     REBUILT = ("name", "cfg", "index", "base", "policy", "critic", "optimizer")
 

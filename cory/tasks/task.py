@@ -148,8 +148,9 @@ class Task:
         cfg, n, k = self.cfg, len(self.train), self.cfg.responses_per_query
         distinct = cfg.batch_size // k
         start = (iteration - 1) * distinct
-        epochs = range(start // n, (start + distinct - 1) // n + 1)         # those that the batch reaches into
-        order = [i for epoch in epochs for i in random.Random(f"epoch {cfg.seed} {epoch}").sample(range(n), n)]
+        order = []                                          # of the epochs that the batch reaches into
+        for epoch in range(start // n, (start + distinct - 1) // n + 1):
+            order += random.Random(f"epoch {cfg.seed} {epoch}").sample(range(n), n)
         rows = [self.train[i] for i in order[start % n:][:distinct]]
         rng = random.Random(f"queries {cfg.seed} {iteration}")
         limit = rng.randint(cfg.min_response_length or cfg.max_response_length, cfg.max_response_length)
