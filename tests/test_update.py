@@ -190,6 +190,22 @@ def test_a_mean_taken_too_early_or_a_name_that_is_taken_is_an_error(edit, error,
         ppo_update(agent, rollout, SCORE)
 
 
+def test_a_metric_with_a_mask_is_the_mean_over_its_real_tokens(monkeypatch):
+    """From the fifth token on, which some responses do not have; two rows at a time."""
+    def with_pair(agent, rows, *of_policy):
+        loss_BT, metrics = losses(agent, rows, *of_policy)
+        late_BT = torch.zeros_like(rows.mask_BT)
+        late_BT[:, 4:] = 1
+        return loss_BT, metrics | {"late_kl": (1 + rows.kl_BT, late_BT)}
+
+    monkeypatch.setattr(update, "losses", with_pair)
+    agent, rollout = ragged(mini_batch_size=2)
+    real = rollout.mask_BT[:, 4:] == 1
+    assert 0 < real[:, 0].sum() < 8
+    kl = rollout.kl_BT[:, 4:][real].mean().item()
+    assert ppo_update(agent, rollout, SCORE)["late_kl"] == pytest.approx(1 + kl)
+
+
 def test_a_critic_that_would_never_be_trained_is_refused(monkeypatch):
     monkeypatch.setattr("cory.ppo.agent.Critic", lambda base: nn.Linear(7, 1).requires_grad_(False))
     with pytest.raises(UserError, match="parameter is 'critic.weight': would never be trained"):

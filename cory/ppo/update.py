@@ -83,7 +83,7 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
 
     logp_BT, entropy_BT, value_BT: of the present policy and critic, differentiable; on padding logp_BT is the
     rollout's. The loss is averaged over the real tokens of an optimizer step, a metric over those of the
-    update.
+    update, or, if it is a pair (metric, mask), over the mask's.
     """
     cfg, high = agent.cfg, agent.cfg.cliprange_high or agent.cfg.cliprange
     log_ratio_BT = logp_BT - rows.logp_BT
@@ -124,8 +124,10 @@ def add_gradient(agent: Agent, mini_batch: Rollout, divisor: Tensor, totals: dic
         loss_BT, metrics = losses(agent, rows, logp_BT, entropy_BT, value_BT)
         (loss_BT[real].sum() / divisor).backward()
         for name, x_BT in metrics.items():
-            x_N = x_BT.detach()[real].double()
-            totals[name] = totals[name] + torch.stack([x_N.sum(), torch.ones_like(x_N).sum()])
+            x_BT, mask_BT = x_BT if isinstance(x_BT, tuple) else (x_BT, rows.mask_BT)
+            counted = (mask_BT * rows.mask_BT).bool()
+            total = x_BT.detach()[counted].double().sum()
+            totals[name] = totals[name] + torch.stack([total, counted.sum().double()])
     policy.activate()                   # checkpointed layers are recomputed now, with this adapter
     hidden_BTH.backward(leaf_BTH.grad)
 
