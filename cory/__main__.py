@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for run_dir in args.run_dirs:
         if not (run_dir / "eval.json").exists():
-            raise UserError("run_dirs", str(run_dir), "is no finished run (no eval.json); --resume it first")
+            raise UserError("run_dirs", str(run_dir), "is not a finished run (no eval.json); resume it first")
     if args.command == "report":
         from cory.report import compare
         compare(args.run_dirs, args.by, args.out)

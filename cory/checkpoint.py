@@ -47,7 +47,7 @@ def claimed(folder: Path, resume: bool) -> Iterator[Path]:
 @contextmanager
 def signals_noted(received: list[int]) -> Iterator[None]:
     """A block in which the first of `SIGNALS` is noted in `received`, and a second one ends the program at
-    once. Outside the main thread, where Python sets no handlers, signals do what they did.
+    once. Outside the main thread, where Python cannot install handlers, signals keep their effect.
     """
     def note(number: int, frame) -> None:
         if received and processes().size == 1:                  # torchrun repeats the first one

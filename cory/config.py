@@ -27,7 +27,7 @@ NAMED = {
     "kl_controller": {"adaptive": "cory.ppo.agent:adaptive"},
 }
 
-LARGEST = 2**31 - 1     # number that a setting takes
+LARGEST = 2**31 - 1     # value that a numeric setting accepts
 ABOVE_0 = 1e-30         # the minimum of settings that must be above 0
 
 
@@ -192,7 +192,7 @@ class Gsm8kConfig(Config):
     one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
 
 
-# Of both tasks' preset `tiny`; chosen on validation queries, for PPO.
+# Shared by both tasks' `tiny` presets; tuned for PPO on validation queries.
 TINY = dict(batch_size=128, mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
             lr_schedule="linear", kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2)
 
@@ -258,7 +258,7 @@ def read_config(run_dir: Path) -> dict:
     """config.json of a run. Settings added to the code since then have their defaults."""
     path = run_dir / "config.json"
     if not path.exists():
-        raise UserError("run_dir", str(run_dir), "holds no run (no config.json); name the folder of one")
+        raise UserError("run_dir", str(run_dir), "contains no run (no config.json); pass the folder of one")
     saved = json.loads(path.read_text())
     return asdict(find("config_class", saved["config_class"])()) | saved
 

@@ -31,7 +31,7 @@ def prepare_device(cfg: Config, device: torch.device) -> None:
         # cuDNN's backward pass gives NaN for left padding (pytorch issue 196678), and new shapes are slow
         torch.backends.cuda.enable_cudnn_sdp(False)
         return
-    # glibc keeps freed blocks: the kernel would zero each page of the next (N, V) tensor anew
+    # make glibc keep freed blocks; otherwise the kernel zeroes the pages of every new (N, V) tensor
     with suppress(OSError):                     # another libc
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)                     # M_MMAP_MAX

@@ -21,7 +21,7 @@ def exit_on_user_error(main):
         try:
             return main(*args, **kwargs)
         except UserError as error:
-            sys.stderr.write(f"error: {error}\n")          # in one piece, beside other processes
+            sys.stderr.write(f"error: {error}\n")          # one write, so that processes' lines do not mix
             raise SystemExit(2) from None
     return run
 

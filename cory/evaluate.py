@@ -21,9 +21,9 @@ EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all
 
 def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed: int | None,
                      reference: LanguageModel | None = None) -> Rollout:
-    """A sampled response of at most `length` tokens to each prompt, greedy without a seed; with the same seed
-    from the same random numbers, whatever the model and the number of processes. With a reference, also with
-    log-probabilities and the exact KL.
+    """A sampled response of at most `length` tokens to each prompt, greedy if `seed` is None; with the same
+    seed from the same random numbers, whatever the model and the number of processes. With a reference, also
+    with log-probabilities and the exact KL.
     """
     size = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))     # prompts at a time
 

@@ -44,7 +44,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         if tokenizer.eos_token_id is None:
             raise ValueError("its tokenizer has no EOS token; set eos_token in tokenizer_config.json")
         if tokenizer(TEXT)["input_ids"][-1] in tokenizer.all_special_ids:
-            raise ValueError("its tokenizer puts a token behind each prompt, as add_eos_token does")
+            raise ValueError("its tokenizer appends a token to each prompt, as add_eos_token does")
         ends = model.end_ids | ({end_of_message(tokenizer)} if model.chat_template else set())
         # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
         # final adapter's base has those of its authors until it is given these.
@@ -60,7 +60,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
 
 
 def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
-    """(model, tokenizer) of a folder or `NAME@REVISION`, of which no part is missing or left out."""
+    """(model, tokenizer) of a folder or `NAME@REVISION`, with no weights missing or unused."""
     name = located(name)
     place, _, revision = (name, "", "") if os.path.exists(name) else name.partition("@")
     where = {"revision": revision or "main", "trust_remote_code": False}
@@ -78,23 +78,23 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     if missing := info["missing_keys"]:
         raise ValueError(f"its weights lack {min(missing)} of a {type(model).__name__}")
     if unused := [key for key in info["unexpected_keys"] if not UNUSED.search(key)]:
-        raise ValueError(f"its config.json leaves out {min(unused)}, which its weights have")
+        raise ValueError(f"its weights contain {min(unused)}, which its config.json does not use")
     return model, tokenizer
 
 
 def end_of_message(tokenizer) -> int:
-    """The special token that the chat template puts behind an assistant's message. Where that ends the chat,
+    """The special token that the chat template puts after an assistant's message. Where that ends the chat,
     it may be another than before a further message, or none.
     """
     chat = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "ANSWER"}]
     for messages in chat, [*chat, chat[0]]:
-        before, _, behind = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("ANSWER")
+        before, _, after = tokenizer.apply_chat_template(messages, tokenize=False).rpartition("ANSWER")
         if TEXT not in before:
             raise ValueError("its chat template leaves out a message")
-        for token in tokenizer(behind, add_special_tokens=False)["input_ids"]:
+        for token in tokenizer(after, add_special_tokens=False)["input_ids"]:
             if str(tokenizer.added_tokens_decoder.get(token, "")).strip():      # some are of white space
                 return token
-    raise ValueError("its chat template puts no special token behind an assistant's message, to end it")
+    raise ValueError("its chat template puts no special token after an assistant's message, to end it")
 
 
 @torch.no_grad()

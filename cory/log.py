@@ -74,7 +74,7 @@ class Logger(AbstractContextManager):
                  for title, name in (("reward", "task_reward"), ("KL", "kl_full"))}
         gap = max(row.get(f"sampling_gap/{agent}", 0) for agent in self.agents)
         if gap > self.rounding:
-            self.say_once("sampling_gap is more than rounding: responses are not the trained policy's")
+            self.say_once("sampling_gap exceeds rounding error: the policy sampled is not the one trained")
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
 
@@ -103,7 +103,7 @@ class Logger(AbstractContextManager):
         folder = shlex.quote(f"{self.wandb.settings.wandb_dir}/latest-run")
         self.upload = f"; upload later with: wandb sync {folder}"
         print(f"W&B is offline{self.upload}" if self.wandb.offline else f"W&B: {self.wandb.url}", flush=True)
-        for row in read_jsonl(self.metrics):        # a killed process has lost some; W&B drops what it has
+        for row in read_jsonl(self.metrics):        # W&B ignores those that it has
             self.send_row(row)
 
     def send(self, iteration: int, values: Callable) -> None:
@@ -113,7 +113,7 @@ class Logger(AbstractContextManager):
             self.guard(lambda: self.wandb.log(values(wandb), step=iteration))
 
     def guard(self, call: Callable, *args, **named):
-        """Calls W&B. What fails there ends no training; each error is said once."""
+        """Calls W&B. Failures there never stop training; each error is reported once."""
         try:
             return call(*args, **named)
         except Exception as error:

@@ -123,13 +123,13 @@ def require_comparable(run_dirs: list[Path], by: list[str]) -> None:
     """Runs must differ in method, `by` and seed alone."""
     names, settings = [*map(str, run_dirs)], pd.DataFrame(map(read_config, run_dirs)).astype(str)
     for name in {*by} - {*settings}:
-        raise UserError("by", name, "is no setting; config.json lists them")
+        raise UserError("by", name, "is not a setting; config.json lists them")
     differ = settings.columns[settings.nunique(dropna=False) > 1].difference([*by, *FREE])
     if len(differ):
         raise UserError("run_dirs", names, f"differ in {', '.join(differ)}; make a group of each value with "
                         f"--by {' '.join([*by, *differ])}")
     if settings.duplicated(["method", *by, "seed"]).any():
-        raise UserError("run_dirs", names, "have a seed twice in a group; leave one out")
+        raise UserError("run_dirs", names, "have the same seed twice in a group; drop one")
 
 
 def compare(run_dirs: list[Path], by: list[str], out: Path) -> None:

@@ -21,7 +21,7 @@ from cory import device
 from cory.checkpoint import load_checkpoint, save_checkpoint, save_final
 from cory.config import Config, config_json, load_config
 from cory.distributed import processes, shard
-from cory.errors import short_name
+from cory.errors import UserError, short_name
 from cory.evaluate import evaluate, evaluate_team
 from cory.loading import load_language_model, model_errors
 from cory.log import Logger, read_jsonl, write_text
@@ -54,7 +54,7 @@ class RoleStep(NamedTuple):
 
 
 class Setup:
-    """What the settings name: the method, the task with its data, and the bases of the agents."""
+    """What the settings refer to: the method, the task with its data, and the bases of the agents."""
 
     def __init__(self, cfg: Config, run_dir: Path):
         cfg, self.device = device.resolve_auto(cfg)
@@ -145,7 +145,7 @@ class Run(Setup):
         if state is None:
             cfg.require("resume", not (self.run_dir / "eval.json").exists(),
                         "the run is finished, and has no checkpoint to continue from")
-            print("no checkpoint has been made yet: the run starts from the beginning", flush=True)
+            print("no checkpoint yet: the run starts from the beginning", flush=True)
             return 0, ""
         done, before = state["iteration"], state["iterations"]
         falling = {agent.cfg.lr_schedule for agent in self.agents} - {"constant"}
@@ -208,6 +208,11 @@ class Run(Setup):
         """
         every, signals = self.cfg.save_every, processes().gather(self.signals)
         if every and (signals or iteration % every == 0 or iteration in (1, self.cfg.iterations)):
+            for agent in self.agents:
+                given = self.configs[agent.name], self.bases[self.base_of[agent.name]]
+                if (agent.cfg, agent.base) != given:
+                    raise UserError("agent", agent.name, "has another cfg or base than at the start, which "
+                                    "no checkpoint keeps; use --save_every 0")
             about = {"iterations": self.cfg.iterations, "roles": [agent.name for agent in self.roles],
                      "method": self.method.memory, "task": self.task.memory,
                      "wandb_id": self.logger.wandb_id}
@@ -277,7 +282,7 @@ def require_agents(cfg: Config, configs: dict[str, Config], roles: tuple[str, ..
             agent_cfg.find(setting)
         for setting in shared:
             alike = getattr(agent_cfg, setting) == getattr(cfg, setting)
-            agent_cfg.require(setting, alike, f"is {name}'s alone; in this setting agents cannot differ")
+            agent_cfg.require(setting, alike, f"differs for {name}; agents must share this setting")
         agent_cfg.require("lora_rank", (agent_cfg.lora_rank > 0) == (cfg.lora_rank > 0),
                           "all agents train adapters on frozen bases, or all train full copies")
 

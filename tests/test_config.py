@@ -77,7 +77,7 @@ def test_help_has_the_presets_own_defaults(capsys):
 BAD = [                                 # one of each kind
     ("--learning_rat 1", "unrecognized arguments: --learning_rat 1"),
     ("--knowledge_transfer maybe", "invalid true_or_false value: 'maybe'"),
-    ("--resume", "--resume needs --run_dir"), ("--resume --run_dir /nowhere", "'/nowhere': holds no run"),
+    ("--resume", "--resume needs --run_dir"), ("--resume --run_dir /nowhere", "'/nowhere': contains no run"),
     ("--method grpo", "method is 'grpo': choose from ppo, cory, or name your own"),
     ("--learning_rate nan", "must be above 0"), ("--gamma 1.1", "must be 1 or less"),
     # sizes

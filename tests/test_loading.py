@@ -89,7 +89,7 @@ def add_weights(folder: Path, *names: str) -> None:
     save_file(load_file(file) | {name: torch.zeros(2) for name in names}, file, metadata={"format": "pt"})
 
 
-def put_token_behind(folder: Path) -> None:
+def append_token(folder: Path) -> None:
     tokenizer = byte_tokenizer()
     rule = TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 256)])
     tokenizer.backend_tokenizer.post_processor = rule
@@ -98,13 +98,13 @@ def put_token_behind(folder: Path) -> None:
 
 BROKEN = {
     "an adapter": (lambda at: change(at, "adapter_config.json"), "merge"),
-    "fewer layers": (lambda at: change(at, "config.json", n_layer=1), "leaves out transformer.h.1"),
-    "no bias": (lambda at: add_weights(at, "lm_head.bias"), "leaves out lm_head.bias"),
+    "fewer layers": (lambda at: change(at, "config.json", n_layer=1), "does not use"),
+    "no bias": (lambda at: add_weights(at, "lm_head.bias"), "contain lm_head.bias"),
     "no head": (lambda at: change(at, "config.json", tie_word_embeddings=False), "lack lm_head"),
     "a NaN": (lambda at: change(at, "config.json", layer_norm_epsilon=float("nan")), "differ by nan"),
     "a pickle": (lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"), "safetensors"),
     "no tokenizer": (lambda at: [file.unlink() for file in at.glob("tokenizer*")], "tokenizer"),
-    "a token behind": (put_token_behind, "puts a token behind each prompt"),
+    "a token after": (append_token, "appends a token to each prompt"),
     "no EOS": (lambda at: byte_tokenizer(pad_token=END).save_pretrained(at), "no EOS token")}
 
 
@@ -138,7 +138,7 @@ def chat(behind: str, before: str = "<|im_start|>", content: str = "m.content") 
 @pytest.mark.parametrize("template, end", [
     (chat("<|im_end|>"), 258), (chat(""), 257),
     (chat("{% if loop.last %}<|endoftext|>{% endif %}"), 256),
-    (chat("", before=""), "no special token behind"),
+    (chat("", before=""), "no special token after"),
     (chat("<|im_end|>", content="messages[-1].content"), "leaves out a message")],
     ids=["each", "next", "last", "none", "ignores"])
 def test_a_response_ends_where_the_chat_template_ends_a_message(template, end, tmp_path):

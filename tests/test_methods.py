@@ -176,7 +176,7 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
 
 @pytest.mark.parametrize("roles, of_llm2, says", [
     (("first", "second", "first"), {}, "needs a role for each of its agents, and a name for each role"),
-    (Own.roles, {"temperature": 2.0}, "temperature is 2.0: is llm2's alone; in this setting agents cannot"),
+    (Own.roles, {"temperature": 2.0}, "temperature is 2.0: differs for llm2; agents must share"),
     (Own.roles, {"lora_rank": 2}, "lora_rank is 2: all agents train adapters on frozen bases, or all")])
 def test_what_cannot_be_a_team_is_refused(roles, of_llm2, says, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Own, "roles", roles)

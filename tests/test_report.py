@@ -107,11 +107,11 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(report, "draw_runs", lambda *_: None)
     first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b", device="cuda", wandb="offline")
     other = write_run(tmp_path / "c", gamma=0.9, kl_target=0.0)
-    for words, says in (([first, again], "have a seed twice"), ([first, first], "have a seed twice"),
+    for words, says in (([first, again], "have the same seed"), ([first, first], "have the same seed"),
                         ([first, other], "in gamma, kl_target;"),
-                        ([first, "--by", "gama"], "by is 'gama': is no setting")):
+                        ([first, "--by", "gama"], "by is 'gama': is not a setting")):
         assert says in error_line(main, ["report", *words], capsys)
     main(["report", str(first), str(write_run(tmp_path / "p", method="my:Chain", kl_target=6.0))])
     assert "CHAIN LLM1" in capsys.readouterr().out
     (again / "eval.json").unlink()
-    assert "is no finished run" in error_line(main, ["report", again], capsys)
+    assert "is not a finished run" in error_line(main, ["report", again], capsys)

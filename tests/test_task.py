@@ -51,7 +51,7 @@ def test_what_is_missing_is_a_tenth_of_train_which_does_not_train_on_it(given, c
 def test_held_out_rows_that_are_trained_on_are_counted_in_one_line(capsys):
     splits = {"train": ROWS[:100], "validation": ROWS[:8], "test": [*ROWS[98:118], ROWS[0], ROWS[0]]}
     assert divided(settings(), splits)._asdict() == splits                  # used whole, as they are
-    assert capsys.readouterr().out.splitlines()[1:] == ["4 of 22 test rows are training rows, too"]
+    assert capsys.readouterr().out.splitlines()[1:] == ["4 of 22 test rows also occur in the training data"]
 
 
 @pytest.mark.parametrize("files, says", [
@@ -77,7 +77,7 @@ def test_a_name_without_an_owner_is_never_taken_from_a_cache(tmp_path, monkeypat
     """`datasets` takes the folder `data` of another project from its cache, where none is here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("cory.tasks.task.read_with_datasets", lambda name: {"train": [{"text": "another"}]})
-    with pytest.raises(UserError, match="dataset is 'data': is no file or folder here"):
+    with pytest.raises(UserError, match="dataset is 'data': is not a file or folder here"):
         load_columns("data", ["text"])
     assert load_columns("owner/data", ["text"]) == {"train": ["another"]}
     assert len(load_columns("bundled:imdb/openings", ["text"])["train"]) > 1000

@@ -19,8 +19,8 @@ class Agent:
     policy: what it samples from and trains; a copy of its base, or an adapter on it. critic: its V, or None.
     base: what its KL is measured against. kl_coef: eta. draws: random generators created so far.
 
-    Checkpoints keep every attribute but those of REBUILT, also one that you add: numbers, text, tensors,
-    collections of these. A `base` or `cfg` that you replace is back after a resume.
+    Checkpoints keep every attribute but `base` and `cfg`, also one that you add: numbers, text, tensors,
+    collections of these.
     """
     REBUILT = ("name", "cfg", "index", "base", "policy", "critic", "optimizer")
 
@@ -68,8 +68,8 @@ class Agent:
         factor = cfg.find("lr_schedule")((iteration - 1) / cfg.iterations)
         cfg.require("lr_schedule", math.isfinite(factor), f"gives {factor} in iteration {iteration}")
         for group in self.optimizer.param_groups:
-            rate = group["is_critic"] and cfg.critic_learning_rate or cfg.learning_rate
-            group["lr"] = rate * factor
+            own_rate = group["is_critic"] and cfg.critic_learning_rate > 0
+            group["lr"] = factor * (cfg.critic_learning_rate if own_rate else cfg.learning_rate)
 
     def adapt_kl_coef(self, kl_B: list[Tensor]) -> None:
         """One step of `--kl_controller` on the KL of an iteration's responses, (B,) in nats for each of the

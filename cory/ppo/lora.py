@@ -2,7 +2,7 @@
 adapters off, the model is the reference.
 
 An adapted layer computes `W x + 2 B A x` with W frozen (lora_alpha is twice the rank). B starts at 0, so that
-every agent starts as the base. Another kind of adapter changes this file alone.
+every agent starts as the base. To use another kind of adapter, change this file alone.
 """
 import re
 import warnings

@@ -22,7 +22,7 @@ from cory.ppo.lora import adapter_weights, add_adapter, load_adapter, switch_to
 
 class LanguageModel(nn.Module):
     """A Hugging Face causal LM with its tokenizer and perhaps an adapter's name. `lm` is shared by a base and
-    all adapters on it: call this module. Dropout is off, so that sampling and updates see the same pi.
+    all its adapters: call this module, not `lm`. Dropout is off, so that sampling and updates use one pi.
 
     DIFFERS: the released code samples and trains with dropout after its first update.
     """

@@ -9,9 +9,9 @@ from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 
 # How rows are divided into forward passes and calls of the LM head affects results only by rounding.
-# Tokens of a pass through the transformer, padding included: on a CPU the fastest measured on 2 cores.
+# Tokens per forward pass, padding included; the CPU's value was the fastest measured on 2 cores.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
-# Logits computed at once, of which an update keeps up to five tensors: 32 and 512 MiB each.
+# Logits computed at once; an update holds up to five such tensors, of 32 MiB on a CPU and 512 on a GPU.
 MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
 
 

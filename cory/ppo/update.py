@@ -115,7 +115,7 @@ def add_gradient(agent: Agent, mini_batch: Rollout, divisor: Tensor, totals: dic
     B, T = mini_batch.mask_BT.shape
     for index in torch.arange(B, device=policy.device).split(max(1, lm_head_tokens(policy) // T)):
         rows = take(mini_batch, index)
-        real = rows.mask_BT.nonzero(as_tuple=True)      # its length is read from the GPU once
+        real = rows.mask_BT.nonzero(as_tuple=True)      # one GPU sync
         hidden = leaf_BTH[index, :rows.mask_BT.shape[1]]
         logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)      # ratio 1 on padding
         logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden[real], rows.response_BT[real])

@@ -35,7 +35,7 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     path = Path(located(dataset))
     if "/" not in dataset and not path.exists():
         # `datasets` would take a folder of this name that another project has left in its cache
-        raise UserError("dataset", dataset, "is no file or folder here; a Hub name has the form OWNER/NAME")
+        raise UserError("dataset", dataset, "is not a file or folder here; Hub names are OWNER/NAME")
     files = {"train": path} if path.is_file() else {name: path / f"{name}.jsonl" for name in Data._fields}
     try:
         splits = {split: parse_jsonl(file) for split, file in files.items() if file.is_file()}
@@ -91,7 +91,7 @@ def divided(cfg: Config, splits: dict[str, list]) -> Data:
     print(f"{len(splits['train'])} rows to train on, {len(splits['validation'])} of validation, "
           f"{len(splits['test'])} of test")
     if repeated := sum(row in trained_on for row in held_out):
-        print(f"{repeated} of {len(held_out)} {cfg.eval_split} rows are training rows, too")
+        print(f"{repeated} of {len(held_out)} {cfg.eval_split} rows also occur in the training data")
     return Data(**splits)
 
 

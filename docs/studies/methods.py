@@ -84,7 +84,7 @@ class FrontierCory(EarlyEvaluations, Cory):
 
 
 def next_row(x_B: Tensor, cfg) -> Tensor:
-    """Each row's value from the row behind it; the last row's from the first."""
+    """Each row's value from the row after it; the last row's from the first."""
     hint = "puts responses to one query beside each other, and this method takes neighbours; use 1"
     cfg.require("responses_per_query", cfg.responses_per_query == 1, hint)
     return x_B.roll(-1)

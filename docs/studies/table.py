@@ -159,7 +159,7 @@ def draws_of(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def markdown(lines: list[list]) -> str:
-    """A table; lines[0] is its head. Floats have two digits behind the point."""
+    """A table; lines[0] is its head. Floats have two digits after the point."""
     texts = [[f"{x:.2f}" if isinstance(x, float) else str(x).replace("_", " ") for x in line]
              for line in lines]
     head, *rest = (" | ".join(line) for line in texts)
