@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a script's background, and a run keeps to that
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a script
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SIZES = (

@@ -80,12 +80,10 @@ BAD = [                                 # one of each kind
     ("--resume", "--resume needs --run_dir"), ("--resume --run_dir /nowhere", "'/nowhere': contains no run"),
     ("--method grpo", "method is 'grpo': choose from ppo, cory, or name your own"),
     ("--learning_rate nan", "must be above 0"), ("--gamma 1.1", "must be 1 or less"),
-    # sizes
     ("--batch_size 100 --mini_batch_size 32", "batch_size is 100: must be a multiple"),
     ("--responses_per_query 3", "must divide batch_size"),
     ("--min_response_length 16", "must not exceed max_response_length = 15"),
     ("--min_query_length 9", "must not exceed max_query_length = 8"),
-    # settings that contradict each other
     ("--advantage grpo --responses_per_query 4", "add --kl_in loss"),
     ("--load_in_4bit --lora_rank 0", "trains nothing"), ("--load_in_4bit --shard", "cannot be divided"),
     ("--task gsm8k", "has its own script")]
@@ -166,6 +164,9 @@ def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert ImdbConfig().find("method") is Cory and ImdbConfig(advantage="present:x").find("advantage") == 7
+    (tmp_path / "faulty.py").write_text("[].lenght")
+    with pytest.raises(AttributeError):                 # with the line of the user's own code
+        ImdbConfig(advantage="faulty:x").find("advantage")
     for name in ("present:y", "nowhere:x"):
         with pytest.raises(UserError, match=f"advantage is '{name}': .* without .py"):
             ImdbConfig(advantage=name).find("advantage")

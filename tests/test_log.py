@@ -88,7 +88,7 @@ def test_a_gap_between_sampling_and_training_larger_than_rounding_is_said_once(d
     with Logger(settings(wandb="disabled", dtype=dtype), ["llm1", "llm2"], folder, 0, "") as log:
         for iteration in (1, 2):
             log.iteration(iteration, {"sampling_gap/llm2": 0.01}, [])
-    assert capsys.readouterr().out.count("responses are not the trained policy's") == shown
+    assert capsys.readouterr().out.count("the policy sampled is not the one trained") == shown
 
 
 def log_until_killed(folder: Path) -> None:

@@ -93,9 +93,7 @@ def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("rounded", [dict(dtype="bfloat16"), dict(load_in_4bit=True)], ids=str)
 def test_adapters_on_a_rounded_base_have_the_same_gradient_but_for_rounding(rounded, folder):
-    """They are in float32, and start as the base, exactly. Responses are sampled before the gradient, which
-    is that of the weights as rounded to 4 bits.
-    """
+    """They are in float32 and start as the base, exactly. In 4 bits, it is that of the rounded weights."""
     if "load_in_4bit" in rounded:
         pytest.importorskip("bitsandbytes")
     low, plain = two_agents(folder, **rounded), two_agents(folder)
@@ -114,9 +112,7 @@ def test_adapters_on_a_rounded_base_have_the_same_gradient_but_for_rounding(roun
 
 
 def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(folder, tmp_path, monkeypatch):
-    """Its base is found again from any folder. It generates as evaluated by its own generation_config.json. A
-    part is refused.
-    """
+    """Its base is found again from any folder; by its generation_config.json it generates as evaluated."""
     monkeypatch.chdir(folder.parent)
     _, agents = two_agents("lm")
     save_final(tmp_path, [moved(agent) for agent in agents])

@@ -5,7 +5,6 @@ from conftest import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.autograd.graph import saved_tensors_hooks
 from toys import PROMPTS, agent_of, bigram, settings, tiny_gpt2
-from transformers import Gemma3Config
 
 from cory.config import ImdbConfig, parse
 from cory.loading import load_language_model
@@ -29,12 +28,6 @@ def test_the_ids_of_a_chat_prompt_are_its_templates_own():
     plain, chat = (LanguageModel(bigram().lm, tokenizer, "float32", on) for on in (False, True))
     assert plain.encode(["ab", "ab"]) == [[sop, *text]] * 2
     assert chat.encode(["ab", "ab"]) == [[sop, user, *text, bot]] * 2
-
-
-def test_the_context_of_a_model_of_several_parts_is_that_of_its_text():
-    lm = torch.nn.Identity()
-    lm.config = Gemma3Config(text_config={"max_position_embeddings": 77})
-    assert LanguageModel(lm, None).context_length == 77
 
 
 def test_first_weights_depend_on_seed_and_agent_alone(monkeypatch):

@@ -163,25 +163,14 @@ def test_what_comes_back_is_saved_and_all_else_is_refused(tmp_path):
     assert [path.stem for path in checkpoints_of(tmp_path)] == ["iteration_000003"]
 
 
-class Annealed(Ppo):
-    """The clip range shrinks; or the reference moves to the policy."""
-
-    def update(self, role, agent, rollout, score_B):
-        if self.cfg.lora_rank:
-            agent.cfg = replace(agent.cfg, cliprange=agent.cfg.cliprange / 2)
-        else:
-            agent.base = agent.policy.like_this(agent.policy.lm)
-        return super().update(role, agent, rollout, score_B)
-
-
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_a_replaced_reference_or_setting_which_no_resume_would_restore_is_refused(
-        lora_rank, small_flags, tmp_path, capsys):
-    words = [*small_flags, "--method", "test_resume:Annealed", "--lora_rank", lora_rank, "--iterations", 1,
-             "--run_dir"]
-    line = error_line(train_imdb.main, [*words, tmp_path / "a"], capsys)
+@pytest.mark.parametrize("edit", [
+    lambda agent: setattr(agent, "cfg", replace(agent.cfg, lam=0.5)),
+    lambda agent: setattr(agent, "base", agent.policy.like_this(agent.policy.lm))])
+def test_a_replaced_setting_or_reference_which_no_resume_would_restore_is_refused(
+        edit, small_flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Ppo, "update", lambda self, role, agent, *_: edit(agent) or {})
+    line = error_line(train_imdb.main, [*small_flags, "--run_dir", tmp_path / "run"], capsys)
     assert "agent is 'llm1': has another cfg or base than at the start" in line
-    train_imdb.main([*map(str, words), str(tmp_path / "b"), "--save_every", "0"])
 
 
 def test_a_damaged_checkpoint_is_one_line_and_the_previous_one_goes_on(copy, capsys):

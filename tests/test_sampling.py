@@ -102,9 +102,7 @@ def test_a_nan_is_said_before_any_response_is_used(greedy, value):
 
 @pytest.mark.parametrize("every", [1, 7, 100])
 def test_a_row_is_sampled_as_if_it_were_alone(every, monkeypatch):
-    """By its own random numbers, beside longer prompts, and whoever else has ended and been dropped, however
-    seldom that is asked.
-    """
+    """By its own random numbers, whoever stands beside it or has been dropped."""
     model, limit = tiny_gpt2(), 10
     uniform_TB, interval = numbers(limit, len(RAGGED)), sampling.EOS_CHECK_INTERVAL
     monkeypatch.setitem(interval, "cpu", every)

@@ -192,18 +192,13 @@ def test_a_mean_taken_too_early_or_a_name_that_is_taken_is_an_error(edit, error,
 
 def test_a_metric_with_a_mask_is_the_mean_over_its_real_tokens(monkeypatch):
     """From the fifth token on, which some responses do not have; two rows at a time."""
-    def with_pair(agent, rows, *of_policy):
-        loss_BT, metrics = losses(agent, rows, *of_policy)
-        late_BT = torch.zeros_like(rows.mask_BT)
-        late_BT[:, 4:] = 1
-        return loss_BT, metrics | {"late_kl": (1 + rows.kl_BT, late_BT)}
-
-    monkeypatch.setattr(update, "losses", with_pair)
+    late = lambda rows: (1 + rows.kl_BT, (torch.ones_like(rows.mask_BT).cumsum(1) > 4).float())
+    monkeypatch.setattr(update, "losses", lambda agent, rows, *of_policy: (
+        rows.kl_BT + 0 * of_policy[0], {"late_kl": late(rows)}))
     agent, rollout = ragged(mini_batch_size=2)
     real = rollout.mask_BT[:, 4:] == 1
-    assert 0 < real[:, 0].sum() < 8
     kl = rollout.kl_BT[:, 4:][real].mean().item()
-    assert ppo_update(agent, rollout, SCORE)["late_kl"] == pytest.approx(1 + kl)
+    assert 0 < real[:, 0].sum() < 8 and ppo_update(agent, rollout, SCORE)["late_kl"] == pytest.approx(1 + kl)
 
 
 def test_a_critic_that_would_never_be_trained_is_refused(monkeypatch):
