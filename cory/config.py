@@ -106,7 +106,7 @@ class Config:
     eval_queries: int = setting(256, "held-out queries per evaluation (ours)", min=1)
     eval_samples: int = setting(1, "responses to each held-out query per evaluation (ours)", min=1)
     eval_every: int = setting(20, "iterations between evaluations; 0: at start and end (ours)", min=0)
-    save_every: int = setting(50, "iterations between checkpoints; 0: only the final models (ours)", min=0)
+    save_every: int = setting(50, "iterations between checkpoints, after the first; 0: none (ours)", min=0)
     run_dir: str = setting("", "folder of this run; a new one under runs/ if empty (ours)")
     resume: bool = setting(False, "continue the run in run_dir from its last checkpoint (ours)")
     wandb: Literal["auto", "online", "offline", "disabled"] = setting(
