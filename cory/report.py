@@ -99,7 +99,8 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()) -> Figure
 
     rows = len(names) // 4 + 1
     figure = Figure(figsize=(14, 2.7 * rows + 0.9), layout="constrained")
-    figure.suptitle(f"{short_name(config['task'])}, preset {config['preset']}")
+    bands = ", means over seeds with bands of one standard deviation" * (len(run_dirs) > 1)
+    figure.suptitle(f"{short_name(config['task'])}, preset {config['preset']}; training smoothed{bands}")
     for place, name in enumerate(names, start=1):
         ax = figure.add_subplot(rows, 4, place)
         seaborn.lineplot(curves[curves.metric == name], x="iteration", y="value", errorbar="sd", ax=ax,
