@@ -151,6 +151,7 @@ class WithBonus(ImdbConfig):
 def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
     cfg = parse(WithBonus, {"mine": {"model": "m"}}, ["--bonus", "2"])
     assert (cfg.bonus, cfg.preset, cfg.model, cfg.lam) == (2.0, "mine", "m", 0.95)
+    pytest.raises(AttributeError, setattr, cfg, "bonus", 3.0)       # a resume would have the old one
     (tmp_path / "config.json").write_text(config_json(cfg, {"llm1": "base"}))
     assert load_config(tmp_path) == cfg and type(load_config(tmp_path)) is WithBonus
     older = read(tmp_path / "config.json")
@@ -165,7 +166,7 @@ def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     assert ImdbConfig().find("method") is Cory and ImdbConfig(advantage="present:x").find("advantage") == 7
     (tmp_path / "faulty.py").write_text("[].lenght")
-    with pytest.raises(AttributeError):                 # with the line of the user's own code
+    with pytest.raises(AttributeError):                 # by its own traceback
         ImdbConfig(advantage="faulty:x").find("advantage")
     for name in ("present:y", "nowhere:x"):
         with pytest.raises(UserError, match=f"advantage is '{name}': .* without .py"):

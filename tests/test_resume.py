@@ -158,7 +158,7 @@ def test_what_comes_back_is_saved_and_all_else_is_refused(tmp_path):
     assert str(load_checkpoint(tmp_path, [other])["x"]) == str(kept)
     assert same_tensors(other.sums, agent.sums)
     assert same_tensors(other.trainable_parameters(), agent.trainable_parameters())
-    with pytest.raises(UserError, match="what method, task or agents remember cannot be restored"):
+    with pytest.raises(UserError, match="what method, .* cannot be restored; .*GLOBAL pathlib"):
         save_checkpoint(tmp_path, 4, [], {"x": [Path()]})
     assert [path.stem for path in checkpoints_of(tmp_path)] == ["iteration_000003"]
 
@@ -229,8 +229,7 @@ def test_a_signal_ends_a_run_after_its_iteration(number, small_flags, tmp_path, 
 
 
 def test_a_second_signal_ends_at_once():
-    received = []
-    with pytest.raises(KeyboardInterrupt), signals_noted(received):
+    with pytest.raises(KeyboardInterrupt), signals_noted(received := []):
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)
