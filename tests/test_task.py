@@ -97,6 +97,7 @@ def test_the_stream_depends_on_seed_and_iteration_alone_and_an_epoch_visits_ever
     batches = [task.batch(i)[0] for i in range(1, 7)]              # 3 batches of 8 to an epoch
     first, second = sum(batches[:3], []), sum(batches[3:], [])
     assert sorted(first) == sorted(second) == sorted(WORDS[:24]) and first != second
+    assert sum((letters(batch_size=16).batch(i)[0] for i in (1, 2, 3)), []) == first + second   # across them
     random.seed(5)
     assert letters(method="ppo").batch(6) == task.batch(6) != letters(seed=1).batch(6)
 
