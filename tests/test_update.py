@@ -196,8 +196,8 @@ def test_a_metric_with_a_mask_is_the_mean_over_its_real_tokens(monkeypatch):
     monkeypatch.setattr(update, "losses", lambda agent, rows, *of_policy: (
         rows.kl_BT + 0 * of_policy[0], {"late_kl": late(rows)}))
     agent, rollout = ragged(mini_batch_size=2)
-    kl, late = rollout.kl_BT[:, 4:][rollout.mask_BT[:, 4:] == 1].mean().item(), rollout.mask_BT[:, 4]
-    assert 0 < late.sum() < 8 and ppo_update(agent, rollout, SCORE)["late_kl"] == pytest.approx(1 + kl)
+    kl, fifth_B = rollout.kl_BT[:, 4:][rollout.mask_BT[:, 4:] == 1].mean().item(), rollout.mask_BT[:, 4]
+    assert 0 < fifth_B.sum() < 8 and ppo_update(agent, rollout, SCORE)["late_kl"] == pytest.approx(1 + kl)
 
 
 def test_a_critic_that_would_never_be_trained_is_refused(monkeypatch):
