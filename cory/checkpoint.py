@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Iterator
@@ -19,7 +19,8 @@ from cory.distributed import full_tensor, is_sharded, processes, shard_like
 from cory.errors import UserError
 from cory.ppo.agent import Agent
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)       # Ctrl-C; a scheduler's end, and its warning
+# Ctrl-C; a scheduler's end, and its warning; a closed terminal
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
@@ -47,17 +48,30 @@ def claimed(folder: Path, resume: bool) -> Iterator[Path]:
 @contextmanager
 def signals_noted(received: list[int]) -> Iterator[None]:
     """A block in which the first of `SIGNALS` is noted in `received`, and a second one ends the program at
-    once. Outside the main thread, where Python cannot install handlers, signals keep their effect.
+    once. Signals that are ignored stay so, as SIGHUP under `nohup`. Outside the main thread, where Python
+    cannot install handlers, signals keep their effect.
+
+    Processes forked in the block, as the workers of a pool are, do not note signals: they are ended by all
+    but Ctrl-C, which a terminal sends to them as well, and which leaves them to the iteration.
     """
+    own = os.getpid()
+
     def note(number: int, frame) -> None:
+        if os.getpid() != own:
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
         if received and processes().size == 1:                  # torchrun repeats the first one
             raise KeyboardInterrupt
         if not received and processes().is_main:
-            os.write(2, b"\nfinishing this iteration first\n")  # `print` may be what has been interrupted
+            with suppress(OSError):                             # the terminal may be closed
+                os.write(2, b"\nfinishing this iteration first\n")     # a `print` may be interrupted
         received.append(int(number))
 
     is_main = threading.current_thread() is threading.main_thread()
-    previous = {number: signal.signal(number, note) for number in SIGNALS if is_main}
+    heard = [number for number in SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in heard}
     try:
         yield
     finally:

@@ -41,6 +41,14 @@ def setting(default, help: str, min: float = -LARGEST, max: float = LARGEST, per
     return field(default=default, metadata={"help": help, "min": min, "max": max, "per_agent": per_agent})
 
 
+def has_type(value, kind: type) -> bool:
+    """Whether a setting of this type may have this value: a float may be 1, an int neither 1.0 nor True."""
+    if kind not in (bool, int, float, str):                 # one of several words, or a type of your own
+        return True
+    accepted = (int, float) if kind is float else kind
+    return isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
+
+
 # A setting that each agent has, and in which agents may differ, by a method's `agent_config`.
 each = partial(setting, per_agent=True)
 
@@ -129,11 +137,15 @@ class Config:
     def __post_init__(self):
         hints, require = get_type_hints(type(self)), self.require
         for f in fields(self):
-            value, words = getattr(self, f.name), NAMED.get(f.name) or get_args(hints[f.name])
+            value, kind = getattr(self, f.name), hints[f.name]
+            if isinstance(value, Path):
+                object.__setattr__(self, f.name, value := str(value))
+            require(f.name, has_type(value, kind), f"must be of type {getattr(kind, '__name__', kind)}")
+            own = f.name in NAMED and ":" in value
+            words = () if own else NAMED.get(f.name) or get_args(kind)
             code = ", or name your own as module:Name" if f.name in NAMED else ""
-            require(f.name, not words or value in words or code and ":" in value,
-                    f"choose from {', '.join(map(str, words))}{code}")
-            if type(value) in (int, float):
+            require(f.name, not words or value in words, f"choose from {', '.join(words)}{code}")
+            if kind in (int, float):
                 low, high = f.metadata.get("min", value), f.metadata.get("max", value)
                 least = "above 0" if low == ABOVE_0 else f"{low} or more"
                 require(f.name, value >= low, f"must be {least}")
@@ -199,7 +211,7 @@ TINY = dict(batch_size=128, mini_batch_size=32, num_ppo_epochs=1, min_response_l
 
 # --- the command line ---
 # What may differ in a resumed run, since none of it changes what an iteration computes. Models and data may
-# have moved; that they are the same is not checked.
+# have moved: their content is compared.
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project",
                   "model", "dataset", "reward_model"}
 
@@ -231,18 +243,13 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     if given.resume:
         if not given.run_dir:
             parser.error("--resume needs --run_dir")
-        saved = load_config(Path(given.run_dir))
-        if type(saved).__name__ != config_class.__name__:
-            raise UserError("run_dir", given.run_dir, f"holds a run of {saved.task}; use its own script")
+        saved = load_config(Path(given.run_dir), config_class)
     parser.set_defaults(**asdict(saved) if given.resume else presets[given.preset])
     config = config_class(**vars(parser.parse_args(argv)))
-    needs = config.without_effect()
-    for name, value in asdict(config).items():
-        if value != (old := parser.get_default(name)):
-            config.require(name, not given.resume or name in FREE_ON_RESUME,
-                           f"the run has {old!r}; leave this flag out, or start afresh")
-            if name in needs and os.environ.get("RANK", "0") == "0":
-                print(f"--{name} has no effect here: it needs {needs[name]}", file=sys.stderr)
+    for name, needs in config.without_effect().items():
+        changed = getattr(config, name) != parser.get_default(name)
+        if changed and os.environ.get("RANK", "0") == "0":
+            print(f"--{name} has no effect here: it needs {needs}", file=sys.stderr)
     return config
 
 
@@ -263,7 +270,19 @@ def read_config(run_dir: Path) -> dict:
     return asdict(find("config_class", saved["config_class"])()) | saved
 
 
-def load_config(run_dir: Path) -> Config:
+def load_config(run_dir: Path, config_class: type[Config] | None = None) -> Config:
+    """The settings of a run. Raises `UserError` if they are not of this class."""
     saved = read_config(run_dir)
     del saved["agents"]
-    return find("config_class", saved.pop("config_class"))(**saved)
+    cfg = find("config_class", saved.pop("config_class"))(**saved)
+    # by name: a class in a script that runs is another than in its module
+    if config_class and config_class.__name__ != type(cfg).__name__:
+        raise UserError("run_dir", str(run_dir), f"holds a run of {cfg.task}; use its own script")
+    return cfg
+
+
+def require_settings_of(run_dir: Path, cfg: Config) -> None:
+    """Raises `UserError` where a run that is resumed would go on with other settings."""
+    for name, old in asdict(load_config(run_dir, type(cfg))).items():
+        cfg.require(name, name in FREE_ON_RESUME or getattr(cfg, name) == old,
+                    f"the run has {old!r}; leave this setting out, or start afresh")

@@ -43,6 +43,13 @@ class Processes:
         dist.all_gather_object(gathered, items)
         return [item for items in gathered for item in items]
 
+    def from_main(self, x: Tensor) -> Tensor:
+        """The main process's tensor, in all."""
+        if self.size > 1:
+            x = x.clone(memory_format=torch.contiguous_format)
+            dist.broadcast(x, src=0)
+        return x
+
     def sum(self, x: Tensor) -> Tensor:
         if self.size > 1:
             x = x.clone(memory_format=torch.contiguous_format)

@@ -3,14 +3,17 @@ import os
 import re
 import warnings
 from contextlib import contextmanager
+from hashlib import sha256
+from typing import Iterable
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 from transformers.utils import cached_file, logging
 
 from cory.config import Config, located
+from cory.distributed import full_tensor
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel, positions
 
@@ -121,6 +124,13 @@ def require_usable_model(model: LanguageModel) -> None:
     if not gap < limit:
         raise ValueError(f"its log-probabilities differ by {gap:.2g} nats with padding and cached keys, or "
                          "are not those of a linear head alone: this kind of model cannot be sampled here")
+
+
+def weights_digest(weights: Iterable[Tensor]) -> str:
+    """A digest of a few numbers of each weight, by which another model is told from the same one."""
+    flat = (full_tensor(w.detach()).flatten() for w in weights)
+    few = torch.cat([w[::max(1, len(w) // 8)].double().cpu() for w in flat])
+    return sha256(few.numpy().tobytes()).hexdigest()
 
 
 @contextmanager

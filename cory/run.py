@@ -2,7 +2,9 @@
 import copy
 import json
 import os
+import re
 import shlex
+import shutil
 import statistics
 import sys
 import time
@@ -19,11 +21,11 @@ from transformers import set_seed
 
 from cory import device
 from cory.checkpoint import load_checkpoint, save_checkpoint, save_final
-from cory.config import Config, config_json, load_config
+from cory.config import Config, config_json, load_config, require_settings_of
 from cory.distributed import processes, shard
 from cory.errors import UserError, short_name
 from cory.evaluate import evaluate, evaluate_team
-from cory.loading import load_language_model, model_errors
+from cory.loading import load_language_model, model_errors, weights_digest
 from cory.log import Logger, read_jsonl, write_text
 from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
@@ -92,6 +94,16 @@ class Setup:
                 metrics[team] = evaluate_team(self.copied(), [policies[name] for name in names])
         return metrics
 
+    def digests(self) -> dict[str, str]:
+        """Of the frozen weights of each base, and of what the task reads."""
+        weights = [p for base in self.bases.values() for p in base.lm.parameters() if p not in self.trained]
+        return {"model": weights_digest(weights)} | self.task.digests()
+
+    def require_digests(self, other: dict[str, str], hint: str) -> None:
+        """Raises `UserError` where a model or the data are not those that the run began with."""
+        for name, digest in self.digests_at_start.items():
+            self.cfg.require(name, other[name] == digest, f"is not what the run began with; {hint}")
+
     def copied(self):
         """The method and its task with copies of their memory: what evaluation puts there is forgotten."""
         method = copy.copy(self.method)
@@ -116,6 +128,8 @@ class Run(Setup):
     """
 
     def __init__(self, cfg: Config, run_dir: Path):
+        if cfg.resume:
+            require_settings_of(run_dir, device.resolve_auto(cfg)[0])
         super().__init__(cfg, run_dir)
         cfg, size = self.cfg, processes().size
         for agent_cfg in self.configs.values():
@@ -125,17 +139,20 @@ class Run(Setup):
         self.agents = [Agent(name, self.bases[self.base_of[name]], agent_cfg, i)
                        for i, (name, agent_cfg) in enumerate(self.configs.items())]
         self.roles = [*islice(cycle(self.agents), len(self.method.roles))]
-        trained = {p for agent in self.agents for p in agent.trainable_parameters().values()}
-        print(f"{sum(p.numel() for p in trained):,} parameters to train", flush=True)
+        self.trained = {p for agent in self.agents for p in agent.trainable_parameters().values()}
+        print(f"{sum(p.numel() for p in self.trained):,} parameters to train", flush=True)
         for base in self.bases.values():
             if not cfg.lora_rank:
                 base.cast_once()                    # after agents have had their copies
             if cfg.shard:
-                shard(base, cfg, whole=trained)
+                shard(base, cfg, whole=self.trained)
+        self.digests_at_start = self.digests()
         self.signals: list[int] = []
         self.done, wandb_id = self.resume() if cfg.resume else (0, "")
         if processes().is_main:
-            (self.run_dir / "eval.json").unlink(missing_ok=True)            # until it has finished again
+            # until it has finished again
+            (self.run_dir / "eval.json").unlink(missing_ok=True)
+            shutil.rmtree(self.run_dir / "evaluation", ignore_errors=True)
             write_text(self.run_dir / "config.json", config_json(cfg, self.base_of))
         self.logger = Logger(cfg, [*self.configs], self.run_dir, self.done, wandb_id)
 
@@ -153,6 +170,7 @@ class Run(Setup):
                     f"the run has {before}, and --lr_schedule {', '.join(falling)} falls over them")
         cfg.require("iterations", cfg.iterations > done or cfg.iterations == done == before,
                     f"the run has done {done}; ask for more")
+        self.require_digests(state["digests"], "name the one of config.json, wherever it is now")
         agents = {agent.name: agent for agent in self.agents}
         self.roles = [agents[name] for name in state["roles"]]
         self.method.memory, self.task.memory = state["method"], state["task"]
@@ -213,7 +231,9 @@ class Run(Setup):
                 if (agent.cfg, agent.base) != given:
                     raise UserError("agent", agent.name, "has another cfg or base than at the start, which "
                                     "no checkpoint keeps; use --save_every 0")
+            self.require_digests(self.digests(), "frozen weights have changed, which no checkpoint keeps")
             about = {"iterations": self.cfg.iterations, "roles": [agent.name for agent in self.roles],
+                     "digests": self.digests_at_start,
                      "method": self.method.memory, "task": self.task.memory,
                      "wandb_id": self.logger.wandb_id}
             save_checkpoint(self.run_dir, iteration, self.agents, about)
@@ -259,7 +279,7 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     played = [last[f"{role}_agent"] for role in run.method.roles]               # in the last iteration
     metrics = run.held_out_metrics(policies, played, folder)
     if processes().is_main:
-        results = {"queries": cfg.eval_queries, "samples": samples, **metrics}
+        results = {"iteration": last["iteration"], "queries": cfg.eval_queries, "samples": samples, **metrics}
         write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
     print(f"{table(run_dir.name, metrics.items())}\nresponses and metrics: {folder}", flush=True)
 
@@ -275,6 +295,11 @@ def require_agents(cfg: Config, configs: dict[str, Config], roles: tuple[str, ..
     """Raises `UserError`, before a model is loaded."""
     cfg.require("method", len(configs) <= len({*roles}) == len(roles), "needs a role for each of its agents, "
                 f"and a name for each role; its roles are {', '.join(roles)}")
+    for name in (*configs, *roles):
+        of_logs = name in ("iteration", "query", "mean", "team") or name.startswith("base")
+        cfg.require("method", re.fullmatch("[a-z0-9_]+", name) and not of_logs,
+                    f"names an agent or a role {name!r}; take a word of small letters, digits and _, but not "
+                    "iteration, query, mean, team or base..., as logs name other things")
     shared = [f.name for f in fields(cfg) if not f.metadata.get("per_agent")]
     for name, agent_cfg in configs.items():
         find_estimator(agent_cfg)

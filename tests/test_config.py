@@ -4,7 +4,8 @@ stand together or has no effect, settings of one's own, names of code.
 import json
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import pytest
 from toys import EXPERIMENTS, error_line, read
@@ -14,7 +15,7 @@ import train_imdb
 from cory import config
 from cory.config import Gsm8kConfig, ImdbConfig, config_json, load_config, parse
 from cory.errors import UserError, exit_on_user_error
-from cory.train import Cory
+from cory.train import Cory, train
 
 # Tables of the paper; PPO and CORY alike.
 OF_BOTH = dict(gamma=1.0, lam=0.95, cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, role_exchange_every=5,
@@ -94,6 +95,20 @@ def test_bad_command_lines_are_one_line(argv, says, capsys):
     assert says in error_line(imdb, argv.split(), capsys)
 
 
+@pytest.mark.parametrize("name, value, kind", [
+    ("knowledge_transfer", "false", "bool"), ("shard", 1, "bool"), ("learning_rate", "1e-3", "float"),
+    ("iterations", 2.0, "int"), ("seed", None, "int"), ("seed", True, "int"), ("model", 3, "str")])
+def test_a_value_of_another_type_is_refused(name, value, kind):
+    """`bool("false")` is true."""
+    with pytest.raises(UserError, match=f"{name} is .*: must be of type {kind}"):
+        ImdbConfig(**{name: value})
+
+
+def test_a_path_is_a_text_and_a_whole_number_a_float():
+    cfg = ImdbConfig(run_dir=Path("runs") / "a", learning_rate=1)
+    assert (cfg.run_dir, cfg.learning_rate) == ("runs/a", 1)
+
+
 def test_a_misspelt_word_in_a_preset_is_refused():
     with pytest.raises(UserError, match="kl_in is 'Loss': choose from reward, loss"):
         parse(ImdbConfig, {"mine": {"kl_in": "Loss"}}, [])
@@ -120,7 +135,7 @@ def test_a_flag_that_nothing_would_read_is_said(argv, needs, capsys):
 
 def saved(folder, flags: list[str]) -> list[str]:
     """The command line that resumes a run which was started with these flags."""
-    (folder / "config.json").write_text(config_json(imdb(flags), {"llm1": "base"}))
+    (folder / "config.json").write_text(config_json(imdb([*flags, "--dtype", "float32"]), {"llm1": "base"}))
     return ["--resume", "--run_dir", str(folder)]
 
 
@@ -132,7 +147,9 @@ def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkey
     cfg = imdb([*resume, "--iterations", "99", "--wandb", "offline"])
     assert (cfg.learning_rate, cfg.vf_coef, cfg.iterations, cfg.wandb) == (3e-5, 0.1, 99, "offline")
     assert cfg.kl_horizon == 99 and capsys.readouterr().err == ""
-    assert "lam is 0.0: the run has 0.95;" in error_line(imdb, [*resume, "--lam", "0"], capsys)
+    assert "lam is 0.0: the run has 0.95;" in error_line(train_imdb.main, [*resume, "--lam", "0"], capsys)
+    with pytest.raises(UserError, match="temperature is 0.5: the run has 1.0;"):        # from Python, too
+        train(replace(load_config(tmp_path), resume=True, run_dir=tmp_path, temperature=0.5))
     assert "holds a run of imdb" in error_line(train_gsm8k.main, resume, capsys)
 
 

@@ -41,7 +41,8 @@ class Supervised(Ppo):
             os.kill(os.getpid(), signal.SIGTERM)
         if fault == "error" and processes().rank == 1:
             raise UserError("a score", 0, "of the second process")
-        return rewards
+        asked = 0.01 * processes().rank                     # of a judge that answers each process otherwise
+        return [reward_B + asked for reward_B in rewards]
 
     def respond(self, roles, queries, sample):
         (agent,), (rollout,) = roles, super().respond(roles, queries, sample)

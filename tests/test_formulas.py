@@ -40,6 +40,9 @@ def test_explained_variance_by_hand_and_for_nearly_constant_returns():
     returns = torch.tensor([100.0, 100.0 + 2**-17] * 50)
     assert f.explained_variance(torch.full((100,), 0.1), returns) == pytest.approx(0, abs=1e-6)
     assert f.explained_variance(torch.randn(9), torch.full((9,), 3.0)) == 0
+    # equal but for the rounding of sums
+    rounded = torch.tensor([1.0, 1 + 2**-23, 1 - 2**-24])
+    assert f.explained_variance(torch.tensor([0.0, 1, -1]), rounded) == 0
 
 
 def test_policy_loss_by_hand_and_no_gradient_where_the_clip_wins():

@@ -175,6 +175,7 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
 
 
 @pytest.mark.parametrize("roles, of_llm2, says", [
+    (("first", "query"), {}, "names an agent or a role 'query'"),
     (("first", "second", "first"), {}, "needs a role for each of its agents, and a name for each role"),
     (Own.roles, {"temperature": 2.0}, "temperature is 2.0: differs for llm2; agents must share"),
     (Own.roles, {"lora_rank": 2}, "lora_rank is 2: all agents train adapters on frozen bases, or all")])
@@ -183,6 +184,14 @@ def test_what_cannot_be_a_team_is_refused(roles, of_llm2, says, small_flags, tmp
     monkeypatch.setattr(Own, "of_llm2", of_llm2)
     words = [*small_flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
     assert says in error_line(train_imdb.main, words, capsys)
+
+
+@pytest.mark.parametrize("name", ["gpt+", "a.b", "LLM", "base", "base_llm1", "team", "mean"])
+def test_an_agent_is_not_named_as_logs_name_something_else(name, small_flags, tmp_path, monkeypatch, capsys):
+    """A pattern would find no adapter, a dot is no part of a module's name, `base` has a column."""
+    monkeypatch.setattr(Own, "agents", ("llm1", name))
+    words = [*small_flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
+    assert f"names an agent or a role {name!r}" in error_line(train_imdb.main, words, capsys)
 
 
 def test_a_metric_that_hides_another_is_an_error(small_flags, tmp_path, monkeypatch):

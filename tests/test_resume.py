@@ -1,4 +1,5 @@
 """A run that is killed, stopped, damaged, or continued under other conditions."""
+import multiprocessing
 import os
 import random
 import shlex
@@ -11,6 +12,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from toys import (
     agent_of,
     bigram,
@@ -163,14 +165,25 @@ def test_what_comes_back_is_saved_and_all_else_is_refused(tmp_path):
     assert [path.stem for path in checkpoints_of(tmp_path)] == ["iteration_000003"]
 
 
-@pytest.mark.parametrize("edit", [
-    lambda agent: setattr(agent, "cfg", replace(agent.cfg, lam=0.5)),
-    lambda agent: setattr(agent, "base", agent.policy.like_this(agent.policy.lm))])
-def test_a_replaced_setting_or_reference_which_no_resume_would_restore_is_refused(
-        edit, small_flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Ppo, "update", lambda self, role, agent, *_: edit(agent) or {})
-    line = error_line(train_imdb.main, [*small_flags, "--run_dir", tmp_path / "run"], capsys)
-    assert "agent is 'llm1': has another cfg or base than at the start" in line
+def follow(agent) -> None:
+    """An average over the policies as reference, in place."""
+    for p, own in zip(agent.base.parameters(), agent.policy.parameters()):
+        p.data.lerp_(own.data, 0.1)
+
+
+OTHER = "agent is 'llm1': has another cfg or base than at the start"
+
+
+@pytest.mark.parametrize("edit, says", [
+    (lambda agent: setattr(agent, "cfg", replace(agent.cfg, lam=0.5)), OTHER),
+    (lambda agent: setattr(agent, "base", agent.policy.like_this(agent.policy.lm)), OTHER),
+    (follow, "frozen weights have changed, which no checkpoint keeps")], ids=["cfg", "base", "weights"])
+def test_a_setting_or_reference_that_no_resume_would_restore_is_refused(
+        edit, says, small_flags, tmp_path, capsys, monkeypatch):
+    update = Ppo.update
+    monkeypatch.setattr(Ppo, "update", lambda self, role, agent, *rest: (
+        update(self, role, agent, *rest), edit(agent))[0])
+    assert says in error_line(train_imdb.main, [*small_flags, "--run_dir", tmp_path / "run"], capsys)
 
 
 def test_a_damaged_checkpoint_is_one_line_and_the_previous_one_goes_on(copy, capsys):
@@ -187,10 +200,30 @@ def test_a_damaged_checkpoint_is_one_line_and_the_previous_one_goes_on(copy, cap
         load_checkpoint(copy, [agent_of(bigram())])
 
 
-def test_models_and_data_may_move(copy, small, tmp_path):
+def test_models_and_data_may_move_but_not_change(copy, small, tmp_path, capsys):
     model = shutil.copytree(small, tmp_path / "lm")
-    resume(copy, "--iterations", 3, "--model", model, "--dataset", ASSETS / "imdb/openings",
-           "--reward_model", ASSETS / "imdb/classifier")
+    data = shutil.copytree(ASSETS / "imdb/openings", tmp_path / "data")
+    classifier = shutil.copytree(ASSETS / "imdb/classifier", tmp_path / "classifier")
+    moved = ["--model", model, "--dataset", data, "--reward_model", classifier]
+    resume(copy, "--iterations", 3, *moved)
+    for folder, name in ((model, "model"), (classifier, "reward_model")):
+        path = folder / "model.safetensors"
+        before = load_file(path)
+        first = min(before)
+        save_file(before | {first: before[first] + 0.01}, path, {"format": "pt"})
+        assert f"{name} is '{folder}': is not what the run began with" in refused(
+            capsys, copy, "--iterations", 4, *moved)
+        save_file(before, path, {"format": "pt"})
+    with (data / "train.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    assert f"dataset is '{data}': is not what" in refused(capsys, copy, "--iterations", 4, *moved)
+
+
+def test_what_was_evaluated_before_a_run_goes_on_is_removed_and_says_of_which_iteration_it_is(copy):
+    main(["evaluate", str(copy), "--samples", "1", "--device", "cpu"])
+    assert read(copy / "evaluation/results.json")["iteration"] == 2
+    resume(copy, "--iterations", 3)
+    assert not (copy / "evaluation").exists()
 
 
 def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):
@@ -226,6 +259,34 @@ def test_a_signal_ends_a_run_after_its_iteration(number, small_flags, tmp_path, 
     assert [path.stem for path in checkpoints_of(run_dir)] == ["iteration_000002", "iteration_000001"]
     resume(run_dir)
     assert rows(run_dir)[-1]["iteration"] == 5
+
+
+class Pooled(Ppo):
+    """Asks forked workers, of which the first time one sends Ctrl-C to all, as a terminal does."""
+
+    def scores(self, queries, rollouts, rewards):
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            if self.memory.setdefault("asked", 0) == 0:
+                for pid in [os.getpid(), *(worker.pid for worker in pool._pool)]:
+                    os.kill(pid, signal.SIGINT)
+            self.memory["asked"] += 1
+            return [torch.tensor([*map(float, pool.map(len, rollouts[0].text))])]
+
+
+def test_a_pool_of_forked_workers_ends_and_survives_ctrl_c(small_flags, tmp_path):
+    run = ["--method", "test_resume:Pooled", "--iterations", "2", "--run_dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit):
+        train_imdb.main([*small_flags, *run])
+    resume(tmp_path / "run")
+    assert [row["score/llm1"] for row in rows(tmp_path / "run") if "score/llm1" in row][1] > 0
+
+
+def test_a_closed_terminal_is_a_signal_unless_it_is_ignored(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with signals_noted(received := []):
+        os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, before)
+    assert received == [] and signal.SIGHUP in SIGNALS
 
 
 def test_a_second_signal_ends_at_once():

@@ -24,10 +24,14 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def explained_variance(value_N: Tensor, return_N: Tensor) -> float:
-    """`1 - Var(return - V) / Var(return)`: 1 is perfect, < 0 worse than a constant. 0 for equal returns."""
-    error_N = return_N.double() - value_N.double()
-    return_variance = return_N.double().var(correction=0).item()
-    return 1 - error_N.var(correction=0).item() / return_variance if return_variance > 0 else 0.0
+    """`1 - Var(return - V) / Var(return)`: 1 is perfect, < 0 worse than a constant. 0 for returns that are
+    equal up to rounding.
+    """
+    value_N, return_N = value_N.double(), return_N.double()
+    rounding = 1e-5 * max(value_N.abs().max().item(), return_N.abs().max().item())     # sums of float32
+    if return_N.std(correction=0).item() <= rounding:
+        return 0.0
+    return 1 - ((return_N - value_N).var(correction=0) / return_N.var(correction=0)).item()
 
 
 def token_logprobs(logp_NV: Tensor, token_N: Tensor) -> Tensor:

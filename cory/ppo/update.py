@@ -25,6 +25,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, flo
     those of `losses` as means over the tokens of all epochs, measured before each optimizer step.
     """
     cfg, rng = agent.cfg, agent.generator()
+    score_B = processes().from_main(score_B)        # one that is drawn or judged differs between processes
     rollout = with_advantages(rollout, score_B, agent)
     zeros = torch.zeros(2, dtype=torch.float64, device=agent.policy.device)
     totals, grad_norms = defaultdict(lambda: zeros), []     # of each metric: its sum, its number of tokens

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from cory.config import ImdbConfig
-from cory.loading import load_pretrained, model_errors
+from cory.loading import load_pretrained, model_errors, weights_digest
 from cory.ppo.model import LanguageModel
 from cory.tasks.task import Data, Task
 
@@ -48,6 +48,9 @@ class Imdb(Task):
         super().__init__(cfg, data, model)
         max_tokens = cfg.max_query_length + cfg.max_response_length
         self.reward_model = SentimentReward(cfg.reward_model, model.device, max_tokens)
+
+    def digests(self) -> dict[str, str]:
+        return super().digests() | {"reward_model": weights_digest(self.reward_model.model.parameters())}
 
     def query(self, review: str, rng: random.Random) -> str:
         """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, inclusive.

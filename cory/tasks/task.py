@@ -4,6 +4,7 @@ stream of queries; held-out queries; the check of rewards.
 import json
 import random
 import re
+from hashlib import sha256
 from math import isfinite
 from operator import itemgetter
 from pathlib import Path
@@ -106,6 +107,7 @@ class Task:
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
         self.cfg, self.train, self.memory = cfg, data.train, {}
         self.tokenizer, self.device = model.tokenizer, model.device
+        self.data_digest = sha256(repr(data).encode()).hexdigest()
         rng = random.Random("held-out queries")             # the same for every seed
         rows = getattr(data, cfg.eval_split)
         self.held_out_queries = [self.query(row, rng) for row in rng.sample(rows, cfg.eval_queries)]
@@ -114,6 +116,10 @@ class Task:
     def load_data(cls, cfg: Config) -> Data:
         """Reads `columns` before any model is loaded. Rows of one column are strings, others tuples."""
         return divided(cfg, load_columns(cfg.dataset, cls.columns))
+
+    def digests(self) -> dict[str, str]:
+        """Of what a resumed run must find unchanged, by the setting that names it."""
+        return {"dataset": self.data_digest}
 
     def query(self, row, rng: random.Random) -> str:
         """The query s0 that a row gives: its first column. Whatever is random must be drawn from `rng`."""
