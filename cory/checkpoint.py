@@ -158,3 +158,5 @@ def save_final(run_dir: Path, agents: list[Agent]) -> None:
         policy.activate()
         policy.lm.save_pretrained(folder, state_dict=whole)
         policy.tokenizer.save_pretrained(folder)
+        for path in folder.glob("*.safetensors"):           # which is written for its owner's eyes alone
+            shutil.copymode(folder / "tokenizer_config.json", path)

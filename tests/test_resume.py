@@ -219,6 +219,11 @@ def test_models_and_data_may_move_but_not_change(copy, small, tmp_path, capsys):
     assert f"dataset is '{data}': is not what" in refused(capsys, copy, "--iterations", 4, *moved)
 
 
+def test_whoever_may_read_the_settings_may_read_the_final_model(saved):
+    modes = {(saved / name).stat().st_mode for name in ("config.json", "final/llm1/model.safetensors")}
+    assert len(modes) == 1
+
+
 def test_what_was_evaluated_before_a_run_goes_on_is_removed_and_says_of_which_iteration_it_is(copy):
     main(["evaluate", str(copy), "--samples", "1", "--device", "cpu"])
     assert read(copy / "evaluation/results.json")["iteration"] == 2
