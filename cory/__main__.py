@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     from cory.checkpoint import claimed
     from cory.distributed import launched
-    from cory.run import evaluate_run
+    from cory.record import evaluate_run
     with launched({"device": args.device}):
         for run_dir in args.run_dirs:
             with claimed(run_dir, resume=True):

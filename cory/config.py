@@ -2,6 +2,7 @@
 
 Nothing here imports PyTorch, so that `--help` and a mistyped flag are answered at once.
 """
+import importlib
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
-from cory.errors import UserError, find
+from cory.errors import UserError
 
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED = "bundled:"            # prefix of models and data in ASSETS: a run does not depend on where that is
@@ -23,9 +24,29 @@ NAMED = {
     "advantage": {name: f"cory.ppo.advantages:{name}"
                   for name in ("gae", "rloo", "grpo", "dr_grpo", "reinforce")},
     "checker": {name: f"cory.tasks.gsm8k:{name}" for name in ("last_number", "strict")},
-    "lr_schedule": {name: f"cory.ppo.formulas:{name}" for name in ("constant", "linear", "cosine")},
+    "loss": {"ppo": "cory.ppo.formulas:policy_loss"},
+    "lr_schedule": {name: f"cory.ppo.agent:{name}" for name in ("constant", "linear", "cosine")},
     "kl_controller": {"adaptive": "cory.ppo.agent:adaptive"},
 }
+
+def find(field: str, name: str):
+    """The object `module:Name`; the module may be in the current folder."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        code = importlib.import_module(module)
+    except ModuleNotFoundError as error:                # any other error of the module keeps its traceback
+        raise UserError(field, name, f"{error}; name code as module:Name, without .py") from error
+    if not hasattr(code, attribute):
+        raise UserError(field, name, f"{module} has no {attribute}; name code as module:Name, without .py")
+    return getattr(code, attribute)
+
+
+def short_name(name: str) -> str:
+    """What logs and legends show of `module:Name`: its last part."""
+    return name.rpartition(":")[2]
+
 
 LARGEST = 2**31 - 1     # value that a numeric setting accepts
 ABOVE_0 = 1e-30         # the minimum of settings that must be above 0
@@ -90,6 +111,11 @@ class Config:
     chat_template: bool = setting(False, "prompts are user messages in the model's chat template (ours)")
     # the update
     advantage: str = each("gae", "gae (paper), rloo, grpo, dr_grpo, reinforce, or yours as module:function")
+    loss: str = each("ppo", "policy loss: ppo (paper), or yours as module:function")
+    loss_mean: Literal["tokens", "responses", "constant"] = each(
+        "tokens", "mean over tokens (TRL), responses (GRPO), or constant lengths (Dr. GRPO)")
+    max_approx_kl: float = each(
+        0.0, "an update ends where the policy has moved so far, nats per token; 0: never (paper)", min=0)
     learning_rate: float = each(1.41e-5, "Adam's step size (paper: 1.41e-5, GSM8K 1e-5)", min=ABOVE_0)
     critic_learning_rate: float = each(0.0, "for the value head; 0: same as learning_rate (paper)", min=0)
     lr_schedule: str = each("constant", "constant (paper), linear, cosine, or yours as module:function")
@@ -115,6 +141,7 @@ class Config:
     eval_samples: int = setting(1, "responses to each held-out query per evaluation (ours)", min=1)
     eval_every: int = setting(20, "iterations between evaluations; 0: at start and end (ours)", min=0)
     save_every: int = setting(50, "iterations between checkpoints, after the first; 0: none (ours)", min=0)
+    save_best: bool = setting(False, "write best/, the models of the highest held-out combined reward (ours)")
     run_dir: str = setting("", "folder of this run; a new one under runs/ if empty (ours)")
     resume: bool = setting(False, "continue the run in run_dir from its last checkpoint (ours)")
     wandb: Literal["auto", "online", "offline", "disabled"] = setting(

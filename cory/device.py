@@ -2,8 +2,10 @@
 import ctypes
 import resource
 import sys
-from contextlib import suppress
+import time
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Iterator
 
 import torch
 
@@ -36,6 +38,14 @@ def prepare_device(cfg: Config, device: torch.device) -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)                     # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)             # M_TRIM_THRESHOLD
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds what its block takes to `seconds[phase]`."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 def peak_memory(device: torch.device) -> float:

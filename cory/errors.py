@@ -1,7 +1,5 @@
-"""Errors that a user can fix, one line each, and settings that name code."""
+"""Errors that a user can fix, one line each."""
 import functools
-import importlib
-import os
 import sys
 
 
@@ -24,22 +22,3 @@ def exit_on_user_error(main):
             sys.stderr.write(f"error: {error}\n")          # one write, so that processes' lines do not mix
             raise SystemExit(2) from None
     return run
-
-
-def find(field: str, name: str):
-    """The object `module:Name`; the module may be in the current folder."""
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        code = importlib.import_module(module)
-    except ModuleNotFoundError as error:                # any other error of the module keeps its traceback
-        raise UserError(field, name, f"{error}; name code as module:Name, without .py") from error
-    if not hasattr(code, attribute):
-        raise UserError(field, name, f"{module} has no {attribute}; name code as module:Name, without .py")
-    return getattr(code, attribute)
-
-
-def short_name(name: str) -> str:
-    """What logs and legends show of `module:Name`: its last part."""
-    return name.rpartition(":")[2]

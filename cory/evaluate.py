@@ -9,18 +9,19 @@ import torch
 from transformers import set_seed
 
 from cory.config import Config
-from cory.distributed import processes, unsharded
+from cory.distributed import processes
 from cory.log import append_jsonl
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout, join, real_ids
 from cory.ppo.sampling import sample, score_rollout
+from cory.sharding import unsharded
 from cory.tasks.task import Task
 
 EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations
 
 
-def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed: int | None,
-                     reference: LanguageModel | None = None) -> Rollout:
+def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str], length: int,
+                     seed: int | None, reference: LanguageModel | None = None) -> Rollout:
     """A sampled response of at most `length` tokens to each prompt, greedy if `seed` is None; with the same
     seed from the same random numbers, whatever the model and the number of processes. With a reference, also
     with log-probabilities and the exact KL.
@@ -28,11 +29,11 @@ def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed
     size = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))     # prompts at a time
 
     def responses(at: int) -> Rollout:
-        some, uniform_TB = prompts[at:at + size], None
+        rows, uniform_TB = slice(at, at + size), None
         if seed is not None:
             rng = np.random.default_rng((EVALUATION_SEED, seed, at))
-            uniform_TB = torch.from_numpy(rng.random((length, len(some))))
-        rollout = sample(model, some, length, uniform_TB)
+            uniform_TB = torch.from_numpy(rng.random((length, len(prompts[rows]))))
+        rollout = sample(model, prompts[rows], queries[rows], length, uniform_TB)
         if reference is not None:
             rollout = score_rollout(rollout, model, reference, "full", size)
         return rollout.to("cpu")
@@ -43,62 +44,84 @@ def sample_responses(model: LanguageModel, prompts: list[str], length: int, seed
     return join(processes().gather(mine))
 
 
-def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,
-             out: Path | None = None) -> dict[str, float]:
+def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task) -> dict[str, float]:
     """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
     asks for them. KL is in nats per response, length in tokens per response, EOS included.
-
-    With `out`, which all responses are written to, also pass@k for k = 1, 2, 4, ... (solved: a reward above
-    0), the reward of the best of n for n = 4, 16, 32 up to eval_samples / 2, and that of greedy responses.
     """
-    set_seed(EVALUATION_SEED)               # for tasks that draw
-    queries, length, samples = task.held_out_queries, cfg.max_response_length, cfg.eval_samples
-    asked = [query for query in queries for _ in range(samples)]
-    responses = sample_responses(model, task.pioneer_prompts(asked), length, 0, reference)
-    ids = real_ids(responses.response_BT, responses.mask_BT)
-    reward_B, kl = task.reward(asked, responses.text), responses.kl_B.mean().item()
-    reward, tokens = reward_B.mean().item(), sum(map(len, ids))
-    metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
-               "length": tokens / len(ids), "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
-               "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
-               "base_perplexity": math.exp(min(-responses.ref_logp_BT.sum().item() / tokens, 700)),
-               "sampling_gap": responses.sampling_gap}
-    metrics = dict(**metrics, **task.metrics(asked, responses.text))
-    if task.greedy or out:
-        greedy = sample_responses(model, task.pioneer_prompts(queries), length, None).text
-        metrics |= {f"greedy_{name}": value for name, value in task.metrics(queries, greedy).items()}
-    if out:
-        greedy_Q, reward_Qm = task.reward(queries, greedy), reward_B.view(-1, samples).cpu().numpy()
-        metrics["greedy_task_reward"] = greedy_Q.mean().item()
-        for k in (2**i for i in range(samples.bit_length())):
-            metrics[f"pass@{k}"] = best_of_n(reward_Qm > 0, k)
-        for n in (n for n in (4, 16, 32) if 2 * n <= samples):
-            metrics[f"best_of_{n}"] = best_of_n(reward_Qm, n)
-        rows = [{"query": query, "greedy": greedy[i], "greedy_reward": greedy_Q[i].item(),
-                 "sampled": responses.text[i * samples:(i + 1) * samples], "rewards": reward_Qm[i].tolist()}
-                for i, query in enumerate(queries)]
-        if processes().is_main:
-            out.unlink(missing_ok=True)
-            append_jsonl(out, rows)
+    metrics, _, _ = evaluate_sampled(model, reference, cfg, task)
+    if task.greedy:
+        metrics |= evaluate_greedy(model, cfg, task)[0]
     return metrics
 
 
-def evaluate_team(method, roles: list[LanguageModel]) -> dict[str, float]:
+def evaluate_in_full(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,
+                     out: Path) -> dict[str, float]:
+    """As `evaluate`, with greedy responses whatever the task; pass@k for k = 1, 2, 4, ... (solved: a reward
+    above 0), and the reward of the best of n for n = 4, 16, 32 up to eval_samples / 2. All responses are
+    written to `out`.
+    """
+    metrics, responses, reward_B = evaluate_sampled(model, reference, cfg, task)
+    of_greedy, greedy, greedy_Q = evaluate_greedy(model, cfg, task)
+    metrics |= of_greedy | {"greedy_task_reward": greedy_Q.mean().item()}
+    samples = cfg.eval_samples
+    reward_Qm = reward_B.view(-1, samples).cpu().numpy()
+    for k in (2**i for i in range(samples.bit_length())):
+        metrics[f"pass@{k}"] = best_of_n(reward_Qm > 0, k)
+    for n in (n for n in (4, 16, 32) if 2 * n <= samples):
+        metrics[f"best_of_{n}"] = best_of_n(reward_Qm, n)
+    if processes().is_main:
+        out.unlink(missing_ok=True)
+        append_jsonl(out, [
+            {"query": query, "greedy": greedy.text[i], "greedy_reward": greedy_Q[i].item(),
+             "sampled": responses.text[i * samples:(i + 1) * samples], "rewards": reward_Qm[i].tolist()}
+            for i, query in enumerate(task.held_out_queries)])
+    return metrics
+
+
+def evaluate_sampled(model: LanguageModel, reference: LanguageModel, cfg: Config,
+                     task: Task) -> tuple[dict[str, float], Rollout, torch.Tensor]:
+    """(metrics, responses, their rewards): `eval_samples` in a row for each held-out query."""
+    set_seed(EVALUATION_SEED)               # for tasks that draw
+    asked = [query for query in task.held_out_queries for _ in range(cfg.eval_samples)]
+    prompts, length = task.pioneer_prompts(asked), cfg.max_response_length
+    responses = sample_responses(model, prompts, asked, length, 0, reference)
+    ids = real_ids(responses.response_BT, responses.mask_BT)
+    reward_B, parts = task.judge(asked, responses.text)
+    reward, kl, tokens = reward_B.mean().item(), responses.kl_B.mean().item(), sum(map(len, ids))
+    metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
+               "length": tokens / len(ids), "truncated": responses.truncated_B.double().mean().item(),
+               "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
+               "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
+               "base_perplexity": math.exp(min(-responses.ref_logp_BT.sum().item() / tokens, 700)),
+               "sampling_gap": responses.sampling_gap}
+    return dict(**metrics, **parts, **task.metrics(asked, responses.text)), responses, reward_B
+
+
+def evaluate_greedy(model: LanguageModel, cfg: Config,
+                    task: Task) -> tuple[dict[str, float], Rollout, torch.Tensor]:
+    """(metrics as greedy_NAME, responses, their rewards): one for each held-out query."""
+    queries = task.held_out_queries
+    greedy = sample_responses(model, task.pioneer_prompts(queries), queries, cfg.max_response_length, None)
+    metrics = {f"greedy_{name}": x for name, x in task.metrics(queries, greedy.text).items()}
+    return metrics, greedy, task.reward(queries, greedy.text)
+
+
+def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
     """The mean score of the responses that policies in a method's roles give, one to each held-out query, and
     the method's metrics of these.
     """
     set_seed(EVALUATION_SEED)               # for tasks and methods that draw
     queries, length, calls = method.task.held_out_queries, method.cfg.max_response_length, count(1)
 
-    def sample_in_turn(policy: LanguageModel, prompts: list[str]) -> Rollout:
+    def sample_in_turn(policy: LanguageModel, prompts: list[str], queries: list[str]) -> Rollout:
         # with equal seeds, identical agents would respond identically
-        return sample_responses(policy, prompts, length, seed=next(calls))
+        return sample_responses(policy, prompts, queries, length, seed=next(calls))
 
-    rollouts = method.respond(roles, queries, sample_in_turn)
-    rewards = [method.task.reward(queries, rollout.text) for rollout in rollouts]
-    scores = method.scores(queries, rollouts, rewards)
-    score = fmean(score_B.mean().item() for score_B in scores)
-    return dict(score=score, **method.metrics(queries, rollouts, rewards))
+    rollouts = method.respond(policies, queries, sample_in_turn)
+    rewards = [method.task.reward(rollout.query, rollout.text) for rollout in rollouts]
+    scores = method.scores(rollouts, rewards)
+    score = fmean(score_B.view(len(score_B), -1).sum(1).mean().item() for score_B in scores)
+    return dict(score=score, **method.metrics(rollouts, rewards))
 
 
 def distinct(ids: list[list[int]], n: int) -> float:

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedTokenizerFast
 from transformers.utils import cached_file, logging
 
 from cory.config import Config, located
-from cory.distributed import full_tensor
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel, positions
+from cory.sharding import full_tensor
 
 TEXT = "a good film"            # what models are tested on
 # In a file, but in no computation: value heads, poolers, and constants that older versions stored.

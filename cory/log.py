@@ -13,9 +13,8 @@ from typing import Callable
 import pandas as pd
 from tqdm import tqdm
 
-from cory.config import Config
+from cory.config import Config, short_name
 from cory.distributed import processes
-from cory.errors import short_name
 
 
 # --- files ---

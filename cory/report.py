@@ -7,8 +7,8 @@ from typing import Collection, Sequence
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cory.config import read_config
-from cory.errors import UserError, short_name
+from cory.config import read_config, short_name
+from cory.errors import UserError
 from cory.log import read_jsonl
 
 # Runs may differ in these, and still be compared.

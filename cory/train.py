@@ -1,19 +1,21 @@
 """The methods, side by side: what PPO does, and what CORY adds to it."""
 from dataclasses import asdict
 from functools import partial
+from itertools import cycle, islice
 from statistics import fmean
-from typing import Callable
+from typing import Callable, Sequence
 
 from torch import Tensor
 
-from cory.checkpoint import claimed, signals_noted
 from cory.config import Config
 from cory.distributed import launched
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import ppo_update
-from cory.run import RoleStep, Run, run_folder
+from cory.record import Record, RoleStep
+from cory.run_folder import claimed, run_folder, signals_noted
+from cory.setup import Setup
 from cory.tasks.task import Task
 
 
@@ -23,9 +25,12 @@ class Ppo:
     A method of your own (`--method module:Name`) is a subclass that overrides what it changes. Whatever it
     must remember between iterations belongs in `memory`, as numbers, text, tensors and collections of these:
     checkpoints keep it, and no other attribute of a method.
+
+    iteration: the present one, 1, 2, ..., or 0 before training. training: false in held-out evaluation.
     """
     agents = ("llm1",)
-    roles = ("pioneer",)        # in the order in which they respond; if there are fewer agents, these repeat
+    roles = ("pioneer",)        # in the order in which they respond
+    iteration, training = 0, False
 
     def __init__(self, cfg: Config, task: Task):
         self.cfg, self.task, self.memory = cfg, task, {}
@@ -35,72 +40,87 @@ class Ppo:
         """The settings of one agent: override it to give agents different models, rates, ..."""
         return cfg
 
-    def train(self, run: Run) -> None:
+    def train(self, agents: list[Agent], record: Record) -> None:
         """The training loop, of PPO with one agent and of CORY (the paper's algorithm 1) with two.
 
-        `run.agents` never change; `run.roles` are the agents in the order of the roles they play. If an agent
-        has several, as with `--share_weights true`, the later rollouts predate its first update: their ratios
-        do not start at 1.
+        If an agent has several roles, as with `--share_weights true`, the later rollouts predate its first
+        update: their ratios do not start at 1.
         """
         cfg, task = self.cfg, self.task
-        if run.done == 0:
-            run.evaluate(0)
-        for iteration in range(run.done + 1, cfg.iterations + 1):
-            run.begin(iteration)
-            for agent in run.agents:
+        if record.done == 0:
+            record.evaluate(0)
+        for iteration in range(record.done + 1, cfg.iterations + 1):
+            record.begin(iteration)
+            for agent in agents:
                 agent.set_learning_rate(iteration)
             queries, max_new_tokens = task.batch(iteration)
 
             # PPO: a1 ~ pi(. | s0)        CORY: a1 ~ pi_pio(. | s0), a2 ~ pi_obs(. | s0, a1)
+            cast = self.cast(agents, iteration)
             sample = partial(collect_rollout, max_new_tokens=max_new_tokens)
-            rollouts = self.respond(run.roles, queries, sample)
+            rollouts = self.respond(cast, queries, sample)
 
             # PPO: r(s0, a1)              CORY: r(s0, a1) + r(s0, a2), for both
-            rewards = [task.reward(queries, a.text) for a in rollouts]
-            scores = self.scores(queries, rollouts, rewards)
+            judged = [task.judge(rollout.query, rollout.text) for rollout in rollouts]
+            rewards = [reward_B for reward_B, _ in judged]
+            scores = self.scores(rollouts, rewards)
 
-            turns = zip(self.roles, run.roles, rollouts, rewards, scores, strict=True)
-            steps = [RoleStep(role, agent, rollout, reward, self.update(role, agent, rollout, score))
-                     for role, agent, rollout, reward, score in turns]
-            for agent in run.agents:
+            steps = []
+            turns = zip(self.roles, cast, rollouts, judged, scores, strict=True)
+            for role, agent, rollout, (reward_B, parts), score in turns:
+                update = self.update(role, agent, rollout, score)
+                steps.append(RoleStep(role, agent, rollout, reward_B, parts, update))
+            for agent in agents:
                 agent.adapt_kl_coef([step.rollout.kl_B for step in steps if step.agent is agent])
 
-            run.log(iteration, queries, steps, self.metrics(queries, rollouts, rewards))
-            task.learn(queries, rewards)
+            record.log(iteration, steps, self.metrics(rollouts, rewards))
+            task.learn(rollouts, rewards)
             if self.evaluation_is_due(iteration):
-                run.evaluate(iteration)
+                record.evaluate(iteration)
 
-            # role exchange: roles move, all state stays with its agent
-            exchange = len(run.roles) > 1 and cfg.role_exchange_every > 0
-            if exchange and iteration % cfg.role_exchange_every == 0:
-                run.roles.append(run.roles.pop(0))
-                if cfg.reset_on_exchange:                   # DIFFERS: the released code always does
-                    for agent in run.agents:
-                        agent.reset()
+            # DIFFERS: at an exchange the released code always does
+            if cfg.reset_on_exchange and self.exchange_follows(iteration):
+                for agent in agents:
+                    agent.reset()
 
             # after the first, every `save_every` and the last; after a signal, too, which ends the run
-            run.save_if_due(iteration)
+            record.save_if_due(iteration)
+
+    def cast(self, agents: Sequence, iteration: int) -> list:
+        """Who plays each role in an iteration (1, 2, ...). At an exchange roles move to the next agent, and
+        all state stays with its agent; if there are fewer agents than roles, they take turns.
+        """
+        every = self.cfg.role_exchange_every
+        first = (iteration - 1) // every % len(agents) if every else 0
+        return [*islice(cycle(agents), first, first + len(self.roles))]
+
+    def exchange_follows(self, iteration: int) -> bool:
+        every = self.cfg.role_exchange_every
+        return len(self.roles) > 1 and every > 0 and iteration % every == 0
 
     def evaluation_is_due(self, iteration: int) -> bool:
         cfg = self.cfg
         return iteration == cfg.iterations or cfg.eval_every > 0 and iteration % cfg.eval_every == 0
 
-    def respond(self, roles: list, queries: list[str], sample: Callable) -> list[Rollout]:
-        """A response in each role. `sample(agent, prompts)` returns a `Rollout`. In held-out evaluation,
-        policies play the roles, and a rollout has no log-probabilities.
+    def respond(self, cast: list, queries: list[str], sample: Callable) -> list[Rollout]:
+        """A response in each role. `sample(agent, prompts, queries)` returns a `Rollout`: responses to the
+        prompts, which are rewarded as responses to the queries. In held-out evaluation policies are cast, and
+        a rollout has no log-probabilities.
         """
-        (agent,) = roles
-        return [sample(agent, self.task.pioneer_prompts(queries))]
+        (agent,) = cast
+        return [sample(agent, self.task.pioneer_prompts(queries), queries)]
 
-    def scores(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
-        """The scalar that each response is trained on, (B,) for each role; `rewards` are the task's own."""
-        return [r.clone() for r in rewards]
+    def scores(self, rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
+        """What each role is trained on: a number for each response, (B,), or for each of its tokens, (B, T);
+        `rewards`, (B,), are the task's own.
+        """
+        return [reward_B.clone() for reward_B in rewards]
 
-    def update(self, role: str, agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
-        """Trains the agent that played a role on its scores (B,); returns metrics."""
-        return ppo_update(agent, rollout, score_B)
+    def update(self, role: str, agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float]:
+        """Trains the agent that played a role on its scores; returns metrics."""
+        return ppo_update(agent, rollout, score)
 
-    def metrics(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
+    def metrics(self, rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
         """What else is logged, by name: of an iteration, and of several roles' held-out responses, which have
         no log-probabilities.
         """
@@ -114,24 +134,24 @@ class Cory(Ppo):
     agents = ("llm1", "llm2")
     roles = ("pioneer", "observer")
 
-    def respond(self, roles: list, queries: list[str], sample: Callable) -> list[Rollout]:
+    def respond(self, cast: list, queries: list[str], sample: Callable) -> list[Rollout]:
         """Knowledge transfer: the pioneer responds to the query, the observer to the query and that response;
         in a longer chain, each agent to the query and the response before its own.
         """
-        pioneer, *observers = roles
+        pioneer, *observers = cast
         bare = self.task.pioneer_prompts(queries)
-        rollouts = [sample(pioneer, bare)]
+        rollouts = [sample(pioneer, bare, queries)]
         for observer in observers:
             shown = self.task.observer_prompts(queries, rollouts[-1].text)
-            rollouts.append(sample(observer, shown if self.cfg.knowledge_transfer else bare))
+            rollouts.append(sample(observer, shown if self.cfg.knowledge_transfer else bare, queries))
         return rollouts
 
-    def scores(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
+    def scores(self, rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
         """r_CORY = r(s0, a1) + r(s0, a2) for both; `--partner_reward` weights what is not an agent's own."""
         weight = self.cfg.partner_reward
         return [r + weight * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
-    def metrics(self, queries: list[str], rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
+    def metrics(self, rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
         """How the last agent uses the response that it has seen: the share of its responses that repeat it;
         and their mean reward where the response seen earned more than the batch's mean, and elsewhere, both
         left out if all responses seen earned the same.
@@ -146,12 +166,14 @@ class Cory(Ppo):
         return metrics
 
 
-def train(cfg: Config) -> Run:
+def train(cfg: Config) -> Record:
     """Runs the method that `cfg.method` names, from the start or the last checkpoint to the end."""
     with launched(asdict(cfg)), claimed(run_folder(cfg), cfg.resume) as run_dir:
-        run = Run(cfg, run_dir)
-        with run.logger:
-            with signals_noted(run.signals):
-                run.method.train(run)
-            run.finish()
-    return run
+        setup = Setup(cfg, run_dir)
+        agents = setup.new_agents()
+        record = Record(setup, agents)
+        with record.logger:
+            with signals_noted(record.signals):
+                setup.method.train(agents, record)
+            record.finish()
+    return record

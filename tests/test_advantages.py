@@ -38,20 +38,25 @@ def test_reinforce_by_hand():
     # population standard deviations 1.5 and 2; variance (9 + 36 + 16 + 0)/4 - (13/4)^2 = 4.6875
     (grpo, [-1, 1, 1, -1], [x / 4.6875**0.5 for x in (-0.25, 2.75, 0.75, -3.25)])])
 def test_comparisons_within_groups_by_hand(estimate, of_two, of_four):
-    for k, expected in ((2, of_two), (4, of_four)):
-        close(estimate(reward_BT=REWARD, mask_BT=MASK, group_size=k),
+    for group, expected in (([7, 7, 0, 0], of_two), ([0] * 4, of_four)):
+        close(estimate(reward_BT=REWARD, mask_BT=MASK, group_B=torch.tensor(group)),
               torch.tensor(expected)[:, None] * MASK, 1e-5)
+    # rows apart, and groups of unlike size, are compared as their numbers say
+    order = torch.tensor([2, 0, 3, 1])
+    of_rows = torch.tensor(of_two)[order]
+    close(estimate(reward_BT=REWARD[order], mask_BT=MASK[order], group_B=torch.tensor([0, 7, 0, 7])),
+          of_rows[:, None] * MASK[order], 1e-5)
 
 
 def test_grpo_of_equal_returns_is_0():
     """Also where their float mean misses them by an ulp."""
     for value, k in ((7.0, 4), (1.3, 8), (-0.1, 8)):
-        assert grpo(torch.full((k, 1), value), torch.ones(k, 1), k).abs().max() == 0
+        assert grpo(torch.full((k, 1), value), torch.ones(k, 1), torch.zeros(k).long()).abs().max() == 0
 
 
 @estimator(critic=False, whiten=False, grouped=True)
-def own(reward_BT, mask_BT, group_size, **_):               # whole numbers
-    return (3 * rloo(reward_BT, mask_BT, group_size)).round().long()
+def own(reward_BT, mask_BT, group_B, **_):                  # whole numbers
+    return (3 * rloo(reward_BT, mask_BT, group_B)).round().long()
 
 
 @estimator(critic=False, whiten=False)
@@ -65,7 +70,7 @@ def unmarked(reward_BT, **_):
 
 def test_an_estimator_of_ones_own_is_neither_whitened_nor_has_a_critic_unless_it_says_so():
     agent = agent_of(bigram(), advantage="test_advantages:own", responses_per_query=4, init_kl_coef=0.0)
-    rollout = with_advantages(collect_rollout(agent, ["a"] * 8, 3), torch.arange(8.0), agent)
+    rollout = with_advantages(collect_rollout(agent, ["a"] * 8, ["a"] * 8, 3), torch.arange(8.0), agent)
     # returns 0..3: minus the mean of the others -2, -2/3, 2/3, 2, times 3
     close(rollout.advantage_BT, torch.tensor([-6.0, -2, 2, 6] * 2)[:, None] * rollout.mask_BT)
     assert rollout.return_BT is None and agent.critic is None
@@ -78,4 +83,4 @@ def test_an_estimator_of_ones_own_is_neither_whitened_nor_has_a_critic_unless_it
 def test_estimators_that_cannot_be_are_refused(name, k, says):
     with pytest.raises(UserError, match=says):
         agent = agent_of(bigram(), advantage=f"test_advantages:{name}", responses_per_query=k)
-        ppo_update(agent, collect_rollout(agent, ["a"] * 8, 3), torch.zeros(8))
+        ppo_update(agent, collect_rollout(agent, ["a"] * 8, ["a"] * 8, 3), torch.zeros(8))

@@ -155,7 +155,7 @@ def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkey
 
 def test_a_resumed_run_whose_rate_falls_keeps_its_iterations(small_flags, tmp_path, monkeypatch, capsys):
     resume = saved(tmp_path, [*small_flags, "--lr_schedule", "cosine"])
-    monkeypatch.setattr("cory.run.load_checkpoint", lambda *_: {"iteration": 2, "iterations": 5})
+    monkeypatch.setattr("cory.record.load_checkpoint", lambda *_: {"iteration": 2, "iterations": 5})
     line = error_line(train_imdb.main, [*resume, "--iterations", "9"], capsys)
     assert "iterations is 9: the run has 5, and --lr_schedule cosine falls over them" in line
 

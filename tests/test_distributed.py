@@ -15,7 +15,7 @@ from toys import error_line, rows, saved_tensors, stopped
 
 import train_gsm8k
 import train_imdb
-from cory import distributed
+from cory import sharding
 from cory.checkpoint import checkpoints_of
 from cory.distributed import processes
 from cory.errors import UserError
@@ -35,7 +35,7 @@ class Supervised(Ppo):
     gradient of 0 would move it by its momentum. One process meets what the run's folder is named by.
     """
 
-    def scores(self, queries, rollouts, rewards):
+    def scores(self, rollouts, rewards):
         fault = Path(self.cfg.run_dir).name
         if fault == "SIGTERM" and processes().rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -44,8 +44,8 @@ class Supervised(Ppo):
         asked = 0.01 * processes().rank                     # of a judge that answers each process otherwise
         return [reward_B + asked for reward_B in rewards]
 
-    def respond(self, roles, queries, sample):
-        (agent,), (rollout,) = roles, super().respond(roles, queries, sample)
+    def respond(self, cast, queries, sample):
+        (agent,), (rollout,) = cast, super().respond(cast, queries, sample)
         rows = take(rollout, torch.arange(len(queries))[processes().rows(len(queries))])
         real = rows.mask_BT.bool()
         hidden_BTH = agent.policy.response_hidden(rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT)
@@ -65,9 +65,9 @@ SCRIPT = """
 import json, os, sys
 from contextlib import suppress
 import torch.distributed as dist
-import cory.run, train_gsm8k, train_imdb
+import cory.record, train_gsm8k, train_imdb
 
-cory.run.draw_runs = lambda *_: None
+cory.record.draw_runs = lambda *_: None
 for script, *flags in json.load(open(sys.argv[1])):
     with suppress(SystemExit) if "error" not in flags[-1] else suppress():
         globals()[script].main([flag.replace("RANK", os.environ["RANK"]) for flag in flags])
@@ -165,8 +165,8 @@ def test_a_signal_to_one_process_ends_all_after_the_iteration_and_one_goes_on(ru
 
 def test_each_process_makes_as_many_passes(monkeypatch):
     """Beside 3 groups elsewhere the larger of 2 is halved."""
-    monkeypatch.setattr(distributed, "processes", lambda: SimpleNamespace(gather=lambda counts: [*counts, 3]))
-    groups = distributed.as_many_as_others([torch.tensor([4, 2, 7, 1]), torch.tensor([0])])
+    monkeypatch.setattr(sharding, "processes", lambda: SimpleNamespace(gather=lambda counts: [*counts, 3]))
+    groups = sharding.as_many_as_others([torch.tensor([4, 2, 7, 1]), torch.tensor([0])])
     assert [rows.tolist() for rows in groups] == [[0], [4, 2], [7, 1]]
 
 

@@ -26,7 +26,7 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 # A task of eight queries whose reward counts letters.
 LETTERS = SimpleNamespace(
     held_out_queries=["a"] * 8, greedy=False, cfg=settings(max_response_length=5), pioneer_prompts=list,
-    reward=lambda queries, responses: torch.tensor([float(len(text)) for text in responses]),
+    judge=lambda queries, responses: (torch.tensor([float(len(text)) for text in responses]), {"part": 1}),
     metrics=lambda queries, responses: {"longest": max(map(len, responses))})
 
 
@@ -38,7 +38,7 @@ def test_held_out_metrics_by_hand():
     cfg = settings(max_response_length=5, init_kl_coef=0.5, eval_samples=2)
     got = evaluate.evaluate(bigram(logits_UV), bigram(torch.zeros(7, 7)), cfg, LETTERS)
     expected = {"task_reward": 5.0, "kl": 5 * log(7), "combined_reward": 5 - 0.5 * 5 * log(7), "length": 5.0,
-                "longest": 5, "distinct_1": 2 / 80, "distinct_2": 2 / 64,       # of 16 responses
+                "truncated": 1, "part": 1, "longest": 5, "distinct_1": 2 / 80, "distinct_2": 2 / 64,       # of 16 responses
                 "repeated_tokens": 0.6, "base_perplexity": 7.0, "sampling_gap": 0}  # 3 of 5 repeat
     assert got == pytest.approx(expected, rel=1e-4)
 
@@ -49,9 +49,11 @@ def test_pass_at_k_and_best_of_n_by_hand(tmp_path):
     """
     task = SimpleNamespace(**vars(LETTERS) | {"held_out_queries": ["a", "b"]})
     rewards = iter([[2.0, *[0.0] * 15], [1.0, 0.0]])                        # of samples, then of greedy ones
-    task.reward = lambda *_: torch.tensor(next(rewards))
+    task.judge = lambda *_: (torch.tensor(next(rewards)), {})
+    task.reward = lambda *_: task.judge()[0]
     out, model = tmp_path / "base.jsonl", bigram()
-    metrics = evaluate.evaluate(model, model, settings(max_response_length=5, eval_samples=8), task, out)
+    cfg = settings(max_response_length=5, eval_samples=8)
+    metrics = evaluate.evaluate_in_full(model, model, cfg, task, out)
     pass_at = {f"pass@{k}": k / 16 for k in (1, 2, 4, 8)}
     expected = {"greedy_task_reward": 0.5, **pass_at, "best_of_4": 0.5}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)

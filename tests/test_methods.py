@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
+from cory.record import Record
 from toys import bigram, error_line, finished, read, require_same_runs, rows, saved_tensors, settings, stopped
 
 import train_imdb
@@ -14,7 +15,6 @@ from cory import evaluate
 from cory.checkpoint import checkpoints_of
 from cory.ppo import model
 from cory.ppo.agent import Agent
-from cory.run import Run
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
@@ -68,7 +68,7 @@ def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
 
 
 def test_what_a_method_does_to_its_scores_is_not_done_to_the_rewards():
-    (score_B,) = Ppo(None, None).scores([], [], [reward_B := torch.ones(2)])
+    (score_B,) = Ppo(None, None).scores([], [reward_B := torch.ones(2)])
     score_B *= 2
     assert reward_B.tolist() == [1, 1]
 
@@ -112,7 +112,8 @@ def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
     monkeypatch.setattr(model, "add_adapter", lambda *_: seeds.append(torch.initial_seed()))
     pair = [Agent(name, bigram(), settings(lora_rank=2), i) for i, name in enumerate(["llm1", "llm2"])]
     for iteration in range(6):
-        Run.begin(SimpleNamespace(cfg=settings()), iteration)
+        Record.begin(SimpleNamespace(setup=SimpleNamespace(cfg=settings()), agents=[], method=pair[0].policy,
+                                     task=pair[0].policy), iteration)
         seeds.append(torch.initial_seed())
     assert len({0, *seeds}) == 9
     drawn = [agent.generator().random() for agent in pair for _ in range(3)]
@@ -130,18 +131,18 @@ class Own(Cory):
     def agent_config(cfg, name):
         return replace(cfg, **Own.of_llm2) if name == "llm2" else cfg
 
-    def respond(self, roles, queries, sample):
-        a1, second = (sample(roles[0], self.task.pioneer_prompts(queries)) for _ in range(2))
+    def respond(self, cast, queries, sample):
+        a1, second = (sample(cast[0], self.task.pioneer_prompts(queries), queries) for _ in range(2))
         shown = [f"{first}|{other}" for first, other in zip(a1.text, second.text)]
         self.asked.append(queries)
-        self.pioneer = int(getattr(roles[0], "policy", roles[0]).lm.config.model_type == "llama")
-        return [a1, sample(roles[1], self.task.observer_prompts(queries, shown))]
+        self.pioneer = int(getattr(cast[0], "policy", cast[0]).lm.config.model_type == "llama")
+        return [a1, sample(cast[1], self.task.observer_prompts(queries, shown), queries)]
 
-    def scores(self, queries, rollouts, rewards):
+    def scores(self, rollouts, rewards):
         return [rewards[0], rewards[1] + 1]
 
-    def metrics(self, queries, rollouts, rewards):
-        return super().metrics(queries, rollouts, rewards) | {"pioneer": torch.tensor(self.pioneer)}
+    def metrics(self, rollouts, rewards):
+        return super().metrics(rollouts, rewards) | {"pioneer": torch.tensor(self.pioneer)}
 
 
 def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_flags, tmp_path):
@@ -196,7 +197,7 @@ def test_an_agent_is_not_named_as_logs_name_something_else(name, small_flags, tm
 
 def test_a_metric_that_hides_another_is_an_error(small_flags, tmp_path, monkeypatch):
     monkeypatch.setattr(Imdb, "metrics", lambda *_: {"length": 2.0})
-    monkeypatch.setattr(Run, "evaluate", lambda *_: None)
+    monkeypatch.setattr(Record, "evaluate", lambda *_: None)
     with pytest.raises(TypeError, match="'length'"):
         finished(small_flags, tmp_path / "r")
 
@@ -228,9 +229,9 @@ class Three(Cory):
 def test_the_team_is_measured_by_hand(method, said, expected, monkeypatch):
     asked = []
 
-    def responses(model, prompts, length, seed):
+    def responses(model, prompts, queries, length, seed):
         asked.append((model, seed))
-        return SimpleNamespace(text=[said[prompt] for prompt in prompts])
+        return SimpleNamespace(query=queries, text=[said[prompt] for prompt in prompts])
 
     monkeypatch.setattr(evaluate, "sample_responses", responses)
     TASK.cfg = settings(partner_reward=0.5)

@@ -28,9 +28,10 @@ from toys import (
 
 import train_imdb
 from cory.__main__ import main
-from cory.checkpoint import SIGNALS, checkpoints_of, load_checkpoint, save_checkpoint, signals_noted
+from cory.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from cory.config import ASSETS
 from cory.errors import UserError
+from cory.run_folder import SIGNALS, signals_noted
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
@@ -63,20 +64,20 @@ def refused(capsys, run_dir: Path, *more) -> str:
 class Remembering(Cory):
     """Trained on rewards less their mean so far; it draws, too. An evaluation leaves what it remembers."""
 
-    def scores(self, queries, rollouts, rewards):
+    def scores(self, rollouts, rewards):
         means = self.memory.setdefault("means", [])
         means.append(rewards[0].mean().item())
         drawn = random.random() + np.random.rand() + torch.rand(1).item()
         return [reward_B - fmean(means) + drawn for reward_B in rewards]
 
-    def metrics(self, queries, rollouts, rewards):
+    def metrics(self, rollouts, rewards):
         return {"remembered": len(self.memory["means"])}
 
 
 class Harder(Imdb):
     """It draws, and subtracts from each reward what has been earned so far."""
 
-    def learn(self, queries, rewards):
+    def learn(self, rollouts, rewards):
         self.memory["earned"] = self.memory.get("earned", 0.0) + rewards[0].mean().item()
 
     def metrics(self, queries, responses):
@@ -154,12 +155,14 @@ def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, caps
 def test_what_comes_back_is_saved_and_all_else_is_refused(tmp_path):
     """An attribute of an agent's, too. What is refused takes no other checkpoint's place."""
     agent, other = agent_of(bigram()), agent_of(bigram(seed=1))
-    agent.sums, kept = {"of two": torch.ones(2)}, [(1, 2.5), {"a"}, {1: torch.ones(2)}, None]
+    agent.memory, kept = {"of two": torch.ones(2)}, [(1, 2.5), {"a"}, {1: torch.ones(2)}, None]
     for iteration in (1, 2, 3):
         save_checkpoint(tmp_path, iteration, [agent], {"x": kept})
     assert str(load_checkpoint(tmp_path, [other])["x"]) == str(kept)
-    assert same_tensors(other.sums, agent.sums)
+    assert same_tensors(other.memory, agent.memory)
     assert same_tensors(other.trainable_parameters(), agent.trainable_parameters())
+    with pytest.raises(AttributeError):                     # it would be lost
+        agent.sums = 1
     with pytest.raises(UserError, match="what method, .* cannot be restored; .*GLOBAL pathlib"):
         save_checkpoint(tmp_path, 4, [], {"x": [Path()]})
     assert [path.stem for path in checkpoints_of(tmp_path)] == ["iteration_000003"]
@@ -240,7 +243,7 @@ class Signalled(Ppo):
     """In iteration 2 comes a signal; meanwhile the run's folder is no other process's."""
     number = signal.SIGTERM
 
-    def scores(self, queries, rollouts, rewards):
+    def scores(self, rollouts, rewards):
         self.memory["done"] = self.memory.get("done", 0) + 1
         if self.memory["done"] == 2:
             os.kill(os.getpid(), self.number)
@@ -269,7 +272,7 @@ def test_a_signal_ends_a_run_after_its_iteration(number, small_flags, tmp_path, 
 class Pooled(Ppo):
     """Asks forked workers, of which the first time one sends Ctrl-C to all, as a terminal does."""
 
-    def scores(self, queries, rollouts, rewards):
+    def scores(self, rollouts, rewards):
         with multiprocessing.get_context("fork").Pool(2) as pool:
             if self.memory.setdefault("asked", 0) == 0:
                 for pid in [os.getpid(), *(worker.pid for worker in pool._pool)]:

@@ -27,7 +27,7 @@ def numbers(limit: int, rows: int) -> torch.Tensor:
 
 
 def sampled(model, prompts: list[str], limit: int, greedy=False):
-    return sample(model, prompts, limit, None if greedy else numbers(limit, len(prompts)))
+    return sample(model, prompts, prompts, limit, None if greedy else numbers(limit, len(prompts)))
 
 
 @pytest.mark.parametrize("prompt, limit, ids, text", [
@@ -40,6 +40,7 @@ def test_mask_and_text_of_responses(prompt, limit, ids, text):
     assert drawn.prompt_BP.tolist() == [[LETTERS.index(letter) for letter in prompt]]
     assert drawn.prompt_mask_BP.min() == 1 and drawn.text == [text]
     assert drawn.response_BT.tolist() == [ids] and drawn.mask_BT.tolist() == [[1] * len(ids)]
+    assert drawn.truncated_B.tolist() == [ids[-1] != 6] and drawn.query == [prompt]
 
 
 def test_a_prompt_must_have_tokens_with_embeddings_and_leave_the_response_room():
@@ -88,7 +89,7 @@ def among_two(logp_BV):
 
 def test_an_edit_of_what_is_drawn_from_shows_in_sampling_gap(monkeypatch):
     monkeypatch.setattr(sampling, "draw", lambda logp_BV, uniform_B: draw(among_two(logp_BV), uniform_B))
-    assert collect_rollout(agent_of(bigram()), ["ab"] * 20, 5).sampling_gap > 0.05
+    assert collect_rollout(agent_of(bigram()), ["ab"] * 20, ["ab"] * 20, 5).sampling_gap > 0.05
 
 
 @pytest.mark.parametrize("greedy", [False, True])
@@ -113,12 +114,12 @@ def test_a_row_is_sampled_as_if_it_were_alone(every, monkeypatch):
     assert (drawn.response_BT[drawn.mask_BT == 0] == 0).all()
     monkeypatch.setitem(interval, "cpu", 1)
     for row, length in enumerate(lengths):
-        alone = sample(model, RAGGED[row:row + 1], limit, uniform_TB[:, row:row + 1])
+        alone = sample(model, RAGGED[row:row + 1], ["q"], limit, uniform_TB[:, row:row + 1])
         assert torch.equal(alone.response_BT[0], drawn.response_BT[row, :length])
         close(alone.sampling_logp_BT[0], drawn.sampling_logp_BT[row, :length], 1e-5)
 
 
-def test_rows_that_have_ended_are_dropped_with_the_columns_that_only_they_use():
+def test_rows_that_have_ended_are_dropped():
     model = tiny_gpt2()
     model.hidden_states = Mock(wraps=model.hidden_states)
     lengths = sampled(model, RAGGED, 20).mask_BT.sum(1)
@@ -127,4 +128,3 @@ def test_rows_that_have_ended_are_dropped_with_the_columns_that_only_they_use():
     for step, mask_RL in enumerate(masks):                      # at most a quarter of its rows has ended
         running = int((lengths > step).sum())
         assert running <= len(mask_RL) <= max(running / 0.75, running + 1)
-    assert max(mask_RL.shape[1] for mask_RL in masks) < max(map(len, RAGGED)) + len(masks) - 1

@@ -15,7 +15,7 @@ from cory.ppo import formulas, update
 from cory.ppo import rollout as rollouts
 from cory.ppo.advantages import gae, reinforce
 from cory.ppo.agent import Agent
-from cory.ppo.rollout import by_length, take
+from cory.ppo.rollout import passes, take
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import losses, ppo_update
 
@@ -25,7 +25,7 @@ SCORE = torch.arange(8.0)
 def ragged(**changes):
     """A small GPT-2 whose responses end at different lengths, and a rollout."""
     agent = moved(agent_of(tiny_gpt2(), **changes))
-    return agent, collect_rollout(agent, PROMPTS, 12)
+    return agent, collect_rollout(agent, PROMPTS, PROMPTS, 12)
 
 
 def plain_update(agent, rollout, score_B, bonus: float) -> tuple[dict, dict]:
@@ -33,7 +33,7 @@ def plain_update(agent, rollout, score_B, bonus: float) -> tuple[dict, dict]:
     agent = copy.deepcopy(agent)
     cfg, lm, critic = agent.cfg, agent.policy.lm, agent.critic
     eta, mask_BT, value_BT = agent.kl_coef * (cfg.kl_in == "reward"), rollout.mask_BT, rollout.value_BT
-    reward_BT = formulas.token_rewards(score_B, rollout.kl_BT, mask_BT, eta)
+    reward_BT = formulas.token_rewards(score_B, rollout.kl_BT, mask_BT, torch.full((8,), eta))
     advantage_BT = (gae if critic else reinforce)(
         reward_BT=reward_BT, value_BT=value_BT, mask_BT=mask_BT, gamma=cfg.gamma, lam=cfg.lam)
     rollout = replace(rollout, advantage_BT=formulas.whiten(advantage_BT, mask_BT),
@@ -102,7 +102,7 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, in_
     agent = agent_of(base, num_ppo_epochs=2, learning_rate=0.01, **CASES[case])
     other = moved(Agent("llm2", base, agent.cfg, 1))
     idle = copy.deepcopy(other.trainable_parameters())
-    rollout = collect_rollout(moved(agent), PROMPTS, 12)
+    rollout = collect_rollout(moved(agent), PROMPTS, PROMPTS, 12)
     assert len(set(rollout.mask_BT.sum(1).tolist())) > 3 and rollout.sampling_gap < 1e-9
     junk = {"prompt_BP": rollout.prompt_BP.where(rollout.prompt_mask_BP == 1, 3),
             "response_BT": rollout.response_BT.where(rollout.mask_BT == 1, 2)}
@@ -122,25 +122,28 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, in_
         return loss_BT - bonus * entropy_BT, metrics
 
     monkeypatch.setattr(update, "losses", with_bonus)
-    if case != "whole":                                     # a few rows at a time through the LM head
-        monkeypatch.setattr(update, "lm_head_tokens", lambda model: 30)
+    if case != "whole":                                     # a few rows in a pass
+        monkeypatch.setitem(rollouts.MAX_LOGITS_PER_PASS, "cpu", 30 * 7)
     found = ppo_update(agent, padded, SCORE.double())
     for name, p in agent.trainable_parameters().items():
         torch.testing.assert_close(p, expected[name], atol=1e-9, rtol=1e-9)
     assert same_tensors(idle, other.trainable_parameters())
     assert {name: found[name] for name in metrics} == pytest.approx(metrics, rel=1e-8, abs=1e-10)
-    assert all(torch.equal(x, getattr(kept, name)) for name, x in padded.present().items() if name != "text")
+    assert all(torch.equal(x, getattr(kept, name)) for name, x in padded.present().items() if torch.is_tensor(x))
     assert metrics["clip_fraction"] > 0.1
 
 
-def test_passes_hold_rows_of_like_length_and_few_tokens(monkeypatch):
-    monkeypatch.setitem(rollouts.MAX_TOKENS_PER_PASS, "cpu", 30)
+@pytest.mark.parametrize("limit, most, expected", [
+    # 9 + 6 and 8 + 7 together are 2 x 16 with padding; 40 is too much alone
+    (rollouts.MAX_TOKENS_PER_PASS, 30, [[2, 2, 5], [5, 5, 5], [15], [15], [40]]),
+    # 7 logits of each response token: three responses of up to 3 tokens
+    (rollouts.MAX_LOGITS_PER_PASS, 9 * 7, [[2, 2, 5], [5, 5, 5], [15], [15], [40]])])
+def test_passes_hold_rows_of_like_length_few_tokens_and_few_logits(limit, most, expected, monkeypatch):
+    monkeypatch.setitem(limit, "cpu", most)
     P, T = torch.tensor([3, 1, 9, 2, 3, 8, 30, 1, 2]), torch.tensor([2, 1, 6, 3, 2, 7, 10, 1, 3])
     masks = SimpleNamespace(prompt_mask_BP=(torch.arange(30) >= 30 - P[:, None]).long(),
                             mask_BT=(torch.arange(10) < T[:, None]).float())
-    lengths = [(P + T)[group].tolist() for group in by_length(masks, 3)]
-    # 9 + 6 and 8 + 7 together are 2 x 16 with padding; 40 is too much alone
-    assert lengths == [[2, 2, 5], [5, 5, 5], [15], [15], [40]]
+    assert [(P + T)[group].tolist() for group in passes(masks, bigram(), 3)] == expected
 
 
 def test_in_bfloat16_the_first_ratio_is_1_but_for_rounding():
@@ -148,7 +151,7 @@ def test_in_bfloat16_the_first_ratio_is_1_but_for_rounding():
     base = tiny_gpt2()
     base.dtype, base.temperature = "bfloat16", 0.5
     agent = moved(agent_of(base, num_ppo_epochs=1))
-    rollout = collect_rollout(agent, PROMPTS, 12)
+    rollout = collect_rollout(agent, PROMPTS, PROMPTS, 12)
     agent.cfg = replace(agent.cfg, mini_batch_size=2, gradient_accumulation_steps=4)
     metrics = ppo_update(agent, rollout, SCORE)
     assert abs(metrics["approx_kl"]) < 5e-5 and metrics["clip_fraction"] == 0
@@ -188,16 +191,6 @@ def test_a_mean_taken_too_early_or_a_name_that_is_taken_is_an_error(edit, error,
     monkeypatch.setattr(update, "losses", lambda *args: edit(*losses(*args)))
     with pytest.raises(error):
         ppo_update(agent, rollout, SCORE)
-
-
-def test_a_metric_with_a_mask_is_the_mean_over_its_real_tokens(monkeypatch):
-    """From the fifth token on, which some responses do not have; two rows at a time."""
-    late = lambda rows: (1 + rows.kl_BT, (torch.ones_like(rows.mask_BT).cumsum(1) > 4).float())
-    monkeypatch.setattr(update, "losses", lambda agent, rows, *of_policy: (
-        rows.kl_BT + 0 * of_policy[0], {"late_kl": late(rows)}))
-    agent, rollout = ragged(mini_batch_size=2)
-    kl, fifth_B = rollout.kl_BT[:, 4:][rollout.mask_BT[:, 4:] == 1].mean().item(), rollout.mask_BT[:, 4]
-    assert 0 < fifth_B.sum() < 8 and ppo_update(agent, rollout, SCORE)["late_kl"] == pytest.approx(1 + kl)
 
 
 def test_a_critic_that_would_never_be_trained_is_refused(monkeypatch):

@@ -1,8 +1,9 @@
 """Advantage estimators as pure functions. Shapes and masks as in `cory.ppo.formulas`.
 
 `--advantage` names one of these or one of your own, marked by `@estimator`. It is called with keywords:
-reward_BT, mask_BT, value_BT (None without a critic), group_size, gamma and lam; B is the whole batch, and the
-group_size responses to a query are consecutive rows. It returns the advantages, (B, T), 0 on padding.
+reward_BT, mask_BT, value_BT (None without a critic), group_B, gamma, lam, and the whole `rollout`. Responses
+with the same number in group_B are compared. It returns the advantages, (B, T), 0 on padding; or a pair of
+these and of what the critic learns, (B, T), in place of advantage + V.
 """
 from typing import Callable
 
@@ -62,45 +63,60 @@ def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float, **_) -> Tensor:
 
 
 @estimator(critic=False, whiten=False, grouped=True)
-def rloo(reward_BT: Tensor, mask_BT: Tensor, group_size: int, **_) -> Tensor:
+def rloo(reward_BT: Tensor, mask_BT: Tensor, group_B: Tensor, **_) -> Tensor:
     """REINFORCE with a leave-one-out baseline (Ahmadian et al., arXiv:2402.14740, sec. 2.3).
 
         R_i = sum_t r_t        A_i = R_i - 1/(k-1) sum_{j != i} R_j
 
-    k is `group_size`, 2 or more. R_i is the score of response i minus, with `--kl_in reward`, its KL penalty.
-    DIFFERS from that paper: PPO's clipped ratio of each token, over `num_ppo_epochs`, not one plain step.
+    over the k >= 2 responses of a group. R_i is the score of response i minus, with `--kl_in reward`, its KL
+    penalty. DIFFERS from that paper: PPO's clipped ratio of each token, over `num_ppo_epochs`, not one plain
+    step.
     """
-    return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
-    others_Gk = (return_Gk.sum(1, keepdim=True) - return_Gk) / (group_size - 1)
-    return (return_Gk - others_Gk).view(-1, 1) * mask_BT
+    return_B, count_B = returns(reward_BT, mask_BT), group_sum(torch.ones_like(group_B), group_B)
+    others_B = (group_sum(return_B, group_B) - return_B) / (count_B - 1)
+    return (return_B - others_B)[:, None] * mask_BT
 
 
 @estimator(critic=False, whiten=False, grouped=True)
-def grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int, **_) -> Tensor:
-    """Group-relative advantage (Shao et al., arXiv:2402.03300, sec. 4.1.2), k = `group_size` >= 2.
+def grpo(reward_BT: Tensor, mask_BT: Tensor, group_B: Tensor, **_) -> Tensor:
+    """Group-relative advantage (Shao et al., arXiv:2402.03300, sec. 4.1.2).
 
         A_i = (R_i - mean_group R) / (std_group R + 1e-6)        R as in `rloo`
 
-    with the population standard deviation; equal returns give exactly 0. DIFFERS from that paper: the loss
-    is a mean over all tokens of an optimizer step, not a mean of per-response means (arXiv:2503.20783).
+    with the population standard deviation; equal returns give exactly 0. That paper's loss is the mean over
+    responses of their means over tokens: `--loss_mean responses`.
     """
-    return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
-    # subtract the maximum first, so that equal returns give exactly 0
-    return_Gk = return_Gk - return_Gk.amax(1, keepdim=True)
-    centred_Gk = return_Gk - return_Gk.mean(1, keepdim=True)
-    std_G1 = return_Gk.std(1, correction=0, keepdim=True)
-    return (centred_Gk / (std_G1 + 1e-6)).view(-1, 1) * mask_BT
+    centred_B = centred(returns(reward_BT, mask_BT), group_B)
+    std_B = group_mean(centred_B**2, group_B).sqrt()
+    return (centred_B / (std_B + 1e-6))[:, None] * mask_BT
 
 
 @estimator(critic=False, whiten=False, grouped=True)
-def dr_grpo(reward_BT: Tensor, mask_BT: Tensor, group_size: int, **_) -> Tensor:
-    """GRPO without the division by the standard deviation (Liu et al., arXiv:2503.20783, sec. 3.2). DIFFERS
-    from that paper: the loss is divided by the number of tokens, not by a constant.
+def dr_grpo(reward_BT: Tensor, mask_BT: Tensor, group_B: Tensor, **_) -> Tensor:
+    """GRPO without the division by the standard deviation (Liu et al., arXiv:2503.20783, sec. 3.2). That
+    paper divides the loss by a constant: `--loss_mean constant`.
     """
-    return_Gk = grouped_returns(reward_BT, mask_BT, group_size)
-    return (return_Gk - return_Gk.mean(1, keepdim=True)).view(-1, 1) * mask_BT
+    return centred(returns(reward_BT, mask_BT), group_B)[:, None] * mask_BT
 
 
-def grouped_returns(reward_BT: Tensor, mask_BT: Tensor, group_size: int) -> Tensor:
-    """(B / k, k): the sum of each response's token rewards, one row for each query's k responses."""
-    return (reward_BT * mask_BT).sum(1).view(-1, group_size)
+def returns(reward_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B,): the sum of each response's token rewards."""
+    return (reward_BT * mask_BT).sum(1)
+
+
+def group_sum(x_B: Tensor, group_B: Tensor) -> Tensor:
+    """(B,): for each row the sum over its group."""
+    number_B = group_B.unique(return_inverse=True)[1]
+    return torch.zeros_like(x_B).index_add(0, number_B, x_B)[number_B]
+
+
+def group_mean(x_B: Tensor, group_B: Tensor) -> Tensor:
+    return group_sum(x_B, group_B) / group_sum(torch.ones_like(x_B), group_B)
+
+
+def centred(x_B: Tensor, group_B: Tensor) -> Tensor:
+    """`x - mean_group x`; equal values give exactly 0."""
+    number_B = group_B.unique(return_inverse=True)[1]
+    largest_B = torch.zeros_like(x_B).scatter_reduce(0, number_B, x_B, "amax", include_self=False)[number_B]
+    below_B = x_B - largest_B
+    return below_B - group_mean(below_B, group_B)

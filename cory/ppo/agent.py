@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from cory.config import Config
-from cory.distributed import is_sharded, shard
 from cory.errors import UserError
 from cory.ppo.advantages import find_estimator
 from cory.ppo.model import Critic, LanguageModel
+from cory.sharding import is_sharded, shard
 
 
 class Agent:
@@ -19,14 +19,15 @@ class Agent:
     policy: what it samples from and trains; a copy of its base, or an adapter on it. critic: its V, or None.
     base: what its KL is measured against. kl_coef: eta. draws: random generators created so far.
 
-    Checkpoints keep every attribute but `base` and `cfg`, also one that you add: numbers, text, tensors,
-    collections of these.
+    memory: whatever else it must remember, kept by checkpoints: numbers, text, tensors, collections of these.
+    seconds: spent on sampling, scoring and updates in this iteration.
     """
-    REBUILT = ("name", "cfg", "index", "base", "policy", "critic", "optimizer")
+    __slots__ = ("name", "cfg", "index", "base", "policy", "critic", "optimizer", "kl_coef", "draws",
+                 "memory", "seconds")
 
     def __init__(self, name: str, base: LanguageModel, cfg: Config, index: int):
         self.name, self.cfg, self.index, self.base = name, cfg, index, base
-        self.draws = 0
+        self.draws, self.memory, self.seconds = 0, {}, {}
         with torch.random.fork_rng(devices=[]):         # initial weights depend on run seed and agent alone
             torch.manual_seed(int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0]))
             self.policy = base.new_policy(name, cfg)
@@ -93,3 +94,17 @@ def adaptive(agent: Agent, kl_N: Tensor) -> float:
                 f"must exceed 0.2 x {n} responses of an iteration, or eta could fall to 0")
     error = min(max(kl_N.mean().item() / cfg.kl_target - 1, -0.2), 0.2)
     return agent.kl_coef * (1 + error * n / cfg.kl_horizon)
+
+
+# --- learning-rate schedules: a factor at each progress of training, from 0 to just below 1 ---
+def constant(progress: float) -> float:
+    return 1.0
+
+
+def linear(progress: float) -> float:
+    return 1.0 - progress
+
+
+def cosine(progress: float) -> float:
+    """Half a cosine from 1 to 0 (Loshchilov & Hutter, arXiv:1608.03983, without restarts)."""
+    return (1.0 + math.cos(math.pi * progress)) / 2

@@ -1,10 +1,8 @@
-"""The formulas of PPO and its learning-rate schedules, as pure functions of tensors and floats.
+"""The formulas of PPO, as pure functions of tensors and floats.
 
 Shapes: B batch rows, T response tokens, N response tokens gathered from many rows, V vocabulary.
 Masks: 1 = real response token, 0 = padding. Log-probabilities, entropies and KL are in nats, in float32.
 """
-import math
-
 import torch
 from torch import Tensor
 
@@ -74,25 +72,33 @@ def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     return log_r.exp() - 1 - log_r
 
 
-def token_rewards(score_B: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float) -> Tensor:
-    """`r_t = -kl_coef * kl_t`, plus the score on each row's last real token (paper eq. 2).
+def token_rewards(score: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef_B: Tensor) -> Tensor:
+    """`r_t = -kl_coef * kl_t`, plus the score on each row's last real token (paper eq. 2); a score of each
+    token, as of process rewards, stays where it is.
 
-    score_B (B,); kl_BT (B, T): nats. Every row has a real token. Returns (B, T), 0 on padding.
+    score (B,) or (B, T); kl_BT: nats; kl_coef_B: reward per nat. Every row has a real token. Returns (B, T),
+    0 on padding.
     """
-    reward_BT = -kl_coef * kl_BT * mask_BT
+    reward_BT = -kl_coef_B[:, None] * kl_BT * mask_BT
+    if score.shape == mask_BT.shape:
+        return reward_BT + score * mask_BT
     last_B1 = mask_BT.sum(1, keepdim=True).long() - 1
-    return reward_BT.scatter_add(1, last_B1, score_B[:, None].to(reward_BT))
+    return reward_BT.scatter_add(1, last_B1, score[:, None].to(reward_BT))
 
 
-def policy_loss(log_ratio_N: Tensor, advantage_N: Tensor, low: float, high: float) -> Tensor:
-    """Clipped surrogate (Schulman et al. 2017, eq. 7; the paper's eq. 11), one loss per token.
+def policy_loss(log_ratio_BT: Tensor, advantage_BT: Tensor, low: float, high: float,
+                **_) -> tuple[Tensor, Tensor]:
+    """Clipped surrogate (Schulman et al. 2017, eq. 7; the paper's eq. 11): the loss of each token, and where
+    the clip has changed it.
 
         ratio = pi(a) / pi_old(a)        loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)
 
     The paper has low = high; a larger `high` is DAPO's clip-higher (arXiv:2503.14476, sec. 3.1).
     """
-    ratio_N = log_ratio_N.exp()
-    return -torch.min(ratio_N * advantage_N, ratio_N.clamp(1 - low, 1 + high) * advantage_N)
+    ratio_BT = log_ratio_BT.exp()
+    objective_BT = ratio_BT * advantage_BT
+    clipped_BT = ratio_BT.clamp(1 - low, 1 + high) * advantage_BT
+    return -torch.min(objective_BT, clipped_BT), clipped_BT < objective_BT
 
 
 def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange_value: float) -> Tensor:
@@ -106,15 +112,15 @@ def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange
     return 0.5 * torch.max((value_N - return_N) ** 2, (clipped_N - return_N) ** 2)
 
 
-# Learning-rate schedules: a factor at each progress of training, from 0 to just below 1.
-def constant(progress: float) -> float:
-    return 1.0
+def loss_weights(mask_BT: Tensor, loss_mean: str, max_length: int) -> tuple[Tensor, Tensor]:
+    """What a loss is a mean over: (the weight of each token's loss, (B, T); each row's part of the divisor,
+    (B,)).
 
-
-def linear(progress: float) -> float:
-    return 1.0 - progress
-
-
-def cosine(progress: float) -> float:
-    """Half a cosine from 1 to 0 (Loshchilov & Hutter, arXiv:1608.03983, without restarts)."""
-    return (1.0 + math.cos(math.pi * progress)) / 2
+        tokens:     sum_it loss_it / sum_i length_i                         (TRL; DAPO, arXiv:2503.14476)
+        responses:  1/B sum_i 1/length_i sum_t loss_it                      (GRPO, arXiv:2402.03300)
+        constant:   1/B sum_i 1/max_length sum_t loss_it                    (Dr. GRPO, arXiv:2503.20783)
+    """
+    length_B1 = mask_BT.sum(1, keepdim=True)
+    if loss_mean == "tokens":
+        return mask_BT, length_B1[:, 0]
+    return mask_BT / (length_B1 if loss_mean == "responses" else max_length), torch.ones_like(length_B1[:, 0])

@@ -8,32 +8,39 @@ from torch.nn.utils.rnn import pad_sequence
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 
-# How rows are divided into forward passes and calls of the LM head affects results only by rounding.
-# Tokens per forward pass, padding included; the CPU's value was the fastest measured on 2 cores.
+# How rows are divided into forward passes affects results only by rounding.
+# Tokens per pass, padding included; the CPU's value was the fastest measured on 2 cores.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
-# Logits computed at once; an update holds up to five such tensors, of 32 MiB on a CPU and 512 on a GPU.
+# Logits per pass; an update holds up to five such tensors, of 32 MiB on a CPU and 512 on a GPU.
 MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Prompts and responses under the policy that sampled them, constant over PPO epochs.
+    """Queries, prompts and responses under the policy that sampled them, constant over PPO epochs.
 
     Prompts are padded on the left, all else on the right, with 0. A field that you add has one value for each
     row, a list or (B,), or for each response token, (B, T), or is None.
     """
+    query: list[str]            # s0: what a response is to, and is rewarded for, whatever its prompt
     text: list[str]             # decoded responses: all that tasks and the other agent's prompt see
     prompt_BP: Tensor           # token ids
     prompt_mask_BP: Tensor      # 1 = real prompt token
     response_BT: Tensor         # sampled token ids
     mask_BT: Tensor             # 1 = real response token
     sampling_logp_BT: Tensor    # log-probability with which a_t was drawn, nats
+    truncated_B: Tensor         # whether the length limit has cut a response
+    group_B: Tensor | None = None       # responses with the same number are compared (RLOO, GRPO)
     logp_BT: Tensor | None = None       # log pi_old(a_t | s_t), nats; None without a reference
     ref_logp_BT: Tensor | None = None   # log pi0(a_t | s_t), nats
     kl_BT: Tensor | None = None         # nats: KL(pi_old || pi0) at s_t (full), or log pi_old / pi0 (k1)
     value_BT: Tensor | None = None      # V_old(s_t), units of reward; None without a critic
-    advantage_BT: Tensor | None = None  # as used by the update: whitened, if the estimator asks for it
+    # of the update
+    kl_coef_B: Tensor | None = None     # eta of each response: the agent's, unless set before
+    advantage_BT: Tensor | None = None  # whitened, if the estimator asks for it
     return_BT: Tensor | None = None     # what the critic learns: advantage before whitening + V_old
+    weight_BT: Tensor | None = None     # of each token's loss, 0 on padding
+    divisor_B: Tensor | None = None     # the loss of a step is its weighted sum over the sum of these
 
     @property
     def kl_B(self) -> Tensor:
@@ -93,26 +100,21 @@ def join(rollouts: list[Rollout]) -> Rollout:
     return replace(rollouts[0], **{name: joined(name) for name in names[0]})
 
 
-def by_length(rollout: Rollout, max_rows: int) -> list[Tensor]:
-    """Indices of the rows in groups for one pass each, in order of length, to keep padding low: at most
-    `max_rows` rows and `MAX_TOKENS_PER_PASS` tokens, or one row.
+def passes(rollout: Rollout, model: LanguageModel, max_rows: int) -> list[Tensor]:
+    """Indices of the rows of each forward pass, in order of length, to keep padding low: at most `max_rows`
+    rows, `MAX_TOKENS_PER_PASS` tokens and `MAX_LOGITS_PER_PASS` logits, or one row.
     """
-    max_tokens = MAX_TOKENS_PER_PASS[rollout.mask_BT.device.type]
+    max_tokens, max_logits = MAX_TOKENS_PER_PASS[model.device.type], MAX_LOGITS_PER_PASS[model.device.type]
     length_B2 = torch.stack([rollout.prompt_mask_BP.sum(1), rollout.mask_BT.sum(1).long()], 1)
     order = length_B2.sum(1).argsort(stable=True)
     groups, start, P, T = [], 0, 0, 0
     for row, (prompt, response) in enumerate(length_B2[order].tolist()):
-        P, T = max(P, prompt), max(T, response)
-        count = row - start                                 # rows of the open group, without this one
-        if count and (count == max_rows or (count + 1) * (P + T) > max_tokens):
+        P, T, count = max(P, prompt), max(T, response), row - start + 1
+        too_long = count * (P + T) > max_tokens or count * T * model.head.out_features > max_logits
+        if count > 1 and (count > max_rows or too_long):
             groups.append(order[start:row])
             start, P, T = row, prompt, response
     return [*groups, order[start:]]
-
-
-def lm_head_tokens(model: LanguageModel) -> int:
-    """How many tokens' logits are computed together: a multiple of 64, for efficient matrix products."""
-    return max(64, MAX_LOGITS_PER_PASS[model.device.type] // model.head.out_features // 64 * 64)
 
 
 def max_length(mask: Tensor) -> int:

@@ -8,30 +8,54 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from cory.distributed import processes, unsharded
+from cory.device import timed
+from cory.distributed import processes
 from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
 from cory.ppo.model import Critic, LanguageModel, positions
-from cory.ppo.rollout import Rollout, by_length, join, lm_head_tokens, max_length, real_ids, take
+from cory.ppo.rollout import Rollout, join, max_length, passes, real_ids, take
+from cory.sharding import unsharded
 
 # Tokens between checks for finished rows, the loop's only GPU sync.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
 
 
-def collect_rollout(agent: Agent, prompts: list[str], max_new_tokens: int) -> Rollout:
-    """`a ~ pi_agent(. | prompt)` for each prompt, with log-probabilities, KL and values. Each process
-    generates its rows; all then receive the whole rollout.
+# Keys and values of the rows that are sampled together.
+MAX_CACHE_BYTES = {"cpu": 2**31, "cuda": 2**34}
+
+
+def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_new_tokens: int) -> Rollout:
+    """`a ~ pi_agent(. | prompt)` for each prompt, with log-probabilities, KL and values. The responses to k
+    consecutive prompts, k = `responses_per_query`, form a group.
+
+    Each process generates its rows, as many at a time as their keys and values fit; all then receive the
+    whole rollout.
     """
-    policy, cfg, mine = agent.policy, agent.cfg, processes().rows(len(prompts))
-    uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, len(prompts))))
+    policy, cfg, B = agent.policy, agent.cfg, len(prompts)
+    uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
+    group_B = torch.arange(B, device=policy.device) // cfg.responses_per_query
+    size = rows_at_once(policy, max(map(len, policy.encode(prompts))) + max_new_tokens)
+    mine, parts = range(B)[processes().rows(B)], []
     with unsharded(policy, agent.base):
-        rollout = sample(policy, prompts[mine], max_new_tokens, uniform_TB[:, mine])
-        rollout = score_rollout(rollout, policy, agent.base, cfg.kl_penalty, cfg.mini_batch_size,
-                                agent.critic)
+        for start in mine[::size]:
+            rows = slice(start, min(start + size, mine.stop))
+            with timed(agent.seconds, "sampling"):
+                part = sample(policy, prompts[rows], queries[rows], max_new_tokens, uniform_TB[:, rows])
+                part = replace(part, group_B=group_B[rows])
+            with timed(agent.seconds, "scoring"):
+                parts.append(score_rollout(part, policy, agent.base, cfg.kl_penalty, cfg.mini_batch_size,
+                                           agent.critic))
     if processes().size == 1:
-        return rollout
-    return join(processes().gather([rollout.to("cpu")])).to(policy.device)
+        return join(parts)
+    return join(processes().gather([part.to("cpu") for part in parts])).to(policy.device)
+
+
+def rows_at_once(model: LanguageModel, length: int) -> int:
+    """How many rows of this length, in tokens, are sampled together."""
+    layers = getattr(model.lm.config.get_text_config(), "num_hidden_layers", 1)
+    row_bytes = 2 * 4 * layers * model.head.in_features * length    # in float32, no head shares its keys
+    return max(1, MAX_CACHE_BYTES[model.device.type] // row_bytes)
 
 
 # --- sampling ---
@@ -83,15 +107,15 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def sample(model: LanguageModel, prompts: list[str], max_new_tokens: int,
+def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new_tokens: int,
            uniform_TB: Tensor | None) -> Rollout:
     """Samples `a ~ pi(. | prompt)` until one of `end_ids` or `max_new_tokens`, using one uniform number per
     token; greedily without them. Raises `UserError` where log-probabilities are NaN.
 
     DIFFERS: the released code samples with a repetition penalty and trains without.
 
-    R of the B rows are computed. Once a quarter of them have ended, those are dropped, and with them the
-    leading columns that are padding in all others. The cache has the same R rows in the same order.
+    R of the B rows are computed. Once a quarter of them have ended, those are dropped. The cache has the same
+    R rows in the same order.
     """
     B, device = len(prompts), model.device
     prompt_BP, prompt_mask_BP = encode_prompts(model, prompts, max_new_tokens)
@@ -99,6 +123,7 @@ def sample(model: LanguageModel, prompts: list[str], max_new_tokens: int,
     uniform_TB = None if uniform_TB is None else uniform_TB.to(device)
     response_BT = torch.zeros(B, max_new_tokens, dtype=torch.long, device=device)
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
+    truncated_B = torch.ones(B, dtype=torch.bool, device=device)
     # the rows that are computed, and whether each of them still runs
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
     ids_RL, mask_RL, position_ids_RL = prompt_BP, prompt_mask_BP, positions(prompt_mask_BP)
@@ -116,20 +141,19 @@ def sample(model: LanguageModel, prompts: list[str], max_new_tokens: int,
             mask_BT[row_R, t] = running_R.float()
             logp_BT[row_R, t] = drawn_logp_R.where(running_R, 0.0)
             running_R = running_R & ~torch.isin(token_R, ends)
+            truncated_B[row_R] = running_R
 
             ids_RL, position_ids_RL = token_R[:, None], position_ids_RL[:, -1:] + 1
             mask_RL = torch.cat([mask_RL, torch.ones_like(mask_RL[:, :1])], dim=1)
             if (t + 1) % EOS_CHECK_INTERVAL[device.type]:
                 continue
-            start_R = mask_RL.argmax(1).where(running_R, mask_RL.shape[1])
-            count, first_column = torch.stack([running_R.sum(), start_R.min()]).tolist()    # the only wait
+            count = int(running_R.sum())                                # the only wait
             if count == 0:
                 break
             if count <= 3 / 4 * len(row_R):
                 keep = torch.nonzero_static(running_R, size=count).squeeze(1)
-                for layer in cache.layers:
-                    layer.keys, layer.values = (x[keep, :, first_column:] for x in (layer.keys, layer.values))
-                row_R, running_R, mask_RL = row_R[keep], running_R[keep], mask_RL[keep, first_column:]
+                cache.batch_select_indices(keep)
+                row_R, running_R, mask_RL = row_R[keep], running_R[keep], mask_RL[keep]
                 ids_RL, position_ids_RL = ids_RL[keep], position_ids_RL[keep]
     if logp_BT.isnan().any():                               # one NaN or +inf logit makes all of its row NaN
         raise UserError("log-probability", float("nan"), "the model has diverged; go on from the last "
@@ -137,7 +161,7 @@ def sample(model: LanguageModel, prompts: list[str], max_new_tokens: int,
     T = max_length(mask_BT)
     response_BT, mask_BT, logp_BT = response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T]
     text = decode(model, real_ids(prompt_BP, prompt_mask_BP), real_ids(response_BT, mask_BT))
-    return Rollout(text, prompt_BP, prompt_mask_BP, response_BT, mask_BT, sampling_logp_BT=logp_BT)
+    return Rollout(queries, text, prompt_BP, prompt_mask_BP, response_BT, mask_BT, logp_BT, truncated_B)
 
 
 # --- scoring ---
@@ -149,35 +173,27 @@ def score_rollout(rollout: Rollout, policy: LanguageModel, reference: LanguageMo
     """
     names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (critic is not None)
     scored = {name: torch.zeros_like(rollout.mask_BT) for name in names}
-    for index in by_length(rollout, max_rows):
+    for index in passes(rollout, policy, max_rows):
         rows = take(rollout, index)
         real = rows.mask_BT.nonzero(as_tuple=True)
         model_inputs = rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT
-        hidden_NH = ref_hidden_NH = policy.response_hidden(*model_inputs)[real]
+        hidden_BTH = ref_hidden_BTH = policy.response_hidden(*model_inputs)
         if reference is not policy:
-            ref_hidden_NH = reference.response_hidden(*model_inputs)[real]
-        columns = [*logprobs_and_kl(policy, reference, hidden_NH, ref_hidden_NH, rows.response_BT[real],
-                                    kl_penalty)]
+            ref_hidden_BTH = reference.response_hidden(*model_inputs)
+        columns = logprobs_and_kl(policy.logprobs(hidden_BTH[real]), reference.logprobs(ref_hidden_BTH[real]),
+                                  rows.response_BT[real], kl_penalty)
         if critic is not None:
-            columns.append(critic(rows, hidden_NH))
+            columns = *columns, critic(rows, hidden_BTH)[real]
         for name, x_N in zip(names, columns, strict=True):
             scored[name][index[real[0]], real[1]] = x_N
     return replace(rollout, **scored)
 
 
-def logprobs_and_kl(policy: LanguageModel, reference: LanguageModel, hidden_NH: Tensor,
-                    ref_hidden_NH: Tensor, token_N: Tensor, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from the models' hidden states."""
-    # a few tokens at a time, so that no (B, T, V) tensor exists
-    size, parts = lm_head_tokens(policy), []
-    columns = (x.split(size) for x in (hidden_NH, ref_hidden_NH, token_N))
-    for hidden, ref_hidden, token in zip(*columns, strict=True):
-        logp_NV, ref_logp_NV = policy.logprobs(hidden), reference.logprobs(ref_hidden)
-        logp_N = formulas.token_logprobs(logp_NV, token)
-        ref_logp_N = formulas.token_logprobs(ref_logp_NV, token)
-        if kl_penalty == "full":
-            kl_N = formulas.kl_full(logp_NV, ref_logp_NV)
-        else:
-            kl_N = formulas.kl_k1(logp_N, ref_logp_N)
-        parts.append(torch.stack([logp_N, ref_logp_N, kl_N]))
-    return torch.cat(parts, dim=1).unbind()
+def logprobs_and_kl(logp_NV: Tensor, ref_logp_NV: Tensor, token_N: Tensor,
+                    kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from all log-probabilities."""
+    logp_N = formulas.token_logprobs(logp_NV, token_N)
+    ref_logp_N = formulas.token_logprobs(ref_logp_NV, token_N)
+    if kl_penalty == "full":
+        return logp_N, ref_logp_N, formulas.kl_full(logp_NV, ref_logp_NV)
+    return logp_N, ref_logp_N, formulas.kl_k1(logp_N, ref_logp_N)

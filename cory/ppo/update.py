@@ -12,89 +12,124 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cory.distributed import as_many_as_others, gradient_norm, processes
+from cory.distributed import processes
 from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
-from cory.ppo.rollout import Rollout, by_length, lm_head_tokens, take
+from cory.ppo.rollout import Rollout, passes, take
+from cory.sharding import as_many_as_others, gradient_norm, is_sharded
 
 
-def ppo_update(agent: Agent, rollout: Rollout, score_B: Tensor) -> dict[str, float]:
-    """Token-level PPO on scores (B,): `num_ppo_epochs` shuffled passes over the rollout. Returns metrics,
-    those of `losses` as means over the tokens of all epochs, measured before each optimizer step.
+def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float]:
+    """Token-level PPO on scores, of responses (B,) or of tokens (B, T): `num_ppo_epochs` shuffled passes over
+    the rollout, or fewer if the policy has moved by `max_approx_kl`. Returns metrics, those of `losses` as
+    means over the tokens of all steps, measured before each of them.
     """
-    cfg, rng = agent.cfg, agent.generator()
-    score_B = processes().from_main(score_B)        # one that is drawn or judged differs between processes
-    rollout = with_advantages(rollout, score_B, agent)
+    cfg, rng, mask_BT = agent.cfg, agent.generator(), rollout.mask_BT
+    # equal in all processes, also where it was drawn, or asked for
+    score = processes().from_main(score.to(mask_BT))
+    rollout = with_advantages(rollout, score, agent)
     zeros = torch.zeros(2, dtype=torch.float64, device=agent.policy.device)
     totals, grad_norms = defaultdict(lambda: zeros), []     # of each metric: its sum, its number of tokens
-    for _ in range(cfg.num_ppo_epochs):
-        for batch in mini_batches(rollout, agent, rng):
-            # what the loss is divided by: the real tokens of the optimizer step, in all processes
-            divisor = processes().sum(sum(rows.mask_BT.sum() for rows in batch))
-            for rows in batch:
-                add_gradient(agent, rows, divisor, totals)
-            grad_norms.append(apply_gradient(agent))
-    of_losses = {}
-    for name in sorted({*processes().gather([*totals])}):
-        total, tokens = processes().sum(totals[name])
-        of_losses[name] = (total / tokens).item()
-    metrics = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef, "grad_norm": fmean(grad_norms),
-               "learning_rate": agent.optimizer.param_groups[0]["lr"]}
+    for batch in mini_batches(rollout, agent, rng):
+        of_step = defaultdict(lambda: zeros)
+        divisor = processes().sum(sum(rows.divisor_B.sum() for rows in batch))
+        for rows in batch:
+            add_gradient(agent, rows, divisor, of_step)
+        for name, total in of_step.items():
+            totals[name] = totals[name] + total
+        if cfg.max_approx_kl and mean(of_step["approx_kl"]) > cfg.max_approx_kl:
+            agent.optimizer.zero_grad(set_to_none=True)
+            break
+        grad_norms.append(apply_gradient(agent))
+    names = sorted({*processes().gather([*totals])})        # a process without rows has none
+    metrics = {name: mean(totals[name]) for name in names}
+    score_B = score if score.dim() == 1 else (score * mask_BT).sum(1)
+    of_update = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef,
+                 "grad_norm": fmean(grad_norms or [0.0]),
+                 "learning_rate": agent.optimizer.param_groups[0]["lr"]}
+    if cfg.max_approx_kl:
+        of_update["optimizer_steps"] = len(grad_norms)
     if rollout.value_BT is not None:
-        real = rollout.mask_BT.bool()
-        value_N, return_N = rollout.value_BT[real], rollout.return_BT[real]
-        metrics["explained_variance"] = formulas.explained_variance(value_N, return_N)
-    return dict(**of_losses, **metrics)         # a name in both raises
+        real = mask_BT.bool()
+        of_update["explained_variance"] = formulas.explained_variance(rollout.value_BT[real],
+                                                                      rollout.return_BT[real])
+    return dict(**metrics, **of_update)         # a name in both raises
 
 
-def with_advantages(rollout: Rollout, score_B: Tensor, agent: Agent) -> Rollout:
-    """Turns scores (B,) and the KL into token rewards, then into advantages and value targets."""
+def mean(total_2: Tensor) -> float:
+    """Of a metric's sum and number of tokens in each process."""
+    total, tokens = processes().sum(total_2)
+    return (total / tokens).item()
+
+
+def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
+    """Turns scores and the KL into token rewards, then into advantages and value targets; and adds what the
+    loss is a mean over.
+    """
     cfg, mask_BT, value_BT = agent.cfg, rollout.mask_BT, rollout.value_BT
-    kl_coef = agent.kl_coef if cfg.kl_in == "reward" else 0.0
-    reward_BT = formulas.token_rewards(score_B.to(mask_BT), rollout.kl_BT, mask_BT, kl_coef)
+    if score.shape not in (mask_BT.shape, mask_BT.shape[:1]):
+        raise UserError("scores", tuple(score.shape), f"must be one for each response or token, "
+                        f"{tuple(mask_BT.shape[:1])} or {tuple(mask_BT.shape)}")
+    kl_coef_B = rollout.kl_coef_B
+    if kl_coef_B is None:
+        kl_coef_B = torch.full_like(mask_BT[:, 0], agent.kl_coef)
+    in_reward_B = kl_coef_B if cfg.kl_in == "reward" else torch.zeros_like(kl_coef_B)
+    reward_BT = formulas.token_rewards(score, rollout.kl_BT, mask_BT, in_reward_B)
 
     estimate = find_estimator(cfg)
-    advantage_BT = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=value_BT, gamma=cfg.gamma,
-                            lam=cfg.lam, group_size=cfg.responses_per_query).to(mask_BT)
-    if advantage_BT.shape != mask_BT.shape:
-        raise UserError("advantage", cfg.advantage, f"must return {tuple(mask_BT.shape)}, one value a token")
-    return_BT = None if value_BT is None else (advantage_BT + value_BT) * mask_BT
+    if estimate.grouped and rollout.group_B.unique(return_counts=True)[1].min() < 2:
+        raise UserError("advantage", cfg.advantage, "compares the responses of a group, and one has no other")
+    advantage_BT = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=value_BT, group_B=rollout.group_B,
+                            gamma=cfg.gamma, lam=cfg.lam, rollout=rollout)
+    return_BT = None
+    if isinstance(advantage_BT, tuple):
+        advantage_BT, return_BT = advantage_BT
+    elif value_BT is not None:
+        return_BT = (advantage_BT + value_BT) * mask_BT
+    for x_BT in (advantage_BT, return_BT):
+        if x_BT is not None and x_BT.shape != mask_BT.shape:
+            raise UserError("advantage", cfg.advantage,
+                            f"must return {tuple(mask_BT.shape)}, one value a token")
+    advantage_BT = advantage_BT.to(mask_BT)
     if estimate.whiten:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
-    return replace(rollout, advantage_BT=advantage_BT, return_BT=return_BT)
+    weight_BT, divisor_B = formulas.loss_weights(mask_BT, cfg.loss_mean, cfg.max_response_length)
+    return replace(rollout, kl_coef_B=kl_coef_B, advantage_BT=advantage_BT, return_BT=return_BT,
+                   weight_BT=weight_BT, divisor_B=divisor_B)
 
 
 def mini_batches(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> Iterator[list[Rollout]]:
-    """For each optimizer step of a shuffled epoch, this process's mini-batches (one backward pass each)."""
-    cfg = agent.cfg
-    order = torch.from_numpy(rng.permutation(len(rollout.mask_BT))).to(rollout.mask_BT.device)
-    for rows in order.split(cfg.rows_per_optimizer_step):
-        of_step = take(rollout, rows[processes().rows(len(rows))])
-        groups = as_many_as_others(by_length(of_step, cfg.mini_batch_size))
-        yield [take(of_step, group) for group in groups]
+    """For each optimizer step of the shuffled epochs, this process's mini-batches: a backward pass each."""
+    cfg, B, device = agent.cfg, len(rollout.mask_BT), rollout.mask_BT.device
+    for _ in range(cfg.num_ppo_epochs):
+        order = torch.from_numpy(rng.permutation(B)).to(device)
+        for rows in order.split(cfg.rows_per_optimizer_step):
+            of_step = take(rollout, rows[processes().rows(len(rows))])
+            groups = as_many_as_others(passes(of_step, agent.policy, cfg.mini_batch_size))
+            yield [take(of_step, group) for group in groups]
 
 
 def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
            value_BT: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The objective for complete responses: the loss of each token, (B, T), and metrics, each (B, T).
 
-        loss = policy_loss + kl_coef k3 [--kl_in loss] + vf_coef value_loss [with a critic]
+        loss = policy_loss [--loss] + kl_coef k3 [--kl_in loss] + vf_coef value_loss [with a critic]
 
     logp_BT, entropy_BT, value_BT: of the present policy and critic, differentiable; on padding logp_BT is the
-    rollout's. The loss is averaged over the real tokens of an optimizer step, a metric over those of the
-    update, or, if it is a pair (metric, mask), over the mask's.
+    rollout's. The loss is averaged as `--loss_mean` says, a metric over the real tokens of the update.
     """
     cfg, high = agent.cfg, agent.cfg.cliprange_high or agent.cfg.cliprange
-    log_ratio_BT = logp_BT - rows.logp_BT
-    policy_loss_BT = loss_BT = formulas.policy_loss(log_ratio_BT, rows.advantage_BT, cfg.cliprange, high)
-    metrics = {"policy_loss": policy_loss_BT, "entropy": entropy_BT,
-               "clip_fraction": policy_loss_BT != -log_ratio_BT.exp() * rows.advantage_BT,
+    policy_loss_BT, clipped_BT = cfg.find("loss")(
+        log_ratio_BT=logp_BT - rows.logp_BT, advantage_BT=rows.advantage_BT, mask_BT=rows.mask_BT,
+        low=cfg.cliprange, high=high)
+    loss_BT = policy_loss_BT
+    metrics = {"policy_loss": policy_loss_BT, "entropy": entropy_BT, "clip_fraction": clipped_BT,
                "approx_kl": formulas.kl_k3(rows.logp_BT, logp_BT)}         # of KL(pi_old || pi)
     if cfg.kl_in == "loss":
         kl_loss_BT = formulas.kl_k3(logp_BT, rows.ref_logp_BT)
-        loss_BT = loss_BT + agent.kl_coef * kl_loss_BT
+        loss_BT = loss_BT + rows.kl_coef_B[:, None] * kl_loss_BT
         metrics["kl_loss"] = kl_loss_BT
     if value_BT is not None:
         value_loss_BT = formulas.value_loss(value_BT, rows.value_BT, rows.return_BT, cfg.cliprange_value)
@@ -103,40 +138,27 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
     return loss_BT, metrics
 
 
-def add_gradient(agent: Agent, mini_batch: Rollout, divisor: Tensor, totals: dict[str, Tensor]) -> None:
-    """Adds the gradient of `sum_t loss_t / divisor` over a mini-batch, and its metrics to `totals`.
-
-    LM head, critic and losses run forward and backward for a few rows at a time, so that few logits exist at
-    once; the transformer's backward pass then runs once.
-    """
+def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor, totals: dict[str, Tensor]) -> None:
+    """Adds the gradient of `sum_t weight_t loss_t / divisor` of some rows, and their metrics to `totals`."""
     policy = agent.policy
-    hidden_BTH = policy.response_hidden(mini_batch.prompt_BP, mini_batch.prompt_mask_BP,
-                                        mini_batch.response_BT)
-    leaf_BTH = hidden_BTH.detach().requires_grad_()
-    B, T = mini_batch.mask_BT.shape
-    for index in torch.arange(B, device=policy.device).split(max(1, lm_head_tokens(policy) // T)):
-        rows = take(mini_batch, index)
-        real = rows.mask_BT.nonzero(as_tuple=True)      # one GPU sync
-        hidden = leaf_BTH[index, :rows.mask_BT.shape[1]]
-        logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)      # ratio 1 on padding
-        logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden[real], rows.response_BT[real])
-        value_BT = agent.critic(rows, hidden) if agent.critic else None
+    real = rows.mask_BT.nonzero(as_tuple=True)              # one GPU sync
+    hidden_BTH = policy.response_hidden(rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT)
+    logp_BT, entropy_BT = rows.logp_BT.clone(), torch.zeros_like(rows.logp_BT)          # ratio 1 on padding
+    logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
+    value_BT = agent.critic(rows, hidden_BTH) if agent.critic else None
 
-        loss_BT, metrics = losses(agent, rows, logp_BT, entropy_BT, value_BT)
-        (loss_BT[real].sum() / divisor).backward()
-        for name, x_BT in metrics.items():
-            x_BT, mask_BT = x_BT if isinstance(x_BT, tuple) else (x_BT, rows.mask_BT)
-            counted = (mask_BT * rows.mask_BT).bool()
-            total = x_BT.detach()[counted].double().sum()
-            totals[name] = totals[name] + torch.stack([total, counted.sum().double()])
-    policy.activate()                   # checkpointed layers are recomputed now, with this adapter
-    hidden_BTH.backward(leaf_BTH.grad)
+    loss_BT, metrics = losses(agent, rows, logp_BT, entropy_BT, value_BT)
+    policy.activate()               # if another adapter was asked for meanwhile: layers may be recomputed
+    ((loss_BT[real] * rows.weight_BT[real]).sum() / divisor).backward()
+    for name, x_BT in metrics.items():
+        x_N = x_BT.detach()[real].double()
+        totals[name] = totals[name] + torch.stack([x_N.sum(), x_N.new_tensor(len(x_N))])
 
 
 def apply_gradient(agent: Agent) -> float:
     """Sums gradients over processes, clips, steps, clears. Returns the norm before clipping."""
     parameters = [*agent.trainable_parameters().values()]
-    processes().sum_gradients(parameters)
+    processes().sum_gradients([p for p in parameters if not is_sharded(p)])     # FSDP has summed the others
     parameters = [p for p in parameters if p.grad is not None]
     norm = gradient_norm(parameters)
     if not math.isfinite(norm):

@@ -103,6 +103,7 @@ class Task:
     """
     columns: ClassVar[list[str]] = ["text"]     # what is read from each row of the data set
     greedy: ClassVar[bool] = False              # whether held-out evaluation also responds greedily
+    iteration, training = 0, False              # the present iteration; false in held-out evaluation
 
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
         self.cfg, self.train, self.memory = cfg, data.train, {}
@@ -132,13 +133,14 @@ class Task:
         """What the observer reads: each query with the pioneer's response to it (knowledge transfer)."""
         raise NotImplementedError
 
-    def reward_of(self, queries: list[str], responses: list[str]) -> list[float] | Tensor:
+    def reward_of(self, queries: list[str], responses: list[str]) -> list[float] | Tensor | tuple:
         """The task reward of each response, which depends on its own query and response alone. A response
-        counts as solved if it is above 0.
+        counts as solved if it is above 0. May also return (rewards, parts): by name, further numbers for each
+        response, such as the terms of a sum, whose means are logged.
         """
         raise NotImplementedError
 
-    def learn(self, queries: list[str], rewards: list[Tensor]) -> None:
+    def learn(self, rollouts: list, rewards: list[Tensor]) -> None:
         """What an iteration's responses earned, (B,) for each role; what is learned belongs in `memory`."""
 
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
@@ -165,12 +167,23 @@ class Task:
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device."""
+        return self.judge(queries, responses)[0]
+
+    def judge(self, queries: list[str], responses: list[str]) -> tuple[Tensor, dict[str, float]]:
+        """(task reward of each response, (B,); means of its parts). Each process asks for its own rows."""
         mine = processes().rows(len(responses))
-        n = len(responses[mine])
-        values = self.reward_of(queries[mine], responses[mine]) if n else []
-        rewards = torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
-        reward_B = torch.tensor(processes().gather(rewards), device=self.device)
+        answer = self.reward_of(queries[mine], responses[mine]) if responses[mine] else []
+        rewards, parts = answer if isinstance(answer, tuple) else (answer, {})
+        reward_B = self.gathered(rewards, len(responses[mine]))
         for query, response, reward in zip(queries, responses, reward_B.tolist(), strict=True):
             if not isfinite(reward):
                 raise UserError("reward", reward, f"of {query + response!r:.80} must be a finite number")
-        return reward_B
+        n, means = len(responses[mine]), {}
+        for name in sorted({*processes().gather([*parts])}):    # a process without rows has none
+            means[name] = self.gathered(parts.get(name, []), n).mean().item()
+        return reward_B, means
+
+    def gathered(self, values: list[float] | Tensor, n: int) -> Tensor:
+        """A number for each of this process's n rows, of all processes."""
+        values = torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
+        return torch.tensor(processes().gather(values), device=self.device)

@@ -1,0 +1,236 @@
+"""The record of a run: what is logged, evaluated and saved, and what a resumed run goes on from."""
+import json
+import shlex
+import shutil
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import set_seed
+
+from cory import device
+from cory.checkpoint import load_checkpoint, save_checkpoint
+from cory.config import config_json, load_config
+from cory.distributed import processes
+from cory.errors import UserError
+from cory.final import require_faithful, save_models
+from cory.log import Logger, read_jsonl, write_text
+from cory.ppo.agent import Agent
+from cory.ppo.rollout import Rollout, real_ids
+from cory.report import draw_runs, held_out_parts, table
+from cory.setup import Setup
+from cory.tasks.task import Task
+
+SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
+
+
+class RoleStep(NamedTuple):
+    """What one agent did in one role in one iteration."""
+    role: str                       # pioneer, observer, ...
+    agent: Agent
+    rollout: Rollout
+    reward_B: Tensor                # the task reward of its own responses, whatever it was trained on
+    parts: dict[str, float]         # of which this reward consists, if the task says so
+    update: dict[str, float]        # metrics of its update
+
+    def metrics(self, task: Task) -> dict[str, float]:
+        """Metrics of the rollout, the update and the task; a name in two of these raises."""
+        rollout, reward, cfg = self.rollout, self.reward_B.mean().item(), self.agent.cfg
+        kl = rollout.kl_B.mean().item()
+        metrics = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
+                   f"kl_{cfg.kl_penalty}": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
+                   "length": rollout.mask_BT.sum(1).mean().item(),
+                   "truncated": rollout.truncated_B.double().mean().item(),
+                   "sampling_gap": rollout.sampling_gap}
+        return dict(**metrics, **self.update, **self.parts, **task.metrics(rollout.query, rollout.text))
+
+
+class Record:
+    """done: iterations completed by the checkpoint that the run resumes from, or 0. signals: received so far.
+    """
+
+    def __init__(self, setup: Setup, agents: list[Agent]):
+        self.setup, self.agents, cfg = setup, agents, setup.cfg
+        self.run_dir, self.method, self.task = setup.run_dir, setup.method, setup.task
+        self.digests_at_start = setup.digests(agents)
+        self.signals: list[int] = []
+        self.best = float("-inf")
+        self.done, wandb_id = self.resume() if cfg.resume else (0, "")
+        if processes().is_main:
+            # until it has finished again
+            (self.run_dir / "eval.json").unlink(missing_ok=True)
+            shutil.rmtree(self.run_dir / "evaluation", ignore_errors=True)
+            write_text(self.run_dir / "config.json", config_json(cfg, setup.base_of))
+        self.logger = Logger(cfg, [*setup.configs], self.run_dir, self.done, wandb_id)
+
+    def resume(self) -> tuple[int, str]:
+        """Restores the last checkpoint's state. Returns (iterations done, W&B id), or (0, "")."""
+        cfg, state = self.setup.cfg, load_checkpoint(self.run_dir, self.agents)
+        if state is None:
+            cfg.require("resume", not (self.run_dir / "eval.json").exists(),
+                        "the run is finished, and has no checkpoint to continue from")
+            print("no checkpoint yet: the run starts from the beginning", flush=True)
+            return 0, ""
+        done, before = state["iteration"], state["iterations"]
+        falling = {agent.cfg.lr_schedule for agent in self.agents} - {"constant"}
+        cfg.require("iterations", not falling or cfg.iterations == before,
+                    f"the run has {before}, and --lr_schedule {', '.join(falling)} falls over them")
+        cfg.require("iterations", cfg.iterations > done or cfg.iterations == done == before,
+                    f"the run has done {done}; ask for more")
+        self.require_digests(state["digests"], "name the one of config.json, wherever it is now")
+        self.method.memory, self.task.memory = state["memory"]["method"], state["memory"]["task"]
+        self.best = state["best"]
+        return done, state["wandb_id"]
+
+    def require_digests(self, other: dict[str, str], hint: str) -> None:
+        """Raises `UserError` where a model or the data are not those that the run began with."""
+        for name, digest in self.digests_at_start.items():
+            self.setup.cfg.require(name, other[name] == digest, f"is not what the run began with; {hint}")
+
+    def require_unchanged(self) -> None:
+        self.require_digests(self.setup.digests(self.agents), "frozen weights have changed: KL has another "
+                             "reference, and no checkpoint keeps it")
+
+    def begin(self, iteration: int) -> None:
+        """Starts the iteration's clock, and seeds the global generators, for tasks and methods that draw from
+        them; agents have their own.
+        """
+        for hooked in (self.method, self.task):
+            hooked.iteration, hooked.training = iteration, True
+        # a spawn key, so that no adapter of an agent starts from this seed
+        seed = np.random.SeedSequence(self.setup.cfg.seed, spawn_key=(iteration,)).generate_state(1)[0]
+        set_seed(int(seed))
+        self.clock = time.perf_counter()
+        for agent in self.agents:
+            agent.seconds.clear()
+
+    def log(self, iteration: int, steps: list[RoleStep], metrics: dict) -> None:
+        """Logs an iteration: each metric as NAME/AGENT, the mean over the roles that the agent played, and
+        `role/AGENT`, its first role by number; `metrics` are whatever else the method measured.
+        """
+        of_agents = defaultdict(list)
+        for role, step in enumerate(steps):
+            of_agents.setdefault(f"role/{step.agent.name}", [role])
+            for name, x in step.metrics(self.task).items():
+                of_agents[f"{name}/{step.agent.name}"].append(x)
+        means = {name: statistics.fmean(xs) for name, xs in of_agents.items()}
+        metrics = {name: float(x) for name, x in metrics.items()}
+        row = dict(**means, **metrics, **self.timings(steps))
+        self.logger.iteration(iteration, row, self.samples(iteration, steps))
+
+    def timings(self, steps: list[RoleStep]) -> dict[str, float]:
+        """Seconds of the iteration and of its phases, of all agents, and response tokens per second."""
+        seconds = time.perf_counter() - self.clock
+        of_phases = defaultdict(float)
+        for agent in self.agents:
+            for phase, x in agent.seconds.items():
+                of_phases[f"seconds_{phase}"] += x
+        tokens = sum(step.rollout.mask_BT.sum().item() for step in steps)
+        return {"seconds": seconds, **of_phases, "tokens_per_second": tokens / seconds}
+
+    def samples(self, iteration: int, steps: list[RoleStep]) -> list[dict]:
+        """A few different queries, with each role's prompt, response, agent and reward."""
+        rows, queries = [], steps[0].rollout.query
+        for i in range(0, len(queries), self.setup.cfg.responses_per_query)[:SAMPLES]:
+            row = {"iteration": iteration, "query": queries[i]}
+            for role, agent, rollout, reward_B, *_ in steps:
+                if i >= len(rollout.query):
+                    continue
+                (prompt,) = real_ids(rollout.prompt_BP[i:i + 1], rollout.prompt_mask_BP[i:i + 1])
+                row |= {role: rollout.text[i], f"{role}_agent": agent.name,
+                        f"{role}_reward": reward_B[i].item(),
+                        f"{role}_prompt": agent.policy.tokenizer.decode(prompt)}
+                if rollout.query[i] != queries[i]:
+                    row[f"{role}_query"] = rollout.query[i]
+            rows.append(row)
+        return rows
+
+    def evaluate(self, iteration: int) -> None:
+        """Logs held-out metrics as eval_NAME/AGENT; at iteration 0 of the bases, too. With `--save_best true`
+        writes the models to best/ whenever the agents' mean combined reward is the highest so far.
+        """
+        self.require_unchanged()
+        bases = self.setup.bases if iteration == 0 else {}
+        metrics = self.setup.held_out_metrics(bases | {a.name: a.policy for a in self.agents}, iteration)
+        row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
+        self.logger.evaluation(iteration, row)
+        combined = statistics.fmean(metrics[agent.name]["combined_reward"] for agent in self.agents)
+        if self.setup.cfg.save_best and iteration > 0 and combined > self.best:
+            self.best = combined
+            save_models(self.run_dir / "best", self.agents)
+            if processes().is_main:
+                about = {"iteration": iteration, "combined_reward": combined}
+                write_text(self.run_dir / "best/eval.json", json.dumps(about | metrics, indent=1) + "\n")
+
+    def save_if_due(self, iteration: int) -> None:
+        """Writes a checkpoint after iteration 1, every `save_every` iterations, at the end, and after a
+        signal to any process, which then ends the run. After iteration 1 also writes the final models and
+        reads them again, so that what cannot be saved is found at once.
+        """
+        every, signals = self.setup.cfg.save_every, processes().gather(self.signals)
+        if every and (signals or iteration % every == 0 or iteration in (1, self.setup.cfg.iterations)):
+            for agent in self.agents:
+                given = self.setup.configs[agent.name], self.setup.bases[self.setup.base_of[agent.name]]
+                if (agent.cfg, agent.base) != given:
+                    raise UserError("agent", agent.name, "has another cfg or base than at the start, which "
+                                    "no checkpoint keeps; use --save_every 0")
+            self.require_unchanged()
+            about = {"iterations": self.setup.cfg.iterations, "digests": self.digests_at_start,
+                     "memory": self.memory(), "best": self.best, "wandb_id": self.logger.wandb_id}
+            save_checkpoint(self.run_dir, iteration, self.agents, about)
+            if iteration == 1:
+                require_faithful(self.setup, self.agents)
+        if signals:
+            hint = f"go on with: python {sys.argv[0]} --resume --run_dir {shlex.quote(str(self.run_dir))}"
+            hint = hint if every else "nothing is saved, as --save_every 0 asks"
+            print(f"\nstopped after iteration {iteration}; {hint}", flush=True)
+            raise SystemExit(128 + signals[0])
+
+    def memory(self) -> dict[str, dict]:
+        """Of the method and the task; a checkpoint has each agent's with the agent."""
+        return {"method": self.method.memory, "task": self.task.memory}
+
+    def finish(self) -> None:
+        """Writes the final models, eval.json and curves.png, and prints the held-out table."""
+        save_models(self.run_dir / "final", self.agents)
+        if not processes().is_main:
+            return
+        torch.save(self.memory(), self.run_dir / "final/memory.pt")             # for `evaluate`
+        cfg, rows = self.setup.cfg, read_jsonl(self.run_dir / "metrics.jsonl")
+        done = rows[-1]["iteration"]
+        about = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
+                 "samples": cfg.eval_samples}
+        held_out = held_out_parts(rows)
+        write_text(self.run_dir / "eval.json", json.dumps(about | held_out, indent=1) + "\n")
+        draw_runs([self.run_dir], self.run_dir / "curves.png")
+        self.logger.send(done, lambda wandb: {"curves": wandb.Image(str(self.run_dir / "curves.png"))})
+        seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
+        print(f"\n{table('held-out', held_out.items())}\n{seconds:.2f} s per iteration (median of {done}), "
+              f"peak memory {device.peak_memory(self.setup.device):.2f} GiB\nwritten to {self.run_dir}: "
+              "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
+
+
+def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
+    """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
+    saved = load_config(run_dir)
+    cfg = replace(saved, device=device, dtype=dtype or saved.dtype, eval_samples=samples,
+                  eval_queries=queries or saved.eval_queries)
+    setup, done = Setup(cfg, run_dir), json.loads((run_dir / "eval.json").read_text())["iteration"]
+    memory = torch.load(run_dir / "final/memory.pt", weights_only=True,
+                        map_location={"cuda:0": str(setup.device)})
+    setup.method.memory, setup.task.memory = memory["method"], memory["task"]
+    policies = setup.bases | {name: setup.final_model(name) for name in setup.configs}
+    folder = run_dir / "evaluation"
+    folder.mkdir(exist_ok=True)
+    metrics = setup.held_out_metrics(policies, done, folder)
+    if processes().is_main:
+        results = {"iteration": done, "queries": cfg.eval_queries, "samples": samples, **metrics}
+        write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
+    print(f"{table(run_dir.name, metrics.items())}\nresponses and metrics: {folder}", flush=True)

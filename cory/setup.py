@@ -1,0 +1,146 @@
+"""What the settings of a run name: the method, the task with its data, the bases; and its agents."""
+import copy
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from transformers import set_seed
+
+from cory import device
+from cory.config import Config, require_settings_of, short_name
+from cory.distributed import processes
+from cory.evaluate import evaluate, evaluate_in_full, evaluate_team
+from cory.loading import load_language_model, model_errors, weights_digest
+from cory.ppo.advantages import find_estimator
+from cory.ppo.agent import Agent
+from cory.ppo.model import LanguageModel
+from cory.sharding import shard
+
+
+class Setup:
+    """configs: the settings of each agent, by name. bases: frozen models by their names in logs, which
+    `base_of` gives for each agent; agents with the same base share it.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path):
+        cfg, self.device = device.resolve_auto(cfg)
+        if cfg.resume:
+            require_settings_of(run_dir, cfg)
+        device.prepare_device(cfg, self.device)
+        set_seed(cfg.seed)                              # for tasks and methods that draw as they are made
+        self.cfg, self.run_dir = cfg, run_dir
+        method_class, task_class = cfg.find("method"), cfg.find("task")
+        names = method_class.agents[:1] if cfg.share_weights else method_class.agents
+        self.configs = {name: method_class.agent_config(cfg, name) for name in names}
+        require_agents(cfg, self.configs, method_class.roles)
+        print(f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
+              f"model {cfg.model}, data {cfg.dataset}, {self.device}, {cfg.dtype}", flush=True)
+        data = task_class.load_data(cfg)
+        self.base_of = base_names(self.configs)
+        self.bases = {}
+        for name, base in self.base_of.items():
+            if base not in self.bases:
+                agent_cfg = self.configs[name]
+                self.bases[base] = load_language_model(agent_cfg.model, agent_cfg, self.device)
+        self.task = task_class(cfg, data, self.bases["base"])
+        self.method = method_class(cfg, self.task)
+
+    def new_agents(self) -> list[Agent]:
+        """The agents, each with a policy of its own; from then on the bases are as small as they can be."""
+        cfg, size = self.cfg, processes().size
+        for agent_cfg in self.configs.values():
+            rows = agent_cfg.rows_per_optimizer_step
+            agent_cfg.require("mini_batch_size", rows % size == 0, f"{rows} rows of an optimizer step cannot "
+                              f"be divided among {size} processes; make them a multiple")
+        agents = [Agent(name, self.bases[self.base_of[name]], agent_cfg, i)
+                  for i, (name, agent_cfg) in enumerate(self.configs.items())]
+        trained = trained_weights(agents)
+        print(f"{sum(p.numel() for p in trained):,} parameters to train", flush=True)
+        for base in self.bases.values():
+            if not cfg.lora_rank:
+                base.cast_once()                    # after agents have had their copies
+            if cfg.shard:
+                shard(base, cfg, whole=trained)
+        return agents
+
+    def saved_model(self, name: str, folder: Path, adapter: str = "") -> LanguageModel:
+        """The policy of an agent that lies in a folder; with LoRA a new adapter on its base."""
+        base = self.bases[self.base_of[name]]
+        if not self.cfg.lora_rank:
+            return load_language_model(str(folder), self.configs[name], self.device)
+        with model_errors("adapter", str(folder)):
+            return base.saved_policy(adapter or name, folder)
+
+    def final_model(self, name: str) -> LanguageModel:
+        """The final policy of an agent, of a finished run."""
+        return self.saved_model(name, self.run_dir / "final" / name)
+
+    def held_out_metrics(self, policies: dict[str, LanguageModel], iteration: int,
+                         out: Path | None = None) -> dict[str, dict[str, float]]:
+        """Metrics of each policy against its base, and of the team that plays in an iteration; if bases are
+        among the policies, also of the team of bases. With `out`, pass@k and more, and all responses are
+        written there.
+        """
+        metrics = {}
+        for name, policy in policies.items():
+            base, cfg = self.bases[self.base_of.get(name, name)], self.configs.get(name, self.cfg)
+            task = self.for_evaluation(iteration).task
+            if out is None:
+                metrics[name] = evaluate(policy, base, cfg, task)
+            else:
+                metrics[name] = evaluate_in_full(policy, base, cfg, task, out / f"{name}.jsonl")
+        cast = self.method.cast([*self.configs], max(iteration, 1))
+        teams = {"base_team": [self.base_of[name] for name in cast], "team": cast}
+        for team, names in teams.items():
+            if len(cast) > 1 and policies.keys() >= {*names}:
+                team_policies = [policies[name] for name in names]
+                metrics[team] = evaluate_team(self.for_evaluation(iteration), team_policies)
+        return metrics
+
+    def for_evaluation(self, iteration: int):
+        """The method and its task with copies of their memory: what evaluation puts there is forgotten."""
+        method = copy.copy(self.method)
+        method.task = copy.copy(self.task)
+        method.memory, method.task.memory = copy.deepcopy((self.method.memory, self.task.memory))
+        for hooked in (method, method.task):
+            hooked.iteration, hooked.training = iteration, False
+        return method
+
+    def digests(self, agents: list[Agent]) -> dict[str, str]:
+        """Of the frozen weights of all bases, and of what the task reads, by the setting that names it."""
+        trained = trained_weights(agents)
+        weights = [p for base in self.bases.values() for p in base.lm.parameters() if p not in trained]
+        return {"model": weights_digest(weights)} | self.task.digests()
+
+
+def trained_weights(agents: list[Agent]) -> set:
+    return {p for agent in agents for p in agent.trainable_parameters().values()}
+
+
+def require_agents(cfg: Config, configs: dict[str, Config], roles: tuple[str, ...]) -> None:
+    """Raises `UserError`, before a model is loaded."""
+    cfg.require("method", len(configs) <= len({*roles}) == len(roles), "needs a role for each of its agents, "
+                f"and a name for each role; its roles are {', '.join(roles)}")
+    for name in (*configs, *roles):
+        of_logs = name in ("iteration", "query", "mean", "team") or name.startswith("base")
+        cfg.require("method", re.fullmatch("[a-z0-9_]+", name) and not of_logs,
+                    f"names an agent or a role {name!r}; take a word of small letters, digits and _, but not "
+                    "iteration, query, mean, team or base..., as logs name other things")
+    shared = [f.name for f in fields(cfg) if not f.metadata.get("per_agent")]
+    for name, agent_cfg in configs.items():
+        find_estimator(agent_cfg)
+        for setting in ("lr_schedule", "kl_controller", "loss"):
+            agent_cfg.find(setting)
+        for setting in shared:
+            alike = getattr(agent_cfg, setting) == getattr(cfg, setting)
+            agent_cfg.require(setting, alike, f"differs for {name}; agents must share this setting")
+        agent_cfg.require("lora_rank", (agent_cfg.lora_rank > 0) == (cfg.lora_rank > 0),
+                          "all agents train adapters on frozen bases, or all train full copies")
+
+
+def base_names(configs: dict[str, Config]) -> dict[str, str]:
+    """{agent: its base in logs}: `base` is the first agent's; `base_llm2`, another first used by llm2."""
+    columns = {}
+    for name, cfg in configs.items():
+        columns.setdefault(cfg.model, f"base_{name}" if columns else "base")
+    return {name: columns[cfg.model] for name, cfg in configs.items()}

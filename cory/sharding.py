@@ -1,0 +1,84 @@
+"""`--shard true`: each process keeps a part of every layer's matrices, and of Adam's moments (FSDP2).
+Whoever has one GPU may skip this file.
+"""
+from contextlib import contextmanager
+from typing import Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from cory.config import Config
+from cory.distributed import processes
+
+
+def shard(model, cfg: Config, whole: Collection[nn.Parameter] = ()) -> None:
+    """From here on each process holds a part of the matrices of each layer, except of those in `whole`, which
+    an optimizer may hold already. All else stays whole.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    base, layers = model.lm.base_model, model.layers
+    matrices = {p for p in layers.parameters() if p.dim() > 1}.difference(whole)
+    policy = MixedPrecisionPolicy(torch.bfloat16 if cfg.dtype == "bfloat16" else None,
+                                  reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh, rest = init_device_mesh(model.device.type, (processes().size,)), {*base.parameters()} - matrices
+    for module in (*layers, base):
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=rest)
+        module.set_gradient_divide_factor(1.0)          # a sum, not a mean
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def is_sharded(x: nn.Module | Tensor) -> bool:
+    """Whether x is a model that `shard` has divided, or a tensor of one, a DTensor."""
+    return hasattr(x.base_model, "unshard") if isinstance(x, nn.Module) else hasattr(x, "full_tensor")
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    return x.full_tensor() if is_sharded(x) else x
+
+
+def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in CPU memory, in the main process alone; all processes assemble what is sharded."""
+    whole = {name: full_tensor(x.detach()) for name, x in tensors.items()}
+    return {name: x.cpu().contiguous() for name, x in whole.items()} if processes().is_main else {}
+
+
+def shard_like(x: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The part of a whole tensor that this process holds of `parameter`."""
+    if not is_sharded(parameter) or x.shape != parameter.shape:
+        return x
+    from torch.distributed.tensor import distribute_tensor
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(x.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+@contextmanager
+def unsharded(*models) -> Iterator[None]:
+    """A block in which all weights are whole: a forward pass in it needs no other process."""
+    lms = dict.fromkeys(model.lm for model in models if is_sharded(model.lm))   # in the same order everywhere
+    groups = [module for lm in lms for module in lm.modules() if hasattr(module, "unshard")]
+    for group in groups:
+        group.set_reshard_after_forward(False, recurse=False)
+        group.unshard()
+    yield
+    for group in groups:
+        group.reshard()
+        group.set_reshard_after_forward(True, recurse=False)
+
+
+def gradient_norm(parameters: Collection[nn.Parameter]) -> float:
+    """The norm of all gradients together; each parameter has one."""
+    norms = [full_tensor(torch.linalg.vector_norm(p.grad)) for p in parameters]
+    return torch.linalg.vector_norm(torch.stack(norms)).item()
+
+
+def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:
+    """The same rows in as many groups as the process with the most: each pass of a sharded model needs all
+    processes.
+    """
+    most = max(processes().gather([len(groups)]))
+    while len(groups) < most:
+        *shorter, longest = sorted(groups, key=len)
+        groups = [*shorter, *longest.tensor_split(2)]
+    return groups
