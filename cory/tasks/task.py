@@ -4,6 +4,8 @@ stream of queries; held-out queries; the check of rewards.
 import json
 import random
 import re
+from collections import defaultdict
+from glob import has_magic
 from math import isfinite
 from operator import itemgetter
 from pathlib import Path
@@ -26,26 +28,34 @@ class Data(NamedTuple):
     test: list                  # to report
 
 
+# Other names of that split.
+VALIDATION = dict.fromkeys(("valid", "val", "dev"), "validation")
+
+
 def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     """{split: the text of the column in each row, or a tuple of several}. Raises `UserError`.
 
-    A lone .jsonl file is the split `train`. A folder's train.jsonl, validation.jsonl and test.jsonl are
-    read. Any other layout (parquet, csv, the Hub) is read by `datasets`; of several subsets, `main`.
+    A lone .jsonl file is the split `train`. Of a folder, .jsonl files named for splits are read. Any other
+    layout (parquet, csv, the Hub) is read by `datasets`; of several subsets, `main`. A line names what is not
+    read.
     """
     path = Path(located(dataset))
-    if "/" not in dataset and not path.exists():
+    if not path.exists() and (path.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset)):
         # `datasets` would take a folder of this name that another project has left in its cache
         raise UserError("dataset", dataset, "is not a file or folder here; Hub names are OWNER/NAME")
-    files = {"train": path} if path.is_file() else {name: path / f"{name}.jsonl" for name in Data._fields}
     try:
-        splits = {split: parse_jsonl(file) for split, file in files.items() if file.is_file()}
-        splits = splits or read_with_datasets(str(path))
+        parts, files = read_jsonl_files(path) or read_with_datasets(str(path))
     except Exception as error:                                  # each file format raises errors of its own
         hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a Hub name"
         raise UserError("dataset", dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
+    splits = defaultdict(list)
+    for name, rows in parts:
+        splits[VALIDATION.get(name, name)] += rows
+    if rest := [name for name in splits if name not in Data._fields] + other_files(path, files):
+        print(f"not read of {dataset}: {', '.join(rest[:5])}{', ...' * (len(rest) > 5)}")
     if "train" not in splits:
         raise UserError("dataset", dataset, f"has no split named train, only {', '.join(splits)}")
-    splits = {split: rows for split, rows in splits.items() if split in Data._fields}
+    splits = {split: splits[split] for split in Data._fields if split in splits}
     for split, rows in splits.items():
         for number, row in enumerate(rows, start=1):
             if not (isinstance(row, dict) and all(is_text(row.get(name)) for name in columns)):
@@ -54,23 +64,62 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     return {split: [*map(itemgetter(*columns), rows)] for split, rows in splits.items()}
 
 
+def split_of(file: Path) -> str:
+    """The split that a file is named for: `validation` by `dev.csv` or `Val-00000-of-00002.jsonl`."""
+    name = re.sub(r"[-_.]?\d+(-of-\d+)?$", "", file.stem.lower())
+    return VALIDATION.get(name, name)
+
+
+def other_files(folder: Path, read: set[Path]) -> list[str]:
+    """Those of a folder that are not read, without hidden ones and descriptions."""
+    folder = folder.resolve()
+    names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*.*"))
+             if file.is_file() and file not in read]
+    return [name for name in names if not re.search(r"(^|/)\.|\.md$", name)]
+
+
 def is_text(value) -> bool:
     """Whether a value is a text, not blank, and without lone surrogates, which no tokenizer takes."""
     return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
 
 
+# (split, rows) for each part of the data, and the files that were read
+Parts = tuple[list[tuple[str, list[dict]]], set[Path]]
+
+
+def read_jsonl_files(path: Path) -> Parts | None:
+    """The rows of a file or of a folder's files that are named for splits; None where there are none."""
+    if path.is_file():
+        return [("train", parse_jsonl(path))], {path}
+    files = [file for file in sorted(path.resolve().glob("*.jsonl")) if split_of(file) in Data._fields]
+    return ([(split_of(file), parse_jsonl(file)) for file in files], {*files}) if files else None
+
+
 def parse_jsonl(path: Path) -> list[dict]:
     """As one document, so that an error has the number of its line."""
-    return json.loads("[" + ",\n".join(path.read_text(encoding="utf-8").strip().split("\n")) + "]")
+    lines = path.read_text(encoding="utf-8-sig").strip().split("\n")
+    try:
+        return json.loads("[" + ",\n".join(lines) + "]")
+    except ValueError as error:
+        raise ValueError(f"{path.name}, {error}") from error
 
 
-def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
-    from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
+def read_with_datasets(dataset: str) -> Parts:
+    from datasets import disable_progress_bars, get_dataset_config_names, load_dataset, load_dataset_builder
     disable_progress_bars()
+    folder = Path(dataset).resolve()
+    if folder.exists() and has_magic(str(folder)):
+        raise ValueError("its path has one of * ? [, which `datasets` takes for a pattern: rename it")
     main = Path(dataset) / "main"                               # the Hub's layout: a folder for each subset
     place = str(main if main.is_dir() else dataset)
-    splits = load_dataset(place, "main" if "main" in get_dataset_config_names(place) else None)
-    return {split: rows.to_list() for split, rows in splits.items()}
+    which = place, "main" if "main" in get_dataset_config_names(place) else None
+    parts = [(str(split), rows.to_list()) for split, rows in load_dataset(*which).items()]
+    splits = load_dataset_builder(*which).config.data_files if folder.exists() else {}
+    read = {Path(file): str(split) for split, files in splits.items() for file in files}
+    for file, split in read.items():
+        if split_of(file) in {*Data._fields} - {split}:
+            raise ValueError(f"{file.name} would be read as {split}; `datasets` knows lower-case names alone")
+    return parts, {*read}
 
 
 def divided(cfg: Config, splits: dict[str, list]) -> Data:
