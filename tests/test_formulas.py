@@ -16,7 +16,18 @@ def test_token_rewards_puts_the_score_on_each_rows_last_real_token():
     # kl_coef 0.1: row 0: -0.1, -0.2 + 5; row 1: -0.1 + 6; row 2: -0.1, -0.2, -0.3 + 7; padding 0 whatever
     # the KL there
     expected = [[-0.1, 4.8, 0], [5.9, 0, 0], [-0.1, -0.2, 6.7]]
-    close(f.token_rewards(torch.tensor([5.0, 6, 7]), kl, mask, 0.1), expected)
+    close(f.token_rewards(torch.tensor([5.0, 6, 7]), kl, mask, torch.full((3,), 0.1)), expected)
+    # scores of tokens stay where they are; another eta for each row
+    of_tokens = torch.tensor([[1.0, 2, 9], [3, 9, 9], [4, 5, 6]])
+    close(f.token_rewards(of_tokens, kl, mask, torch.tensor([0.1, 0, 1])), [[0.9, 1.8, 0], [3, 0, 0], [3, 3, 3]])
+
+
+def test_what_a_loss_is_a_mean_over_by_hand():
+    loss, mask = torch.tensor([[1.0, 3, 99], [5, 99, 99]]), torch.tensor([[1.0, 1, 0], [1, 0, 0]])
+    # (1 + 3 + 5) / 3;  ((1 + 3) / 2 + 5) / 2;  ((1 + 3) / 4 + 5 / 4) / 2
+    for of, expected in (("tokens", 3.0), ("responses", 3.5), ("constant", 1.125)):
+        weight, divisor = f.loss_weights(mask, of, 4)
+        assert ((loss * weight).sum() / divisor.sum()).item() == expected
 
 
 def test_whitening_is_over_real_tokens_whatever_the_padding():
@@ -50,7 +61,8 @@ def test_policy_loss_by_hand_and_no_gradient_where_the_clip_wins():
     advantage = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
     # -min(ratio A, clip(ratio, 0.8, 1.3) A):
     # -min(2.5, 2.5);  -min(3, 2.6);  -min(1, 1.6);  -min(-3, -2.6);  -min(-1.5, -1.6);  -min(-2.2, -2.2)
-    loss = f.policy_loss(logp, advantage, 0.2, 0.3)
+    loss, clipped = f.policy_loss(logp, advantage, 0.2, 0.3)
+    assert clipped.tolist() == [False, True, False, False, True, False]
     close(loss.detach(), [-2.5, -2.6, -1.0, 3.0, 1.6, 2.2])
     loss.sum().backward()
     close(logp.grad, [-2.5, 0.0, -1.0, 3.0, 0.0, 2.2])                      # -ratio A, or 0

@@ -3,6 +3,7 @@ import json
 import random
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from conftest import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toys import BigramLM, read, settings
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForSequenceClassification,
     DistilBertForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -20,8 +23,8 @@ from cory.config import ASSETS
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import decode
+from cory.tasks.data import Data
 from cory.tasks.imdb import Imdb, SentimentReward
-from cory.tasks.task import Data
 
 CPU, END, CLASSIFIER = torch.device("cpu"), "<|endoftext|>", ASSETS / "imdb/classifier"
 BYTES = byte_tokenizer().backend_tokenizer
@@ -83,6 +86,55 @@ def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_be
         logits = [classifier.model(row).logits[0, -1].item() for row in ids]
         assert abs(logits[0] - logits[1]) > 1e-3
         assert classifier(texts * 260) == pytest.approx(logits * 260, abs=1e-5)
+
+
+def save_classifier(kind: str, folder: Path, **changes) -> str:
+    """A random one of two layers, over bytes."""
+    sizes = dict(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                 num_attention_heads=4, id2label={0: "neg", 1: "pos"})
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(CONFIG_MAPPING[kind](**sizes | changes))
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.normal_(0, 0.2)                          # so that every part of it is felt
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+DEPENDS = {             # on the texts beside a text
+    "xlnet": dict(d_model=32, n_layer=2, n_head=4), "mobilebert": dict(embedding_size=32), "canine": {},
+    "convbert": dict(embedding_size=32), "fnet": {}, "nystromformer": {}}
+
+
+@pytest.mark.parametrize("kind", DEPENDS)
+def test_a_classifier_that_looks_at_the_texts_beside_a_text_is_refused(kind, tmp_path):
+    with pytest.raises(UserError, match="its logit of a text is .* alone and .* beside a longer one"):
+        SentimentReward(save_classifier(kind, tmp_path, **DEPENDS[kind]), CPU)
+
+
+def test_a_decoder_whose_config_is_nested_and_names_no_padding_finds_the_end_of_a_text(tmp_path):
+    text = dict(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=2, head_dim=8, pad_token_id=None)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  image_size=28, patch_size=14)
+    folder = save_classifier("gemma3", tmp_path, text_config=text, vision_config=vision)
+    classifier = SentimentReward(folder, CPU)
+    assert classifier(["good", "a good film"])[0] == pytest.approx(classifier(["good"])[0], abs=1e-4)
+
+
+def test_of_a_long_text_the_beginning_is_scored_and_the_share_is_a_metric(tmp_path):
+    """In the classifier's own tokens: here bytes, of which RoBERTa has 66 - 2 positions."""
+    folder = save_classifier("roberta", tmp_path, max_position_embeddings=66, pad_token_id=1)
+    classifier = SentimentReward(folder, CPU, max_tokens=64)
+    task, _ = imdb(["a"], ["a"], reward_model=classifier, eval_queries=1)
+    fits, good, bad = 60 * "a", 60 * "a" + " good", 60 * "a" + " bad"
+    rewards = task.reward(4 * ["film"], [fits, good, bad, fits[1:]]).tolist()
+    assert rewards[:3] == pytest.approx([rewards[0]] * 3, abs=1e-5) and abs(rewards[3] - rewards[0]) > 1e-3
+    assert task.metrics(4 * ["film"], [fits, good, bad, fits]) == {"reward_truncated": 0.5}
+    assert task.metrics(["film"], [fits]) == {}
+    with pytest.raises(UserError, match="takes 64 tokens; a query with its response can have 65"):
+        SentimentReward(folder, CPU, max_tokens=65)
 
 
 @pytest.mark.parametrize("file, changes, says", [

@@ -12,8 +12,8 @@ from toys import agent_of, close, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cory.assets.make_model import write_gguf
-from cory.checkpoint import save_final
 from cory.errors import UserError
+from cory.final import save_models
 from cory.loading import load_language_model
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts, sample
@@ -125,7 +125,7 @@ def test_text_is_split_as_tokenizer_json_says(tmp_path):
     raw.save(str(tmp_path / "lm/tokenizer.json"))
     (tmp_path / "lm/tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     agent = agent_of(load(tmp_path / "lm"))
-    save_final(tmp_path, [agent])
+    save_models(tmp_path / "final", [agent])
     for tokenizer in (agent.policy.tokenizer, AutoTokenizer.from_pretrained(tmp_path / "final/llm1")):
         assert tokenizer.tokenize("of 2023") == ["o", "f", "Ġ", "2", "0", "2", "3"]
         assert tokenizer.eos_token_id == 256
@@ -164,7 +164,7 @@ def test_a_final_model_generates_what_was_evaluated(tmp_path):
     change(folder, "generation_config.json", eos_token_id=[256, 101], repetition_penalty=1.8,
            temperature=0.7, top_p=0.9)
     agent = agent_of(load(folder, temperature=0.8))
-    save_final(tmp_path, [agent])
+    save_models(tmp_path / "final", [agent])
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "final/llm1")
     rules = final.generation_config                             # of what `generate` does by itself
     assert (rules.do_sample, rules.temperature, rules.top_k) == (True, 0.8, 0)

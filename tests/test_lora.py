@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from toys import moved, settings
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from cory.checkpoint import save_final
+from cory.final import save_models
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
@@ -85,7 +85,7 @@ def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
         (ref := tmp_path / "models--some--model/refs" / revision).parent.mkdir(exist_ok=True)
         ref.write_text(revision)
     _, (agent, _) = two_agents("some/model@v1", model="some/model@v1")
-    save_final(tmp_path, [moved(agent)])
+    save_models(tmp_path / "final", [moved(agent)])
     final = tmp_path / "final" / "llm1"
     require_same_logits(AutoPeftModelForCausalLM.from_pretrained(final), agent)
     require_same_logits(AutoModelForCausalLM.from_pretrained(final, revision="v1"), agent)
@@ -115,7 +115,7 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     """Its base is found again from any folder; by its generation_config.json it generates as evaluated."""
     monkeypatch.chdir(folder.parent)
     _, agents = two_agents("lm")
-    save_final(tmp_path, [moved(agent) for agent in agents])
+    save_models(tmp_path / "final", [moved(agent) for agent in agents])
     monkeypatch.chdir("/")
     final = tmp_path / "final" / "llm1"
     plain = AutoModelForCausalLM.from_pretrained(final)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
-from cory.record import Record
 from toys import bigram, error_line, finished, read, require_same_runs, rows, saved_tensors, settings, stopped
 
 import train_imdb
@@ -15,6 +14,7 @@ from cory import evaluate
 from cory.checkpoint import checkpoints_of
 from cory.ppo import model
 from cory.ppo.agent import Agent
+from cory.record import Record
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 

@@ -11,7 +11,7 @@ from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts
-from cory.run import Run
+from cory.setup import Setup
 from train_imdb import PRESETS
 
 
@@ -70,10 +70,11 @@ def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, 
     before = model.response_hidden(*encode_prompts(model, prompts, 3), response)
     model.cast_once()
     assert torch.equal(before, model.response_hidden(*encode_prompts(model, prompts, 3), response))
-    run = Run(parse(ImdbConfig, PRESETS, [*small_flags, "--dtype", "bfloat16", "--seed", "5"]), tmp_path)
+    run = Setup(parse(ImdbConfig, PRESETS, [*small_flags, "--dtype", "bfloat16", "--seed", "5"]), tmp_path)
+    (agent, _) = run.new_agents()
     for name, p in run.bases["base"].lm.named_parameters():
         in_a_product = name.startswith("transformer.h.") and p.dim() == 2
         assert p.dtype == (torch.bfloat16 if in_a_product else torch.float32), name
         assert not p.requires_grad, name
-    assert {p.dtype for p in run.agents[0].policy.parameters()} == {torch.float32}
+    assert {p.dtype for p in agent.policy.parameters()} == {torch.float32}
     assert torch.initial_seed() == 5                        # of what tasks and methods draw as they are made

@@ -1,7 +1,9 @@
 """Reading rows and dividing them; the stream of queries, and the check of rewards."""
+import json
 import random
 import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ from toys import bigram, error_line, settings
 
 import train_imdb
 from cory.errors import UserError
-from cory.tasks.task import Data, Task, divided, load_columns
+from cory.tasks.data import Data, divided, load_columns
+from cory.tasks.task import Task
 
 ROWS = [f"{i} is the number of a film" for i in range(200)]
 WORDS = ["abcdef"[i % 6] * (1 + i // 6) for i in range(36)]         # a b c d e f aa bb ... ffffff
@@ -18,12 +21,44 @@ SPLITS = ["train.jsonl", "validation.jsonl", "test.jsonl"]
 GOOD = '{"text": "a good film of one man"}\n'
 
 
-def test_a_blank_last_line_and_other_files_are_skipped(tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"text": "a\u2028b", "n": "1"}\n' * 2 + " \n")
-    (tmp_path / "example_model_solutions.jsonl").write_text('{"question": "a"}\n')
-    for place in (tmp_path, tmp_path / "train.jsonl"):
+def test_a_blank_last_line_and_a_byte_order_mark_are_skipped(tmp_path):
+    file, row = tmp_path / "train.jsonl", '{"text": "a\u2028b", "n": "1"}\n'
+    file.write_text(f"\ufeff{row}{row} \n", encoding="utf-8")
+    for place in (tmp_path, file):
         assert load_columns(str(place), ["text"]) == {"train": ["a\u2028b"] * 2}
         assert load_columns(str(place), ["n", "text"]) == {"train": [("1", "a\u2028b")] * 2}
+
+
+def write_names(folder: Path, *names: str) -> str:
+    """Data files with one row each, which is the name of the file."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_text(json.dumps({"text": name}) if "jsonl" in name else f"text\n{name}\n")
+    return str(folder)
+
+
+@pytest.mark.parametrize("files, found, rest", [
+    (["train.jsonl", "val.jsonl", "test.csv"],
+     {"train": ["train.jsonl"], "validation": ["val.jsonl"]}, "test.csv"),
+    (["Train-00001.jsonl", "train_2.jsonl", "dev.jsonl", "test_b.jsonl"],
+     {"train": ["Train-00001.jsonl", "train_2.jsonl"], "validation": ["dev.jsonl"]}, "test_b.jsonl"),
+    (["train.csv", "valid.csv", "held-out.csv"],
+     {"train": ["train.csv"], "validation": ["valid.csv"]}, "held-out.csv"),
+    (["train.jsonl", "validation.jsonl", "test.jsonl", "README.md", ".git.csv", "LICENSE"],
+     {"train": ["train.jsonl"], "validation": ["validation.jsonl"], "test": ["test.jsonl"]}, "")])
+def test_files_are_read_by_their_names_and_the_rest_is_named(files, found, rest, tmp_path, capsys):
+    place = write_names(tmp_path, *files)
+    assert load_columns(place, ["text"]) == found
+    assert capsys.readouterr().out == (f"not read of {place}: {rest}\n" if rest else "")
+
+
+def test_no_row_is_read_from_another_folder_that_a_path_matches_as_a_pattern(tmp_path):
+    write_names(tmp_path / "imdb1", "train.csv", "train.jsonl")
+    own = write_names(tmp_path / "imdb[1]", "train_2.jsonl")
+    assert load_columns(own, ["text"]) == {"train": ["train_2.jsonl"]}
+    for name in ("imd[ab]", "imdb?", "*"):
+        with pytest.raises(UserError, match="takes for a pattern"):
+            load_columns(write_names(tmp_path / name, "train.csv"), ["text"])
 
 
 def test_of_the_hubs_layout_the_subset_is_read(tmp_path):
@@ -59,6 +94,7 @@ def test_held_out_rows_that_are_trained_on_are_counted_in_one_line(capsys):
     ({"train.jsonl": GOOD + '{"review": "a", "n": 1}\n'}, "row 2': needs texts in its text; it is {'review'"),
     ({"train.jsonl": GOOD + '{"text": " "}\n'}, "row 2': "),
     ({"train.csv": "text\n1\n2\n"}, "row 1': "),
+    ({"Train.csv": "text\na\n", "Test.csv": "text\nb\n"}, "Test.csv would be read as train"),
     ({"train.jsonl": GOOD + '["text"]\n'}, "row 2': "),
     ({"train.jsonl": GOOD + '{"text": "a \\ud800 b"}\n'}, r"row 2': .*a \\ud800 b"),
     ({"train.jsonl": GOOD * 9}, "eval_queries is 4: .* leaves only 0 rows"),
@@ -73,13 +109,17 @@ def test_a_slip_is_one_line_before_any_model_is_loaded(files, says, small_flags,
     assert re.search(says, line) and not (tmp_path / "run").exists(), line
 
 
-def test_a_name_without_an_owner_is_never_taken_from_a_cache(tmp_path, monkeypatch):
+def test_the_hub_is_asked_for_names_of_the_hub_alone(tmp_path, monkeypatch, capsys):
     """`datasets` takes the folder `data` of another project from its cache, where none is here."""
+    (tmp_path / "build").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cory.tasks.task.read_with_datasets", lambda name: {"train": [{"text": "another"}]})
-    with pytest.raises(UserError, match="dataset is 'data': is not a file or folder here"):
-        load_columns("data", ["text"])
-    assert load_columns("owner/data", ["text"]) == {"train": ["another"]}
+    on_hub = [(split, [{"text": split}]) for split in ("train", "val", "unsupervised")]
+    monkeypatch.setattr("cory.tasks.data.read_with_datasets", lambda name: (on_hub, set()))
+    for name in ("data", "build/data", "./data", "a/b/data", "bundled:data", "bundled:imdb/data"):
+        with pytest.raises(UserError, match=f"dataset is '{name}': is not a file or folder here"):
+            load_columns(name, ["text"])
+    assert load_columns("owner/data", ["text"]) == {"train": ["train"], "validation": ["val"]}
+    assert capsys.readouterr().out == "not read of owner/data: unsupervised\n"
     assert len(load_columns("bundled:imdb/openings", ["text"])["train"]) > 1000
 
 

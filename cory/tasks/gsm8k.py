@@ -6,7 +6,8 @@ from statistics import fmean
 from cory.config import Gsm8kConfig
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
-from cory.tasks.task import Data, Task, divided, load_columns
+from cory.tasks.data import Data, divided, load_columns
+from cory.tasks.task import Task
 
 # The paper's prompts. It is unclear where their line breaks are: here every gap is one space.
 EXAMPLE = ("Question: Shawn has five toys. For Christmas, he got two toys each from his mom and dad. "
@@ -63,6 +64,11 @@ SIGN = r"(?<![A-Za-z0-9.)\]}%])-[$€£]?"              # follows no word, numbe
 DIGITS = r"\d+(?:,\d+)*(?:\.\d+)?|(?<![\w.])\.\d+"    # 1,234.5 or .5
 NUMBER = re.compile(f"(?:{SIGN})?(?:{DIGITS})", re.ASCII)
 
+# What is left out: the first anywhere, the second after one to three digits and before three.
+LATEX = r"\{,\}|\\,|\\! *"                            # 1{,}234 or 1\,234 or 1,\! 234
+THOUSANDS = r"(?<=\d)(?<!\d{4})(?:\\[;: ]|[\u00a0\u2007-\u200a\u202f'\u2019])(?=\d{3}(?!\d))"
+TO_ASCII = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x2212: "-"}      # ７ is 7, − is -
+
 
 def gold_answer(solution: str) -> Decimal | None:
     """The number in which a worked solution ends, after `####`."""
@@ -73,11 +79,12 @@ def gold_answer(solution: str) -> Decimal | None:
 def last_number(response: str) -> Decimal | None:
     """The paper's rule: the last number of a response, before it asks a "Question:" of its own.
 
-    Currency signs, units, markup and commas between digits are ignored (the commas as in lm-eval), also
-    LaTeX's `{,}` and `\\,`. A minus belongs to the number that it touches, unless a word or a number stands
-    right before it: `-7` is -7, `5-7` and `- 7` end in 7. `1/2` ends in 2, and `5e3` in 3.
+    Currency signs, units, markup and commas between digits are ignored (the commas as in lm-eval), as are
+    other thousands separators: LaTeX's, no-break and thin spaces, apostrophes. A minus belongs to the number
+    that it touches, unless a word or a number stands right before it: `-7` is -7, `5-7` and `- 7` end in 7.
+    `1/2` ends in 2, and `5e3` in 3.
     """
-    plain = response.replace("{,}", "").replace(r"\,", "").replace(r"\$", "$").replace("\u2212", "-")
+    plain = re.sub(f"{LATEX}|{THOUSANDS}", "", response.translate(TO_ASCII)).replace(r"\$", "$")
     first = NUMBER.search(plain)
     if first is None:
         return None

@@ -1,18 +1,22 @@
 """The IMDB task: continue the opening of a review so that a sentiment classifier finds it positive."""
 import random
 import re
+from statistics import fmean
 
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from cory.config import ImdbConfig
-from cory.loading import load_pretrained, model_errors, weights_digest
+from cory.config import LARGEST, ImdbConfig
+from cory.loading import TEXT, load_pretrained, model_errors, weights_digest
 from cory.ppo.model import LanguageModel
-from cory.tasks.task import Data, Task
+from cory.tasks.data import Data
+from cory.tasks.task import Task
 
 
 class SentimentReward:
-    """The raw logit of a classifier's positive class, or the only one of a reward model, in float32."""
+    """The raw logit of a classifier's positive class, or the only one of a reward model, in float32. It reads
+    `max_length` tokens of a text at most.
+    """
 
     def __init__(self, name: str, device: torch.device, max_tokens: int = 0):
         with model_errors("reward_model", name):
@@ -23,22 +27,43 @@ class SentimentReward:
                         or re.search(r"(?<![a-z])pos(itive)?(?![a-z])", str(label), re.IGNORECASE)]
             if len(positive) != 1:
                 raise ValueError(f"one label must have the word 'positive' or 'pos', of {str(labels)[:200]}")
-            self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-            limit = self.tokenizer.model_max_length - self.tokenizer.num_special_tokens_to_add()
+            self.max_length = min(self.tokenizer.model_max_length, positions_of(model))
+            limit = self.max_length - self.tokenizer.num_special_tokens_to_add()
             if limit < max_tokens:
                 raise ValueError(f"takes {limit} tokens; a query with its response can have {max_tokens}")
-        self.tokenizer.padding_side = "right"                       # a text's positions are then its own
-        model.config.pad_token_id = self.tokenizer.pad_token_id     # by which a decoder finds a text's end
-        self.model, self.positive = model.to(device), positive[0]
+            self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+            self.tokenizer.padding_side = "right"                   # a text's positions are then its own
+            for config in (model.config, model.config.get_text_config()):
+                config.pad_token_id = self.tokenizer.pad_token_id   # by which a decoder finds a text's end
+            self.model, self.positive = model.to(device), positive[0]
+            texts = ["good", TEXT, 9 * TEXT]
+            for text, beside in zip(texts, self(texts), strict=True):
+                alone, = self([text])
+                if not abs(alone - beside) < 0.02:
+                    raise ValueError(f"its logit of a text is {alone:.3g} alone and {beside:.3g} beside a "
+                                     "longer one: this kind of model does not ignore padding on the right")
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
         rewards = []
         for start in range(0, len(texts), 512):             # `evaluate` asks for many at once
-            batch = self.tokenizer(texts[start:start + 512], padding=True, truncation=True,
-                                   return_token_type_ids=False, return_tensors="pt").to(self.model.device)
+            batch = self.tokenizer(texts[start:start + 512], padding=True, return_tensors="pt",
+                                   truncation=True, max_length=self.max_length,
+                                   return_token_type_ids=False).to(self.model.device)
             rewards += self.model(**batch).logits[:, self.positive].tolist()
         return rewards
+
+    def truncated(self, texts: list[str]) -> float:
+        """The share of texts that are longer than the classifier takes."""
+        return fmean(len(ids) > self.max_length for ids in self.tokenizer(texts)["input_ids"])
+
+
+def positions_of(model: torch.nn.Module) -> int:
+    """The number of tokens that a classifier has positions for: RoBERTa's kind leaves the first ones out."""
+    size = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1
+    unused = [module.padding_idx + 1 for name, module in model.named_modules()
+              if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None]
+    return size - max(unused, default=0) if size > 0 else LARGEST       # XLNet's is -1: any number
 
 
 class Imdb(Task):
@@ -66,5 +91,13 @@ class Imdb(Task):
                 for query, response in zip(queries, responses, strict=True)]
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
-        texts = [query + response for query, response in zip(queries, responses, strict=True)]
-        return self.reward_model(texts)
+        return self.reward_model(joined(queries, responses))
+
+    def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
+        """The share of texts that are cut before they are scored."""
+        return {"reward_truncated": self.reward_model.truncated(joined(queries, responses))}
+
+
+def joined(queries: list[str], responses: list[str]) -> list[str]:
+    """The texts that are scored."""
+    return [query + response for query, response in zip(queries, responses, strict=True)]

@@ -1,102 +1,19 @@
-"""What every task shares: rows from a local folder or the Hub, divided into train, validation and test; the
-stream of queries; held-out queries; the check of rewards.
-"""
-import json
+"""What every task shares: the stream of queries, held-out queries, and the check of rewards."""
 import random
-import re
 from hashlib import sha256
 from math import isfinite
-from operator import itemgetter
-from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from cory.config import Config, located
+from cory.config import Config
 from cory.distributed import processes
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
+from cory.tasks.data import Data, divided, load_columns
 
 
-# --- data ---
-class Data(NamedTuple):
-    """Rows to make queries from: strings, tuples, or whatever hashable thing the task's `query` takes."""
-    train: list
-    validation: list            # to choose settings by
-    test: list                  # to report
-
-
-def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
-    """{split: the text of the column in each row, or a tuple of several}. Raises `UserError`.
-
-    A lone .jsonl file is the split `train`. A folder's train.jsonl, validation.jsonl and test.jsonl are
-    read. Any other layout (parquet, csv, the Hub) is read by `datasets`; of several subsets, `main`.
-    """
-    path = Path(located(dataset))
-    if "/" not in dataset and not path.exists():
-        # `datasets` would take a folder of this name that another project has left in its cache
-        raise UserError("dataset", dataset, "is not a file or folder here; Hub names are OWNER/NAME")
-    files = {"train": path} if path.is_file() else {name: path / f"{name}.jsonl" for name in Data._fields}
-    try:
-        splits = {split: parse_jsonl(file) for split, file in files.items() if file.is_file()}
-        splits = splits or read_with_datasets(str(path))
-    except Exception as error:                                  # each file format raises errors of its own
-        hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a Hub name"
-        raise UserError("dataset", dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
-    if "train" not in splits:
-        raise UserError("dataset", dataset, f"has no split named train, only {', '.join(splits)}")
-    splits = {split: rows for split, rows in splits.items() if split in Data._fields}
-    for split, rows in splits.items():
-        for number, row in enumerate(rows, start=1):
-            if not (isinstance(row, dict) and all(is_text(row.get(name)) for name in columns)):
-                raise UserError("dataset", f"{dataset} ({split}), row {number}",
-                                f"needs texts in its {' and '.join(columns)}; it is {ascii(row)[:200]}")
-    return {split: [*map(itemgetter(*columns), rows)] for split, rows in splits.items()}
-
-
-def is_text(value) -> bool:
-    """Whether a value is a text, not blank, and without lone surrogates, which no tokenizer takes."""
-    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
-
-
-def parse_jsonl(path: Path) -> list[dict]:
-    """As one document, so that an error has the number of its line."""
-    return json.loads("[" + ",\n".join(path.read_text(encoding="utf-8").strip().split("\n")) + "]")
-
-
-def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
-    from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
-    disable_progress_bars()
-    main = Path(dataset) / "main"                               # the Hub's layout: a folder for each subset
-    place = str(main if main.is_dir() else dataset)
-    splits = load_dataset(place, "main" if "main" in get_dataset_config_names(place) else None)
-    return {split: rows.to_list() for split, rows in splits.items()}
-
-
-def divided(cfg: Config, splits: dict[str, list]) -> Data:
-    """The splits. Where validation or test is missing, it is drawn from train and not trained on: a tenth of
-    the distinct rows, the same for every seed.
-    """
-    for split in ("validation", "test"):
-        if split not in splits:
-            different = list(dict.fromkeys(splits["train"]))
-            drawn = random.Random(split).sample(different, len(different) // 10)
-            rest = set(different) - {*drawn}
-            splits = splits | {split: drawn, "train": [row for row in splits["train"] if row in rest]}
-    trained_on, held_out = set(splits["train"]), splits[cfg.eval_split]
-    for name, need, rows in (("eval_queries", cfg.eval_queries, held_out),
-                             ("batch_size", cfg.batch_size // cfg.responses_per_query, splits["train"])):
-        cfg.require(name, len(rows) >= need, f"{cfg.dataset} leaves only {len(rows)} rows for its {need} "
-                    "queries; lower it or provide more data")
-    print(f"{len(splits['train'])} rows to train on, {len(splits['validation'])} of validation, "
-          f"{len(splits['test'])} of test")
-    if repeated := sum(row in trained_on for row in held_out):
-        print(f"{repeated} of {len(held_out)} {cfg.eval_split} rows also occur in the training data")
-    return Data(**splits)
-
-
-# --- tasks ---
 class Task:
     """Queries, a prompt for each role, and a reward. A task of your own defines `observer_prompts` and
     `reward_of`, and may define the rest. `model` is the first agent's base. Checkpoints keep `memory`.

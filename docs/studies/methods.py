@@ -11,15 +11,15 @@ from cory.train import Cory, Ppo
 class Zero:
     """No reward: whatever moves the policy is noise, and the KL penalty."""
 
-    def scores(self, queries, rollouts, rewards):
+    def scores(self, rollouts, rewards):
         return [torch.zeros_like(reward_B) for reward_B in rewards]
 
 
 class Shuffled:
     """The score of the next response, to another query: as much reward, of which nothing is learned."""
 
-    def scores(self, queries, rollouts, rewards):
-        return [next_row(score_B, self.cfg) for score_B in super().scores(queries, rollouts, rewards)]
+    def scores(self, rollouts, rewards):
+        return [next_row(score_B, self.cfg) for score_B in super().scores(rollouts, rewards)]
 
 
 class ZeroPpo(Zero, Ppo):
@@ -41,7 +41,7 @@ class ShuffledCory(Shuffled, Cory):
 class StrangersCory(Cory):
     """The partner's reward is that of its response to another query: a partner's noise alone."""
 
-    def scores(self, queries, rollouts, rewards):
+    def scores(self, rollouts, rewards):
         (r1, r2), lam = rewards, self.cfg.partner_reward
         return [r1 + lam * next_row(r2, self.cfg), r2 + lam * next_row(r1, self.cfg)]
 
@@ -49,7 +49,7 @@ class StrangersCory(Cory):
 class CentredCory(Cory):
     """The partner's reward less its batch mean: the shared reward without what it adds to every response."""
 
-    def scores(self, queries, rollouts, rewards):
+    def scores(self, rollouts, rewards):
         (r1, r2), lam = rewards, self.cfg.partner_reward
         return [r1 + lam * (r2 - r2.mean()), r2 + lam * (r1 - r1.mean())]
 
@@ -60,10 +60,10 @@ class CriticCory(Cory):
     observer's KL penalty.
     """
 
-    def scores(self, queries, rollouts, rewards):
+    def scores(self, rollouts, rewards):
         (r1, r2), (_, a2), lam = rewards, rollouts, self.cfg.partner_reward
-        if a2.value_BT is None:             # held-out responses have no values
-            return super().scores(queries, rollouts, rewards)
+        if not self.training:               # held-out responses have no values
+            return super().scores(rollouts, rewards)
         return [r1 + lam * a2.value_BT[:, 0].to(r2), r2]
 
 
