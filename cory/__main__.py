@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> None:
         from cory.report import compare
         compare(args.run_dirs, args.by, args.out)
         return
-    from cory.checkpoint import claimed
     from cory.distributed import launched
     from cory.record import evaluate_run
+    from cory.run_folder import claimed
     with launched({"device": args.device}):
         for run_dir in args.run_dirs:
             with claimed(run_dir, resume=True):

@@ -38,7 +38,8 @@ def test_held_out_metrics_by_hand():
     cfg = settings(max_response_length=5, init_kl_coef=0.5, eval_samples=2)
     got = evaluate.evaluate(bigram(logits_UV), bigram(torch.zeros(7, 7)), cfg, LETTERS)
     expected = {"task_reward": 5.0, "kl": 5 * log(7), "combined_reward": 5 - 0.5 * 5 * log(7), "length": 5.0,
-                "truncated": 1, "part": 1, "longest": 5, "distinct_1": 2 / 80, "distinct_2": 2 / 64,       # of 16 responses
+                "truncated": 1, "part": 1, "longest": 5,
+                "distinct_1": 2 / 80, "distinct_2": 2 / 64,                         # of 16 responses
                 "repeated_tokens": 0.6, "base_perplexity": 7.0, "sampling_gap": 0}  # 3 of 5 repeat
     assert got == pytest.approx(expected, rel=1e-4)
 

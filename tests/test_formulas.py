@@ -19,7 +19,8 @@ def test_token_rewards_puts_the_score_on_each_rows_last_real_token():
     close(f.token_rewards(torch.tensor([5.0, 6, 7]), kl, mask, torch.full((3,), 0.1)), expected)
     # scores of tokens stay where they are; another eta for each row
     of_tokens = torch.tensor([[1.0, 2, 9], [3, 9, 9], [4, 5, 6]])
-    close(f.token_rewards(of_tokens, kl, mask, torch.tensor([0.1, 0, 1])), [[0.9, 1.8, 0], [3, 0, 0], [3, 3, 3]])
+    eta = torch.tensor([0.1, 0, 1])
+    close(f.token_rewards(of_tokens, kl, mask, eta), [[0.9, 1.8, 0], [3, 0, 0], [3, 3, 3]])
 
 
 def test_what_a_loss_is_a_mean_over_by_hand():
