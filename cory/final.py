@@ -50,7 +50,7 @@ def require_faithful(setup, agents: list[Agent]) -> None:
             if policy.adapter:
                 policy.lm.delete_adapter(name)
             if not (same and gap < (1e-3 if policy.dtype == "float32" else 0.05)):
-                raise UserError("agent", agent.name, "is not what its final model would be: log-probabilities "
+                raise UserError("agent", agent.name, "is not what its final model is: log-probabilities "
                                 f"differ by {gap:.2g} nats. What you change in a model must be in its files")
 
 

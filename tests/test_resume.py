@@ -180,7 +180,7 @@ OTHER = "agent is 'llm1': has another cfg or base than at the start"
 @pytest.mark.parametrize("edit, says", [
     (lambda agent: setattr(agent, "cfg", replace(agent.cfg, lam=0.5)), OTHER),
     (lambda agent: setattr(agent, "base", agent.policy.like_this(agent.policy.lm)), OTHER),
-    (follow, "frozen weights have changed, which no checkpoint keeps")], ids=["cfg", "base", "weights"])
+    (follow, "frozen weights have changed: KL has another reference")], ids=["cfg", "base", "weights"])
 def test_a_setting_or_reference_that_no_resume_would_restore_is_refused(
         edit, says, small_flags, tmp_path, capsys, monkeypatch):
     update = Ppo.update
