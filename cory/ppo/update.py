@@ -134,6 +134,7 @@ def add_gradient(agent: Agent, mini_batch: Rollout, divisor: Tensor, totals: dic
 
 def apply_gradient(agent: Agent) -> float:
     """Sums gradients over processes, clips, steps, clears. Returns the norm before clipping."""
+    agent.require_all_trained()
     parameters = [*agent.trainable_parameters().values()]
     processes().sum_gradients(parameters)
     parameters = [p for p in parameters if p.grad is not None]
