@@ -132,7 +132,7 @@ def test_of_a_long_text_the_beginning_is_scored_and_the_share_is_a_metric(tmp_pa
     rewards = task.reward(4 * ["film"], [fits, good, bad, fits[1:]]).tolist()
     assert rewards[:3] == pytest.approx([rewards[0]] * 3, abs=1e-5) and abs(rewards[3] - rewards[0]) > 1e-3
     assert task.metrics(4 * ["film"], [fits, good, bad, fits]) == {"reward_truncated": 0.5}
-    assert task.metrics(["film"], [fits]) == {}
+    assert task.metrics(["film"], [fits]) == {"reward_truncated": 0}
     with pytest.raises(UserError, match="takes 64 tokens; a query with its response can have 65"):
         SentimentReward(folder, CPU, max_tokens=65)
 

@@ -28,7 +28,7 @@ class LetterTokenizer:
     """One id per letter; "." is EOS, as a real tokenizer's EOS text would be."""
     eos_token_id = 6
 
-    def __call__(self, texts, add_special_tokens=False):
+    def __call__(self, texts, add_special_tokens=False, split_special_tokens=False):
         encode = lambda text: [LETTERS.index(letter) for letter in text]
         return {"input_ids": encode(texts) if isinstance(texts, str) else [encode(text) for text in texts]}
 

@@ -58,6 +58,15 @@ class Agent:
         return ({f"lm.{name}": p for name, p in self.policy.weights().items()}
                 | {f"critic.{name}": p for name, p in of_critic.items()})
 
+    def require_all_trained(self) -> None:
+        """Raises `UserError` where a parameter has a gradient that the optimizer will not apply."""
+        trained = {p for group in self.optimizer.param_groups for p in group["params"]}
+        of_critic = self.critic.named_parameters() if self.critic else ()
+        for name, p in (*self.policy.lm.named_parameters(), *of_critic):
+            if p.grad is not None and p not in trained:
+                raise UserError("parameter", name, "has a gradient, but is not trained or saved; add it to "
+                                "`trainable_parameters` before `reset` is called, or freeze it")
+
     def generator(self) -> np.random.Generator:
         """A new random generator for each rollout and update, seeded by run seed, agent and a counter."""
         self.draws += 1

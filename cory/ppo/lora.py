@@ -2,12 +2,14 @@
 adapters off, the model is the reference.
 
 An adapted layer computes `W x + 2 B A x` with W frozen (lora_alpha is twice the rank). B starts at 0, so that
-every agent starts as the base. To use another kind of adapter, change this file alone.
+every agent starts as the base. Another kind of adapter that peft has (DoRA, IA3, ...) is another `settings`
+below.
 """
-import re
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from cory.config import Config
@@ -20,10 +22,7 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config) -> None:
 
     settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
                           target_modules="all-linear", lora_dropout=0.0)
-    with warnings.catch_warnings(action="ignore"):
-        lm.add_adapter(settings, name)
-    for parameter in adapter_weights(lm, name).values():
-        parameter.data = parameter.data.float()
+    put_adapter(lm, name, settings)
     rules = lm.peft_config[name]
     if Path(lm.name_or_path).exists():                  # to be found from any folder
         rules.base_model_name_or_path = str(Path(lm.name_or_path).resolve())
@@ -34,14 +33,49 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config) -> None:
 
 def load_adapter(lm: nn.Module, name: str, folder: Path) -> None:
     """Adds a saved adapter. Raises `ValueError` where its files lack a part."""
-    info = lm.load_adapter(str(folder), adapter_name=name, use_safetensors=True)
-    if missing := [path for path in info.missing_keys if f".{name}." in path]:
-        raise ValueError(f"{folder} lacks {missing[0]}")
+    # peft's functions, since transformers' own leave out DoRA's magnitudes
+    from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
+
+    put_adapter(lm, name, PeftConfig.from_pretrained(folder))
+    info = set_peft_model_state_dict(lm, load_peft_weights(folder, device="cpu"), name)
+    if missing := adapter_weights(lm, name).keys() & info.missing_keys:
+        raise ValueError(f"{folder} lacks {min(missing)}")
     switch_to(lm, None)
 
 
+def put_adapter(lm: nn.Module, name: str, settings) -> None:
+    """In the paths of an adapter's parameters its name follows a word that its kind begins with, as in
+    `lora_A.llm1.weight`, `lora_magnitude_vector.llm1.weight` (DoRA) or `ia3_l.llm1`.
+    """
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    with warnings.catch_warnings(action="ignore"):
+        lm.add_adapter(settings, name)
+    prefix, weights = PEFT_TYPE_TO_PREFIX_MAPPING[settings.peft_type], {}
+    for path, p in lm.named_parameters():
+        if any(kind.startswith(prefix) and of == name for kind, of in pairwise(path.split("."))):
+            weights[path] = p
+            p.data = p.data.float()
+    lm.adapters = {**getattr(lm, "adapters", {}), name: weights}
+
+
+def remove_adapter(lm: nn.Module, name: str) -> None:
+    lm.delete_adapter(name)
+    del lm.adapters[name]
+    lm.adapter_in_use = name            # whatever is asked for next is another
+
+
 def adapter_weights(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    return {path: p for path, p in lm.named_parameters() if re.search(rf"\.lora_[AB]\.{name}\.", path)}
+    """All parameters of an adapter, by path."""
+    return lm.adapters[name]
+
+
+def without_adapter(layers: nn.Module) -> tuple[float, list[str]]:
+    """The frozen matrices that no adapter changes: their share of the weights of all, and their paths."""
+    size = {path: p.numel() * (2 if p.dtype == torch.uint8 else 1)          # of 4 bits, two in a byte
+            for path, p in layers.named_parameters() if p.dim() > 1 and not p.requires_grad}
+    bare = [path for path in size if ".base_layer." not in path]
+    return sum(size[path] for path in bare) / sum(size.values()), bare
 
 
 def switch_to(lm: nn.Module, name: str | None) -> None:
@@ -52,7 +86,7 @@ def switch_to(lm: nn.Module, name: str | None) -> None:
         lm.enable_adapters()
         lm.set_adapter(name)
     # peft freezes inactive adapters, but a pending backward pass may still need them
-    for path, parameter in lm.named_parameters():
-        if ".lora_" in path:
+    for weights in lm.adapters.values():
+        for parameter in weights.values():
             parameter.requires_grad_(True)
     lm.adapter_in_use = name

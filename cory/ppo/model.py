@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.ppo import formulas
-from cory.ppo.lora import adapter_weights, add_adapter, load_adapter, switch_to
+from cory.ppo.lora import adapter_weights, add_adapter, load_adapter, switch_to, without_adapter
 
 
 class LanguageModel(nn.Module):
@@ -38,6 +38,10 @@ class LanguageModel(nn.Module):
         if not cfg.lora_rank:
             return self.like_this(copy.deepcopy(self.lm))
         add_adapter(self.lm, name, cfg)
+        share, paths = without_adapter(self.layers)
+        if paths and len(self.lm.peft_config) == 1:
+            print(f"adapters change {1 - share:.1%} of the weights in the model's layers; {paths[0]}, for "
+                  "one, has no adapter", flush=True)
         return self.like_this(self.lm, name)
 
     def saved_policy(self, name: str, folder: Path) -> "LanguageModel":
@@ -86,11 +90,14 @@ class LanguageModel(nn.Module):
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
 
     def encode(self, prompts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt, or of it as a message in the chat template."""
+        """Token ids of each prompt, or of it as a message in the chat template. A control token that a prompt
+        spells out, as `<|im_end|>` in a response of the other agent, is read as text.
+        """
         if not self.chat_template:
-            return self.tokenizer(prompts)["input_ids"]
-        return [self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], return_dict=False,
-                                                   add_generation_prompt=True) for prompt in prompts]
+            return self.tokenizer(prompts, split_special_tokens=True)["input_ids"]
+        rules = dict(add_generation_prompt=True, sanitize_control_tokens=True, return_dict=False)
+        return [self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **rules)
+                for prompt in prompts]
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The logits (B, L, V) after each token of rows that are padded on the left."""

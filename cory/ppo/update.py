@@ -157,6 +157,7 @@ def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor, totals: dict[str,
 
 def apply_gradient(agent: Agent) -> float:
     """Sums gradients over processes, clips, steps, clears. Returns the norm before clipping."""
+    agent.require_all_trained()
     parameters = [*agent.trainable_parameters().values()]
     processes().sum_gradients([p for p in parameters if not is_sharded(p)])     # FSDP has summed the others
     parameters = [p for p in parameters if p.grad is not None]
