@@ -5,8 +5,10 @@ Nothing here imports PyTorch, so that `--help` and a mistyped flag are answered 
 import importlib
 import json
 import os
+import subprocess
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -284,8 +286,16 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
 def config_json(cfg: Config, bases: dict[str, str]) -> str:
     """The settings, their class, and the name in logs of each agent's base, by agent, in order."""
     module = type(cfg).__module__.replace("__main__", Path(sys.argv[0]).stem)       # of a script, its name
-    about = {"config_class": f"{module}:{type(cfg).__name__}", "agents": bases}
+    about = {"config_class": f"{module}:{type(cfg).__name__}", "agents": bases, "commit": commit()}
     return json.dumps(about | asdict(cfg), indent=1) + "\n"
+
+
+def commit() -> str:
+    """The commit of this code, with `-dirty` where files have been changed since; "" outside of a clone."""
+    ask = ["git", "-C", str(ASSETS), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+    with suppress(OSError):                                 # no git
+        return subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def read_config(run_dir: Path) -> dict:
@@ -300,7 +310,8 @@ def read_config(run_dir: Path) -> dict:
 def load_config(run_dir: Path, config_class: type[Config] | None = None) -> Config:
     """The settings of a run. Raises `UserError` if they are not of this class."""
     saved = read_config(run_dir)
-    del saved["agents"]
+    for name in ("agents", "commit"):
+        saved.pop(name, None)
     cfg = find("config_class", saved.pop("config_class"))(**saved)
     # by name: a class in a script that runs is another than in its module
     if config_class and config_class.__name__ != type(cfg).__name__:

@@ -12,7 +12,7 @@ from cory.errors import UserError
 from cory.log import read_jsonl
 
 # Runs may differ in these, and still be compared.
-FREE = ["method", "seed", "device", "agents", "resume", "run_dir", "save_every", "shard", "wandb",
+FREE = ["method", "seed", "device", "agents", "commit", "resume", "run_dir", "save_every", "shard", "wandb",
         "wandb_project"]
 FORMATS = {"task_reward": ".2f", "kl": ".1f", "combined_reward": ".2f", "length": ".1f",
            "base_perplexity": ".0f"}                                # others: .3f
