@@ -3,19 +3,24 @@ import json
 import os
 import shlex
 import textwrap
+from collections import defaultdict
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import cache
-from math import nan
+from math import isfinite, nan
 from pathlib import Path
+from statistics import fmean
 from typing import Callable
 
 import pandas as pd
 from tqdm import tqdm
 
-from cory.config import Config
+from cory.config import Config, default_group
 from cory.distributed import processes
-from cory.errors import short_name
+from cory.errors import reading, short_name
+
+WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")      # W&B's
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"      # fits 80 columns
 
 
 # --- files ---
@@ -33,7 +38,8 @@ def append_jsonl(path: Path, rows: list[dict]) -> None:
 
 def read_jsonl(path: Path) -> list[dict]:
     """Rows; a last line that a kill has cut off is dropped."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    with reading(path):
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 class Logger(AbstractContextManager):
@@ -45,18 +51,17 @@ class Logger(AbstractContextManager):
         self.agents, self.wandb, self.wandb_id = agents, None, wandb_id
         self.say_once = cache(tqdm.write)
         self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
-        if not processes().is_main:
-            return
-        self.metrics, self.samples = (run_dir / name for name in ("metrics.jsonl", "samples.jsonl"))
-        for path in (self.metrics, self.samples):
-            kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
-            write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.start_wandb(cfg, run_dir)
-        self.bar = tqdm(total=cfg.iterations, initial=done, desc=short_name(cfg.method), dynamic_ncols=True)
+        if processes().is_main:
+            self.metrics, self.samples = (run_dir / name for name in ("metrics.jsonl", "samples.jsonl"))
+            for path in (self.metrics, self.samples):
+                kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
+                write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+            self.start_wandb(cfg, run_dir)
+        self.bar = tqdm(total=cfg.iterations, initial=done, desc=short_name(cfg.method), dynamic_ncols=True,
+                        bar_format=BAR, disable=not processes().is_main)
 
     def __exit__(self, kind, error, traceback):
-        if processes().is_main:
-            self.bar.close()
+        self.bar.close()
         if self.wandb:
             if not self.wandb.offline:
                 print("finishing the upload to W&B, which may take a minute", flush=True)
@@ -88,21 +93,30 @@ class Logger(AbstractContextManager):
 
     def write(self, row: dict[str, float]) -> None:
         append_jsonl(self.metrics, [row])
+        for name, x in row.items():
+            if not isfinite(x):
+                self.say_once(f"{name} is not finite in some iterations, which its curve leaves out")
         self.send_row(row)
 
     # --- Weights & Biases ---
     def start_wandb(self, cfg: Config, run_dir: Path) -> None:
         """Without a key or a network, the run is kept offline."""
         self.constants, self.upload = {}, ""
-        wanted = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
-        for mode in () if wanted == "disabled" else (wanted, "offline"):
-            self.wandb = self.wandb or self.guard(init_wandb, cfg, run_dir, self.wandb_id, mode)
+        mode = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
+        state = "offline"
+        if mode == "disabled":
+            return
+        try:
+            self.wandb = init_wandb(cfg, run_dir, self.wandb_id, mode)
+        except Exception as error:
+            state = f"{one_line(error)}, so offline"
+            self.wandb = self.guard(init_wandb, cfg, run_dir, self.wandb_id, "offline")
         if not self.wandb:
             return
         self.wandb_id = self.wandb.id
         folder = shlex.quote(f"{self.wandb.settings.wandb_dir}/latest-run")
-        self.upload = f"; upload later with: wandb sync {folder}"
-        print(f"W&B is offline{self.upload}" if self.wandb.offline else f"W&B: {self.wandb.url}", flush=True)
+        self.upload = f"; upload with: wandb sync {folder}"
+        print(f"W&B: {state}{self.upload}" if self.wandb.offline else f"W&B: {self.wandb.url}", flush=True)
         for row in read_jsonl(self.metrics):        # W&B ignores those that it has
             self.send_row(row)
 
@@ -117,34 +131,45 @@ class Logger(AbstractContextManager):
         try:
             return call(*args, **named)
         except Exception as error:
-            reason = textwrap.shorten(str(error), 200)
-            self.say_once(f"W&B: {reason}; the run goes on{self.upload}")
+            self.say_once(f"W&B: {one_line(error)}; the run goes on{self.upload or ' without it'}")
 
     def send_row(self, row: dict[str, float]) -> None:
         """Sends each metric, its mean over agents, and with each evaluation the bases' values."""
         if row["iteration"] == 0:
             self.constants = {key: x for key, x in row.items() if "/base" in key}
-        of_agents = {key: x for key, x in row.items() if key.rpartition("/")[2] in self.agents}
-        means = pd.Series(of_agents, dtype=float).groupby(lambda key: f"{key.rpartition('/')[0]}/mean").mean()
+        of_agents = defaultdict(list)
+        for key, x in row.items():
+            name, _, who = key.rpartition("/")
+            if who in self.agents:
+                of_agents[f"{name}/mean"].append(x)
+        means = {name: fmean(xs) for name, xs in of_agents.items()}
         constants = self.constants if any(key.startswith("eval_") for key in row) else {}
-        values = constants | row | means.to_dict()
+        values = constants | row | means
         self.send(row["iteration"], lambda _: values)
 
 
+def one_line(error: Exception) -> str:
+    return textwrap.shorten(str(error), 200)
+
+
 def init_wandb(cfg: Config, run_dir: Path, wandb_id: str, mode: str):
-    """A W&B run. W&B's own variables come before what is not set by a flag. Raises whatever W&B does."""
+    """A W&B run, beside any that is active. W&B's own variables come before what is not set by a flag. Raises
+    whatever W&B does.
+    """
     import wandb
-    settings = wandb.Settings(mode=mode, silent=True, console="off", finish_timeout=60,
+    if (asked := os.environ.get("WANDB_MODE", mode)) not in WANDB_MODES:
+        raise ValueError(f"WANDB_MODE is {asked!r}, not online, offline or disabled")
+    settings = wandb.Settings(mode=mode, silent=True, console="off", finish_timeout=60, reinit="create_new",
                               finish_timeout_raises=True,
                               init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 20)))
-    wandb.setup(settings)                                           # makes `login` silent
+    wandb.setup(wandb.Settings(silent=True))                        # makes `login` silent
     if mode != "offline" and not wandb.login(prompt=False, verify=False):
-        raise ConnectionError("no key (`wandb login` stores one)")
-    what = [short_name(cfg.task), short_name(cfg.method), cfg.preset]
+        raise ConnectionError("no key (`wandb login`)")
+    tags = [tag[:64] for tag in (short_name(cfg.task), short_name(cfg.method), cfg.preset)]  # W&B's maximum
     run = wandb.init(
         project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name), id=wandb_id or None,
-        group=os.environ.get("WANDB_RUN_GROUP", "-".join(what)), resume="allow", config=asdict(cfg),
-        tags=None if "WANDB_TAGS" in os.environ else what, settings=settings,
+        group=cfg.wandb_group or default_group(cfg, {}), resume="allow", config=asdict(cfg),
+        tags=None if "WANDB_TAGS" in os.environ else tags, settings=settings,
         dir=Path(os.environ.get("WANDB_DIR", run_dir.parent), run_dir.name))
     run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
     return run

@@ -220,11 +220,13 @@ class Run(Setup):
         if signals:
             hint = f"go on with: python {sys.argv[0]} --resume --run_dir {shlex.quote(str(self.run_dir))}"
             hint = hint if every else "nothing is saved, as --save_every 0 asks"
-            print(f"\nstopped after iteration {iteration}; {hint}", flush=True)
+            self.logger.bar.close()
+            print(f"stopped after iteration {iteration}; {hint}", flush=True)
             raise SystemExit(128 + signals[0])
 
     def finish(self) -> None:
         """Writes the final models, eval.json and curves.png, and prints the held-out table."""
+        self.logger.bar.close()
         save_final(self.run_dir, self.agents)
         if not processes().is_main:
             return
@@ -239,7 +241,7 @@ class Run(Setup):
         draw_runs([self.run_dir], self.run_dir / "curves.png")
         self.logger.send(done, lambda wandb: {"curves": wandb.Image(str(self.run_dir / "curves.png"))})
         seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
-        print(f"\n{table('held-out', held_out.items())}\n{seconds:.2f} s per iteration (median of {done}), "
+        print(f"{table('held-out', held_out.items())}\n{seconds:.2f} s per iteration (median of {done}), "
               f"peak memory {device.peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: "
               "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
 
