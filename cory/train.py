@@ -155,3 +155,7 @@ def train(cfg: Config) -> Run:
                 run.method.train(run)
             run.finish()
     return run
+
+
+if __name__ == "__main__":
+    raise SystemExit("this is no script: use `python train_imdb.py` or `python train_gsm8k.py`")
