@@ -1,4 +1,4 @@
-"""Commands for finished runs.
+"""Commands for runs.
 
     python -m cory report RUN_DIR [RUN_DIR ...] --by learning_rate --out comparison.png
     python -m cory evaluate RUN_DIR [RUN_DIR ...] --samples 64
@@ -6,7 +6,7 @@
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
 
-from cory.config import OneLineParser
+from cory.config import OneLineParser, read_config
 from cory.errors import UserError, exit_on_user_error
 
 
@@ -16,10 +16,10 @@ def main(argv: list[str] | None = None) -> None:
                            formatter_class=RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", description="A plot and a table of means over seeds.")
-    report.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
+    report.add_argument("run_dirs", nargs="+", type=Path, help="folders of runs, finished or not")
     report.add_argument("--by", nargs="+", default=[], metavar="SETTING",
                         help="settings of which each value forms its own group; goes after the folders")
-    report.add_argument("--out", type=Path, default=Path("comparison.png"), help="plot: png, pdf, svg")
+    report.add_argument("--out", type=Path, default=Path("comparison.png"), help="plot: .png, .pdf or .svg")
     evaluate = commands.add_parser("evaluate", description="Greedy accuracy, pass@k, team metrics.")
     evaluate.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
     evaluate.add_argument("--samples", type=int, default=64, help="responses sampled per query")
@@ -28,13 +28,14 @@ def main(argv: list[str] | None = None) -> None:
     evaluate.add_argument("--dtype", choices=["auto", "float32", "tf32", "bfloat16"],
                           help="default: the run's")
     args = parser.parse_args(argv)
-    for run_dir in args.run_dirs:
-        if not (run_dir / "eval.json").exists():
-            raise UserError("run_dirs", str(run_dir), "is not a finished run (no eval.json); resume it first")
     if args.command == "report":
         from cory.report import compare
         compare(args.run_dirs, args.by, args.out)
         return
+    for run_dir in args.run_dirs:
+        read_config(run_dir)
+        if not (run_dir / "eval.json").exists():
+            raise UserError("run_dirs", str(run_dir), "is not finished (no eval.json); wait, or resume it")
     from cory.distributed import launched
     from cory.record import evaluate_run
     from cory.run_folder import claimed

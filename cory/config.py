@@ -5,16 +5,18 @@ Nothing here imports PyTorch, so that `--help` and a mistyped flag are answered 
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
-from cory.errors import UserError
+from cory.errors import UserError, reading
 
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED = "bundled:"            # prefix of models and data in ASSETS: a run does not depend on where that is
@@ -82,21 +84,21 @@ class Config:
     share it and a resumed run has it as it was: what moves in training belongs in an agent or a `memory`.
     """
     # what runs
-    task: str = setting("imdb", "imdb, gsm8k, or a class of yours as module:Class (ours)")
-    method: str = setting("cory", "ppo (one agent), cory (two), or a class of yours as module:Class (ours)")
-    preset: str = setting("defaults", "named settings; other flags override them (ours)")
+    task: str = setting("imdb", "imdb, or a class of yours as module:Class")
+    method: str = setting("cory", "ppo (one agent), cory (two), or a class of yours as module:Class")
+    preset: str = setting("custom", "named settings; other flags override them")
     model: str = each("gpt2-large", "causal LM: folder or Hub name, optionally @REVISION (paper)")
     dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper)")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA if there is one (ours)")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA if there is one")
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
-        "auto", "precision of matrix products; auto: bfloat16 on a GPU that supports it, else float32 (ours)")
-    seed: int = setting(0, "seeds queries, lengths, sampling, mini-batches and adapters (ours)", min=0)
+        "auto", "precision of matrix products; auto: bfloat16 on a GPU that supports it, else float32")
+    seed: int = setting(0, "seeds queries, lengths, sampling, mini-batches and adapters", min=0)
     iterations: int = setting(100, "rollouts, each followed by an update (paper: 100)", min=1)
     # memory
     lora_rank: int = each(0, "LoRA rank, on a frozen base; 0: full fine-tuning (paper: unstated)", min=0)
     load_in_4bit: bool = setting(False, "load the frozen base in 4 bits, with bitsandbytes (paper: Llama-2)")
-    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass (ours)")
-    shard: bool = setting(False, "shard layers and Adam's moments across torchrun's processes: FSDP2 (ours)")
+    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
+    shard: bool = setting(False, "shard layers and Adam's moments across torchrun's processes: FSDP2")
     # the agents
     role_exchange_every: int = setting(5, "T_REx, iterations between exchanges; 0: never (paper: 5)", min=0)
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
@@ -104,13 +106,14 @@ class Config:
     share_weights: bool = setting(False, "one model plays both roles (paper: mentioned, to save memory)")
     reset_on_exchange: bool = setting(False, "exchanges reset Adam and eta (paper: no; released code: yes)")
     # rollout
-    batch_size: int = setting(256, "responses per iteration and role (paper: 256, GSM8K 32)", min=1)
+    batch_size: int = setting(256, "responses per iteration and role (paper: IMDB 256, GSM8K 32)", min=1)
     responses_per_query: int = setting(1, "k; a batch has batch_size / k queries (paper: 1)", min=1)
     min_response_length: int = setting(
-        4, "tokens; lower bound of an iteration's random limit; 0: the maximum (released code: 4)", min=0)
-    max_response_length: int = setting(15, "tokens (released code: 15)", min=1)
+        4, "tokens; least value of an iteration's random limit; 0: the maximum (released code, IMDB: 4)",
+        min=0)
+    max_response_length: int = setting(15, "tokens (released code, IMDB: 15)", min=1)
     temperature: float = setting(1.0, "divides all logits, not only in sampling (paper: 1)", min=ABOVE_0)
-    chat_template: bool = setting(False, "prompts are user messages in the model's chat template (ours)")
+    chat_template: bool = setting(False, "prompts are user messages in the model's chat template")
     # the update
     advantage: str = each("gae", "gae (paper), rloo, grpo, dr_grpo, reinforce, or yours as module:function")
     loss: str = each("ppo", "policy loss: ppo (paper), or yours as module:function")
@@ -118,13 +121,15 @@ class Config:
         "tokens", "mean over tokens (TRL), responses (GRPO), or constant lengths (Dr. GRPO)")
     max_approx_kl: float = each(
         0.0, "an update ends where the policy has moved so far, nats per token; 0: never (paper)", min=0)
-    learning_rate: float = each(1.41e-5, "Adam's step size (paper: 1.41e-5, GSM8K 1e-5)", min=ABOVE_0)
+    learning_rate: float = each(1.41e-5, "Adam's step size (paper: IMDB 1.41e-5, GSM8K 1e-5)", min=ABOVE_0)
     critic_learning_rate: float = each(0.0, "for the value head; 0: same as learning_rate (paper)", min=0)
     lr_schedule: str = each("constant", "constant (paper), linear, cosine, or yours as module:function")
-    mini_batch_size: int = each(256, "maximum rows per backward pass (paper: 256, GSM8K 2)", min=1)
-    gradient_accumulation_steps: int = each(1, "backward passes per Adam step (paper: 1, GSM8K 16)", min=1)
+    mini_batch_size: int = each(256, "maximum rows per backward pass (paper: IMDB 256, GSM8K 2)", min=1)
+    gradient_accumulation_steps: int = each(
+        1, "backward passes per Adam step (paper: IMDB 1, GSM8K 16)", min=1)
     num_ppo_epochs: int = each(4, "passes over each rollout (paper: 4)", min=1)
-    init_kl_coef: float = each(0.3, "eta, initial KL coefficient, per nat (paper: 0.3, GSM8K 0.01)", min=0)
+    init_kl_coef: float = each(
+        0.3, "eta, initial KL coefficient, per nat (paper: IMDB 0.3, GSM8K 0.01)", min=0)
     kl_penalty: Literal["full", "k1"] = each("full", "full: exact KL (paper, eq. 2); k1: sampled log-ratio")
     kl_in: Literal["reward", "loss"] = each("reward", "rewards minus KL (paper), or loss plus k3 (GRPO)")
     kl_controller: str = each("adaptive", "how eta moves: adaptive (TRL), or yours as module:function")
@@ -138,17 +143,19 @@ class Config:
     vf_coef: float = each(0.1, "beta, weight of the value loss (paper: 0.1)", min=0)
     max_grad_norm: float = each(0.0, "clip the gradient's norm to this; 0: off (paper: off)", min=0)
     # evaluation, saving, logging
-    eval_split: Literal["test", "validation"] = setting("test", "validation: to choose settings by (ours)")
-    eval_queries: int = setting(256, "held-out queries per evaluation (ours)", min=1)
-    eval_samples: int = setting(1, "responses to each held-out query per evaluation (ours)", min=1)
-    eval_every: int = setting(20, "iterations between evaluations; 0: at start and end (ours)", min=0)
-    save_every: int = setting(50, "iterations between checkpoints, after the first; 0: none (ours)", min=0)
-    save_best: bool = setting(False, "write best/, the models of the highest held-out combined reward (ours)")
-    run_dir: str = setting("", "folder of this run; a new one under runs/ if empty (ours)")
-    resume: bool = setting(False, "continue the run in run_dir from its last checkpoint (ours)")
+    eval_split: Literal["test", "validation"] = setting("test", "validation: to choose settings by")
+    eval_queries: int = setting(256, "held-out queries per evaluation", min=1)
+    eval_samples: int = setting(1, "responses to each held-out query per evaluation", min=1)
+    eval_every: int = setting(20, "iterations between evaluations; 0: at start and end", min=0)
+    save_every: int = setting(50, "iterations between checkpoints, after the first; 0: none", min=0)
+    save_best: bool = setting(False, "write best/, the models of the highest held-out combined reward")
+    run_dir: str = setting("", "folder of this run; a new one under runs/ if empty")
+    resume: bool = setting(False, "continue the run in run_dir from its last checkpoint")
     wandb: Literal["auto", "online", "offline", "disabled"] = setting(
-        "auto", "auto: online if a W&B key is found, else offline (ours)")
-    wandb_project: str = setting(os.environ.get("WANDB_PROJECT", "cory"), "W&B project (ours)")
+        "auto", "auto: online if a W&B key is found, else offline")
+    wandb_project: str = setting(os.environ.get("WANDB_PROJECT", "cory"), "W&B project")
+    wandb_group: str = setting(os.environ.get("WANDB_RUN_GROUP", ""), "W&B group; if empty: task, method, "
+                               "preset and the settings that differ from the preset")
 
     @property
     def rows_per_optimizer_step(self) -> int:
@@ -228,7 +235,7 @@ class ImdbConfig(Config):
 
 @dataclass(frozen=True)
 class Gsm8kConfig(Config):
-    task: str = setting("gsm8k", "gsm8k, or a class of yours as module:Class (ours)")
+    task: str = setting("gsm8k", "gsm8k, or a class of yours as module:Class")
     checker: str = setting("last_number", "last_number (paper), strict, or yours as module:function")
     one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
 
@@ -238,20 +245,51 @@ TINY = dict(batch_size=128, mini_batch_size=32, num_ppo_epochs=1, min_response_l
             lr_schedule="linear", kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2)
 
 
+# What may differ between runs that are compared: it changes random numbers at most.
+FREE = {"seed", "device", "resume", "run_dir", "save_every", "shard", "wandb", "wandb_project", "wandb_group"}
+
+
+def default_group(cfg: Config, preset: dict) -> str:
+    """W&B's group: task, method, preset, and each setting that differs from the preset, but for `FREE` ones.
+    W&B allows 128 characters; of a longer name the end becomes a hash.
+    """
+    usual = asdict(type(cfg)()) | preset
+    differ = {name: value for name, value in asdict(cfg).items() if value != usual[name]}
+    what = [short_name(cfg.task), short_name(cfg.method), cfg.preset]
+    what += [f"{name}_{json.dumps(value)}".replace('"', "") for name, value in differ.items()
+             if name not in FREE | {"task", "method", "preset"}]
+    group = "-".join(what)
+    return group if len(group) <= 128 else f"{group[:119]}-{sha256(group.encode()).hexdigest()[:8]}"
+
+
 # --- the command line ---
 # What may differ in a resumed run, since none of it changes what an iteration computes. Models and data may
 # have moved: their content is compared.
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project",
-                  "model", "dataset", "reward_model"}
+                  "wandb_group", "model", "dataset", "reward_model"}
+
+# The groups of --help, by their first setting. One's own settings come after a task's.
+SECTIONS = {"task": "what runs", "lora_rank": "memory", "role_exchange_every": "the agents",
+            "batch_size": "rollout", "advantage": "the update",
+            "eval_split": "evaluation, saving, logging", "reward_model": "the task", "checker": "the task"}
+ABOUT = """Parentheses say where a setting is from, and its value there: the paper, the code that its authors
+released, or TRL, the library which that code uses. Settings without them are ours."""
 
 
 class OneLineParser(ArgumentParser):
+    def __init__(self, **named):
+        super().__init__(**named)
+        self._negative_number_matcher = re.compile(r"-\.?\d")       # as in Python 3.14: -1e-1 is no flag
+
     def error(self, message):
         raise UserError(f"{message} (--help lists every flag)")
 
 
 def true_or_false(word: str) -> bool:
-    return bool(("false", "true").index(word.lower()))
+    if word.lower() not in ("true", "false"):
+        hint = "; a run's folder goes after --run_dir" if "/" in word else ""
+        raise ArgumentTypeError(f"{word!r} is neither true nor false{hint}")
+    return word.lower() == "true"
 
 
 def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None) -> Config:
@@ -259,14 +297,20 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     effect. Each setting is a flag `--name VALUE`; for a bool, `--name` alone means true.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = OneLineParser(allow_abbrev=False, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = OneLineParser(usage="%(prog)s --method cory [--preset NAME] [--SETTING VALUE ...]",
+                           description=ABOUT, allow_abbrev=False,
+                           formatter_class=partial(ArgumentDefaultsHelpFormatter, max_help_position=32))
     types, hints = {bool: true_or_false, int: int, float: float}, get_type_hints(config_class)
+    metavars, section = {bool: "true|false", int: "N", float: "X", str: "NAME"}, parser
     for f in fields(config_class):
+        if f.name in SECTIONS:
+            section = parser.add_argument_group(SECTIONS[f.name])
         kind = hints[f.name]
         words = presets if f.name == "preset" else get_args(kind) or None
         alone = {"nargs": "?", "const": True} if kind is bool else {}
-        parser.add_argument(f"--{f.name}", type=types.get(kind, os.path.expanduser), choices=words,
-                            default=f.default, help=f.metadata.get("help"), **alone)
+        section.add_argument(f"--{f.name}", type=types.get(kind, os.path.expanduser), choices=words,
+                             metavar=None if words else metavars.get(kind),
+                             default=f.default, help=f.metadata.get("help"), **alone)
     parser.set_defaults(preset=next(iter(presets)))
     given = parser.parse_args([word for word in argv if word not in ("-h", "--help")])
     if given.resume:
@@ -279,7 +323,8 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
         changed = getattr(config, name) != parser.get_default(name)
         if changed and os.environ.get("RANK", "0") == "0":
             print(f"--{name} has no effect here: it needs {needs}", file=sys.stderr)
-    return config
+    group = config.wandb_group or default_group(config, presets.get(config.preset, {}))
+    return replace(config, wandb_group=group)
 
 
 # --- config.json ---
@@ -303,20 +348,23 @@ def read_config(run_dir: Path) -> dict:
     path = run_dir / "config.json"
     if not path.exists():
         raise UserError("run_dir", str(run_dir), "contains no run (no config.json); pass the folder of one")
-    saved = json.loads(path.read_text())
-    return asdict(find("config_class", saved["config_class"])()) | saved
+    with reading(path):
+        saved = json.loads(path.read_text(encoding="utf-8-sig"))
+        config_class = saved["config_class"]
+    return asdict(find("config_class", config_class)()) | saved
 
 
 def load_config(run_dir: Path, config_class: type[Config] | None = None) -> Config:
     """The settings of a run. Raises `UserError` if they are not of this class."""
     saved = read_config(run_dir)
-    for name in ("agents", "commit"):
-        saved.pop(name, None)
-    cfg = find("config_class", saved.pop("config_class"))(**saved)
+    own_class = find("config_class", saved["config_class"])
     # by name: a class in a script that runs is another than in its module
-    if config_class and config_class.__name__ != type(cfg).__name__:
-        raise UserError("run_dir", str(run_dir), f"holds a run of {cfg.task}; use its own script")
-    return cfg
+    if config_class and config_class.__name__ != own_class.__name__:
+        raise UserError("run_dir", str(run_dir), f"holds a run of {saved['task']}; use its own script")
+    names = [f.name for f in fields(own_class)]
+    for name in saved.keys() - {*names, "config_class", "agents", "commit"}:
+        raise UserError(name, saved[name], f"is no setting; edit {run_dir}/config.json")
+    return own_class(**{name: saved[name] for name in names})
 
 
 def require_settings_of(run_dir: Path, cfg: Config) -> None:

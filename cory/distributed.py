@@ -85,7 +85,7 @@ def launched(settings: dict) -> Iterator[None]:
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=30), rank=rank,
                             world_size=size, store=dist.PrefixStore(f"launch {next(launches)}", store))
     if rank > 0:
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", errors="replace")
     for other, theirs in enumerate(processes().gather([settings])):
         for name, value in settings.items():
             if value != theirs[name]:

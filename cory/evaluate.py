@@ -141,3 +141,7 @@ def best_of_n(reward_Qm: np.ndarray, n: int) -> float:
     m = reward_Qm.shape[1]
     weight_m = np.array([math.comb(i, n - 1) / math.comb(m, n) for i in range(m)])
     return float((np.sort(reward_Qm, 1) @ weight_m).mean())
+
+
+if __name__ == "__main__":
+    raise SystemExit("this is no script: use `python -m cory evaluate RUN_DIR`")

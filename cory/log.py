@@ -1,20 +1,19 @@
-"""What a run writes as it goes: metrics.jsonl, samples.jsonl, Weights & Biases, the progress bar."""
+"""What a run writes as it goes: metrics.jsonl, samples.jsonl, the progress bar; and what it sends to W&B."""
 import json
-import os
-import shlex
-import textwrap
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from functools import cache
-from math import nan
+from math import isfinite, nan
 from pathlib import Path
-from typing import Callable
 
 import pandas as pd
 from tqdm import tqdm
 
 from cory.config import Config, short_name
 from cory.distributed import processes
+from cory.errors import reading
+from cory.wandb_log import WandbLog
+
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"      # fits 80 columns
 
 
 # --- files ---
@@ -32,7 +31,8 @@ def append_jsonl(path: Path, rows: list[dict]) -> None:
 
 def read_jsonl(path: Path) -> list[dict]:
     """Rows; a last line that a kill has cut off is dropped."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    with reading(path):
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 class Logger(AbstractContextManager):
@@ -41,26 +41,23 @@ class Logger(AbstractContextManager):
     """
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, done: int, wandb_id: str):
-        self.agents, self.wandb, self.wandb_id = agents, None, wandb_id
-        self.say_once = cache(tqdm.write)
+        self.agents, self.say_once = agents, cache(tqdm.write)
         self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
-        if not processes().is_main:
-            return
-        self.metrics, self.samples = (run_dir / name for name in ("metrics.jsonl", "samples.jsonl"))
-        for path in (self.metrics, self.samples):
-            kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
-            write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.start_wandb(cfg, run_dir)
-        self.bar = tqdm(total=cfg.iterations, initial=done, desc=short_name(cfg.method), dynamic_ncols=True)
+        if processes().is_main:
+            self.metrics, self.samples = (run_dir / name for name in ("metrics.jsonl", "samples.jsonl"))
+            for path in (self.metrics, self.samples):
+                kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
+                write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.wandb = WandbLog(cfg, agents, run_dir, wandb_id)
+        if self.wandb.run:
+            for row in read_jsonl(self.metrics):            # W&B ignores those that it has
+                self.wandb.send_row(row)
+        self.bar = tqdm(total=cfg.iterations, initial=done, desc=short_name(cfg.method), dynamic_ncols=True,
+                        bar_format=BAR, disable=not processes().is_main)
 
     def __exit__(self, kind, error, traceback):
-        if processes().is_main:
-            self.bar.close()
-        if self.wandb:
-            if not self.wandb.offline:
-                print("finishing the upload to W&B, which may take a minute", flush=True)
-            failed = kind is not None and not issubclass(kind, SystemExit)      # a signal is no failure
-            self.guard(self.wandb.finish, exit_code=int(failed))
+        self.bar.close()
+        self.wandb.finish(failed=kind is not None and not issubclass(kind, SystemExit))     # as of a signal
 
     def iteration(self, iteration: int, row: dict[str, float], samples: list[dict]) -> None:
         """A row of training metrics, by `NAME/AGENT` or `NAME`, and some texts."""
@@ -82,68 +79,12 @@ class Logger(AbstractContextManager):
         if processes().is_main:
             self.write({"iteration": iteration} | row)
         if iteration:
-            self.send(iteration, lambda wandb: {"samples": wandb.Table(
+            self.wandb.send(iteration, lambda wandb: {"samples": wandb.Table(
                 dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)})
 
     def write(self, row: dict[str, float]) -> None:
         append_jsonl(self.metrics, [row])
-        self.send_row(row)
-
-    # --- Weights & Biases ---
-    def start_wandb(self, cfg: Config, run_dir: Path) -> None:
-        """Without a key or a network, the run is kept offline."""
-        self.constants, self.upload = {}, ""
-        wanted = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
-        for mode in () if wanted == "disabled" else (wanted, "offline"):
-            self.wandb = self.wandb or self.guard(init_wandb, cfg, run_dir, self.wandb_id, mode)
-        if not self.wandb:
-            return
-        self.wandb_id = self.wandb.id
-        folder = shlex.quote(f"{self.wandb.settings.wandb_dir}/latest-run")
-        self.upload = f"; upload later with: wandb sync {folder}"
-        print(f"W&B is offline{self.upload}" if self.wandb.offline else f"W&B: {self.wandb.url}", flush=True)
-        for row in read_jsonl(self.metrics):        # W&B ignores those that it has
-            self.send_row(row)
-
-    def send(self, iteration: int, values: Callable) -> None:
-        """Sends what `values` returns, a dictionary, for the module wandb."""
-        if self.wandb:
-            import wandb
-            self.guard(lambda: self.wandb.log(values(wandb), step=iteration))
-
-    def guard(self, call: Callable, *args, **named):
-        """Calls W&B. Failures there never stop training; each error is reported once."""
-        try:
-            return call(*args, **named)
-        except Exception as error:
-            reason = textwrap.shorten(str(error), 200)
-            self.say_once(f"W&B: {reason}; the run goes on{self.upload}")
-
-    def send_row(self, row: dict[str, float]) -> None:
-        """Sends each metric, its mean over agents, and with each evaluation the bases' values."""
-        if row["iteration"] == 0:
-            self.constants = {key: x for key, x in row.items() if "/base" in key}
-        of_agents = {key: x for key, x in row.items() if key.rpartition("/")[2] in self.agents}
-        means = pd.Series(of_agents, dtype=float).groupby(lambda key: f"{key.rpartition('/')[0]}/mean").mean()
-        constants = self.constants if any(key.startswith("eval_") for key in row) else {}
-        values = constants | row | means.to_dict()
-        self.send(row["iteration"], lambda _: values)
-
-
-def init_wandb(cfg: Config, run_dir: Path, wandb_id: str, mode: str):
-    """A W&B run. W&B's own variables come before what is not set by a flag. Raises whatever W&B does."""
-    import wandb
-    settings = wandb.Settings(mode=mode, silent=True, console="off", finish_timeout=60,
-                              finish_timeout_raises=True,
-                              init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", 20)))
-    wandb.setup(settings)                                           # makes `login` silent
-    if mode != "offline" and not wandb.login(prompt=False, verify=False):
-        raise ConnectionError("no key (`wandb login` stores one)")
-    what = [short_name(cfg.task), short_name(cfg.method), cfg.preset]
-    run = wandb.init(
-        project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name), id=wandb_id or None,
-        group=os.environ.get("WANDB_RUN_GROUP", "-".join(what)), resume="allow", config=asdict(cfg),
-        tags=None if "WANDB_TAGS" in os.environ else what, settings=settings,
-        dir=Path(os.environ.get("WANDB_DIR", run_dir.parent), run_dir.name))
-    run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
-    return run
+        for name, x in row.items():
+            if not isfinite(x):
+                self.say_once(f"{name} is not finite in some iterations, which its curve leaves out")
+        self.wandb.send_row(row)

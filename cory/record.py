@@ -183,14 +183,15 @@ class Record:
                                     "no checkpoint keeps; use --save_every 0")
             self.require_unchanged()
             about = {"iterations": self.setup.cfg.iterations, "digests": self.digests_at_start,
-                     "memory": self.memory(), "best": self.best, "wandb_id": self.logger.wandb_id}
+                     "memory": self.memory(), "best": self.best, "wandb_id": self.logger.wandb.id}
             save_checkpoint(self.run_dir, iteration, self.agents, about)
             if iteration == 1:
                 require_faithful(self.setup, self.agents)
         if signals:
             hint = f"go on with: python {sys.argv[0]} --resume --run_dir {shlex.quote(str(self.run_dir))}"
             hint = hint if every else "nothing is saved, as --save_every 0 asks"
-            print(f"\nstopped after iteration {iteration}; {hint}", flush=True)
+            self.logger.bar.close()
+            print(f"stopped after iteration {iteration}; {hint}", flush=True)
             raise SystemExit(128 + signals[0])
 
     def memory(self) -> dict[str, dict]:
@@ -199,6 +200,7 @@ class Record:
 
     def finish(self) -> None:
         """Writes the final models, eval.json and curves.png, and prints the held-out table."""
+        self.logger.bar.close()
         save_models(self.run_dir / "final", self.agents)
         if not processes().is_main:
             return
@@ -210,9 +212,9 @@ class Record:
         held_out = held_out_parts(rows)
         write_text(self.run_dir / "eval.json", json.dumps(about | held_out, indent=1) + "\n")
         draw_runs([self.run_dir], self.run_dir / "curves.png")
-        self.logger.send(done, lambda wandb: {"curves": wandb.Image(str(self.run_dir / "curves.png"))})
+        self.logger.wandb.send(done, lambda wandb: {"curves": wandb.Image(str(self.run_dir / "curves.png"))})
         seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
-        print(f"\n{table('held-out', held_out.items())}\n{seconds:.2f} s per iteration (median of {done}), "
+        print(f"{table('held-out', held_out.items())}\n{seconds:.2f} s per iteration (median of {done}), "
               f"peak memory {device.peak_memory(self.setup.device):.2f} GiB\nwritten to {self.run_dir}: "
               "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
 

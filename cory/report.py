@@ -1,26 +1,25 @@
 """Tables and plots of any agents and metrics, of one run or of several compared."""
-import json
 from collections import defaultdict
+from math import inf, nan
 from pathlib import Path
 from typing import Collection, Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cory.config import read_config, short_name
+from cory.config import FREE, read_config, short_name
 from cory.errors import UserError
 from cory.log import read_jsonl
 
-# Runs may differ in these, and still be compared.
-FREE = ["method", "seed", "device", "agents", "commit", "resume", "run_dir", "save_every", "shard", "wandb",
-        "wandb_project"]
 FORMATS = {"task_reward": ".2f", "kl": ".1f", "combined_reward": ".2f", "length": ".1f",
            "base_perplexity": ".0f"}                                # others: .3f
 TITLES = {"task_reward": "task reward", "kl": "KL per response (nats)", "combined_reward": "combined reward",
           "score": "score: what is trained on", "entropy": "entropy per token (nats)",
           "explained_variance": "explained variance", "kl_coef": "KL coefficient eta"}
 WITHOUT_PANEL = """role task_reward_std length sampling_gap policy_loss value_loss approx_kl kl_loss grad_norm
-    clip_fraction learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity seconds""".split()
+    clip_fraction learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity truncated
+    reward_truncated optimizer_steps seconds seconds_sampling seconds_scoring seconds_update
+    tokens_per_second""".split()
 KEY = "^(?:(?P<kind>eval_greedy|eval)_)?(?P<metric>.+?)(?:/(?P<who>[^/]+))?$"
 KINDS = {"training": (1, 1), "eval": "", "eval_greedy": (4, 2)}        # dotted, solid, dashed
 
@@ -67,8 +66,9 @@ def read_curves(run_dir: Path, by: Sequence[str] = ()) -> pd.DataFrame:
     config, rows = read_config(run_dir), pd.DataFrame(read_jsonl(run_dir / "metrics.jsonl"))
     bases = {*config["agents"].values(), "base_team"}
     of_bases = [key for key in rows if key.rpartition("/")[2] in bases]
-    rows.loc[len(rows) - 1, of_bases] = rows.loc[0, of_bases]           # a line from the first to the last
-    curves = rows.melt("iteration").dropna()
+    held_out = rows.filter(regex="^eval_").notna().any(axis=1)
+    rows.loc[held_out, of_bases] = rows.loc[held_out, of_bases].ffill()     # those of iteration 0
+    curves = rows.melt("iteration").replace([inf, -inf], nan).dropna()
     curves = curves.join(curves.variable.str.extract(KEY).fillna({"kind": "training", "who": "team"}))
     curves["group"], curves["run"] = [group_of(config, who, by) for who in curves.who], str(run_dir)
     tenth = 2 * max(1, len(rows) // 20) + 1
@@ -80,17 +80,21 @@ def read_curves(run_dir: Path, by: Sequence[str] = ()) -> pd.DataFrame:
 
 def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()) -> Figure:
     """A panel for reward, KL and each metric that varies: means over seeds in a band of one sample standard
-    deviation, groups as in the tables. The last has held-out reward against KL, a line for each seed.
+    deviation, where all runs of a group have a finite value, groups as in the tables. The last has held-out
+    reward against KL, a line for each seed.
     """
     # here: the import takes 2 s
     import seaborn
 
     config = read_config(run_dirs[0])
     curves = pd.concat([read_curves(run_dir, by) for run_dir in run_dirs], ignore_index=True)
-    always = ("task_reward", "kl")                                      # the last panel needs both
-    curves = curves.groupby("metric").filter(lambda rows: rows.name in always or rows.value.nunique() > 1)
+    runs = curves.groupby("group").run.transform("nunique")
     if len(run_dirs) > 1:
-        curves.group += " (n = " + curves.groupby("group").run.transform("nunique").astype(str) + ")"
+        curves.group += " (n = " + runs.astype(str) + ")"
+    held_out = curves[curves.kind == "eval"].pivot(index=["group", "run", "iteration"], columns="metric")
+    curves = curves[runs == curves.groupby(["group", "variable", "iteration"]).run.transform("nunique")]
+    always = ("task_reward", "kl")
+    curves = curves.groupby("metric").filter(lambda rows: rows.name in always or rows.value.nunique() > 1)
     groups = curves.group.unique()
     palette = seaborn.color_palette("colorblind" if len(groups) <= 10 else "husl", len(groups))
     hues = {"hue": "group", "hue_order": groups, "palette": palette}
@@ -106,7 +110,6 @@ def draw_runs(run_dirs: list[Path], out: Path, by: Sequence[str] = ()) -> Figure
         seaborn.lineplot(curves[curves.metric == name], x="iteration", y="value", errorbar="sd", ax=ax,
                          legend="full" if place == 1 else False, **hues, **kinds)
         ax.set(title=TITLES.get(name, name.replace("_", " ")), ylabel=None)
-    held_out = curves[curves.kind == "eval"].pivot(index=["group", "run", "iteration"], columns="metric")
     ax = figure.add_subplot(rows, 4, len(names) + 1)
     seaborn.lineplot(held_out["value"], x="kl", y="task_reward", units="run", estimator=None, sort=False,
                      marker="o", legend=False, ax=ax, **hues)
@@ -125,7 +128,8 @@ def require_comparable(run_dirs: list[Path], by: list[str]) -> None:
     names, settings = [*map(str, run_dirs)], pd.DataFrame(map(read_config, run_dirs)).astype(str)
     for name in {*by} - {*settings}:
         raise UserError("by", name, "is not a setting; config.json lists them")
-    differ = settings.columns[settings.nunique(dropna=False) > 1].difference([*by, *FREE])
+    free = FREE | {"method", "agents", "commit", *by}
+    differ = settings.columns[settings.nunique(dropna=False) > 1].difference([*free])
     if len(differ):
         raise UserError("run_dirs", names, f"differ in {', '.join(differ)}; make a group of each value with "
                         f"--by {' '.join([*by, *differ])}")
@@ -134,13 +138,29 @@ def require_comparable(run_dirs: list[Path], by: list[str]) -> None:
 
 
 def compare(run_dirs: list[Path], by: list[str], out: Path) -> None:
-    """Prints a table of means and standard deviations over seeds, and draws the runs into `out`."""
+    """Prints a table of means and standard deviations over seeds, and draws the runs into `out`; says which
+    runs are unfinished.
+    """
+    if out.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError("out", str(out), "must be a file that ends in .png, .pdf or .svg")
     require_comparable(run_dirs, by)
     parts = []
     for run_dir in run_dirs:
-        config, held_out = read_config(run_dir), json.loads((run_dir / "eval.json").read_text())
-        parts += [(group_of(config, who, by), x) for who, x in held_out.items() if isinstance(x, dict)]
+        config, path = read_config(run_dir), run_dir / "metrics.jsonl"
+        rows = read_jsonl(path) if path.exists() else []
+        held_out = held_out_parts(rows)
+        if not held_out:
+            raise UserError("run_dirs", str(run_dir), "has no held-out metrics yet; wait, or leave it out")
+        if not (run_dir / "eval.json").exists():
+            evaluated = [row["iteration"] for row in rows if any(key.startswith("eval_") for key in row)]
+            print(f"unfinished: {run_dir}, at iteration {rows[-1]['iteration']} of {config['iterations']}, "
+                  f"last evaluated at {evaluated[-1]}")
+        parts += [(group_of(config, who, by), metrics) for who, metrics in held_out.items()]
     print(table("held-out", parts))
     out.parent.mkdir(parents=True, exist_ok=True)
     draw_runs(run_dirs, out, by)
     print(f"written: {out}")
+
+
+if __name__ == "__main__":
+    raise SystemExit("this is no script: use `python -m cory report RUN_DIR`")

@@ -1,6 +1,8 @@
 """Settings and the command line: the paper's tables, flags over presets and over a resumed run, what may not
 stand together or has no effect, settings of one's own, names of code.
 """
+import inspect
+import io
 import json
 import re
 import sys
@@ -61,11 +63,26 @@ def test_every_setting_has_help_and_is_read_somewhere():
 
 def test_a_flag_overrides_the_preset_and_leaves_the_rest(monkeypatch):
     monkeypatch.setenv("HOME", "/h")
-    flags = "--learning_rate 3e-5 --knowledge_transfer false --shard --partner_reward=-1e-1 --run_dir=~/x"
+    flags = "--learning_rate 3e-5 --knowledge_transfer false --shard --partner_reward -1e-1 --run_dir=~/x"
     old, new = vars(imdb(["--preset", "gpt2"])), vars(imdb(["--preset", "gpt2", *flags.split()]))
     assert {name: new[name] for name in new if new[name] != old[name]} == {
         "learning_rate": 3e-5, "knowledge_transfer": False, "shard": True, "partner_reward": -0.1,
-        "run_dir": "/h/x"}
+        "run_dir": "/h/x", "wandb_group":
+        "imdb-cory-gpt2-knowledge_transfer_false-partner_reward_-0.1-learning_rate_3e-05"}
+    assert imdb(["--partner_reward", "-1."]).partner_reward == -1
+
+
+def test_the_default_group_names_what_differs_from_the_preset_and_changes_results():
+    free = ["--seed", "3", "--device", "cpu", "--wandb", "disabled", "--run_dir", "x", "--save_every", "7"]
+    assert imdb([]).wandb_group == imdb(free).wandb_group == "imdb-cory-tiny"
+    assert imdb(["--method", "my:Own", "--model", "m"]).wandb_group == "imdb-Own-tiny-model_m"
+    assert imdb(["--wandb_group", "mine"]).wandb_group == "mine"
+    in_python = ImdbConfig(**train_imdb.PRESETS["gpt2-xl"])             # it cannot know the preset
+    assert in_python.preset == "custom"
+    assert config.default_group(in_python, {}) == "imdb-cory-custom-model_gpt2-xl"
+    long = [config.default_group(ImdbConfig(model=120 * "m", seed=s, lam=lam), {})
+            for s, lam in ((0, 0.5), (1, 0.5), (1, 0.6))]
+    assert long[0] == long[1] != long[2] and {*map(len, long)} == {128}
 
 
 def test_help_has_the_presets_own_defaults(capsys):
@@ -75,9 +92,20 @@ def test_help_has_the_presets_own_defaults(capsys):
     assert "(default: gpt2-xl)" in shown and "(default: gpt2-large)" not in shown
 
 
+def test_help_has_the_sections_of_the_settings_and_speaks_of_its_own_task(capsys):
+    with pytest.raises(SystemExit):
+        train_gsm8k.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"\n{section}:\n" in shown for section in config.SECTIONS.values())
+    assert "ours)" not in shown and "imdb, " not in shown and "code: 15" not in shown
+    in_source = re.findall(r"\n    # (.*)\n    (\w+): ", inspect.getsource(config.Config))
+    assert in_source == [(section, name) for name, section in config.SECTIONS.items()][:-2]
+
+
 BAD = [                                 # one of each kind
     ("--learning_rat 1", "unrecognized arguments: --learning_rat 1"),
-    ("--knowledge_transfer maybe", "invalid true_or_false value: 'maybe'"),
+    ("--knowledge_transfer maybe", "argument --knowledge_transfer: 'maybe' is neither true nor false"),
+    ("--resume runs/x", "argument --resume: 'runs/x' is neither true nor false; a run's folder goes after"),
     ("--resume", "--resume needs --run_dir"), ("--resume --run_dir /nowhere", "'/nowhere': contains no run"),
     ("--method grpo", "method is 'grpo': choose from ppo, cory, or name your own"),
     ("--learning_rate nan", "must be above 0"), ("--gamma 1.1", "must be 1 or less"),
@@ -175,6 +203,24 @@ def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
     del older["bonus"]                                  # a setting that was added since has its default
     (tmp_path / "config.json").write_text(json.dumps(older))
     assert load_config(tmp_path).bonus == 0.0
+
+
+@pytest.mark.parametrize("text, says", [
+    ("{", "file is .*config.json': is damaged, JSONDecodeError"),
+    ("{}", "config.json': is damaged, KeyError.'config_class'"),
+    ('{"config_class": "cory.config:ImdbConfig", "gama": 1}', "gama is 1: is no setting; edit .*config.json"),
+    ('\ufeff{"config_class": "cory.config:ImdbConfig", "gamma": 2}', "gamma is 2: must be 1 or less")])
+def test_a_config_json_edited_wrongly_is_named(text, says, tmp_path):
+    """The last has a byte-order mark, which does not matter."""
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=says):
+        load_config(tmp_path)
+
+
+def test_what_a_terminal_cannot_show_is_replaced(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True))
+    exit_on_user_error(print)("1.0 ± 0.5", "–")
+    assert sys.stdout.buffer.getvalue() == b"1.0 ? 0.5 ?\n"
 
 
 def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):

@@ -5,12 +5,14 @@ import signal
 import struct
 import subprocess
 import sys
+from math import isnan, nan
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import wandb
 from toys import settings
+from tqdm import tqdm
 from wandb.proto.wandb_internal_pb2 import Record
 
 from cory.log import Logger, read_jsonl
@@ -29,8 +31,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "a run"
 
 
-def a_log(folder: Path, done: int = 0, wandb_id: str = "") -> Logger:
-    return Logger(settings(wandb="auto", method="chain:Chain"), ["llm1", "llm2"], folder, done, wandb_id)
+def a_log(folder: Path, done: int = 0, wandb_id: str = "", **changes) -> Logger:
+    cfg = settings(**dict(wandb="auto", method="chain:Chain", wandb_group="mine") | changes)
+    return Logger(cfg, ["llm1", "llm2"], folder, done, wandb_id)
 
 
 def add(to: Logger, *iterations: int) -> None:
@@ -76,7 +79,7 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
     assert [len(logged[i].pop("samples").data) for i in (1, 2, 3)] == [1, 2, 3]
     means = {"task_reward/mean": 1.0, "kl_k1/mean": 2.75, "eval_kl/mean": 0.2, "eval_kl/base": 0.0}
     assert logged[2] == {"iteration": 2} | VALUES | HELD_OUT | means
-    assert (first.wandb.group, first.wandb.tags) == ("imdb-Chain-defaults", ("imdb", "Chain", "defaults"))
+    assert (first.wandb.run.group, first.wandb.run.tags) == ("mine", ("imdb", "Chain", "custom"))
     with a_log(folder, 2):
         pass
     for name, kept in (("metrics.jsonl", [0, 1, 1, 2, 2]), ("samples.jsonl", [1, 2])):      # what is saved
@@ -85,10 +88,41 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
 
 @pytest.mark.parametrize("dtype, shown", [("float32", True), ("bfloat16", False)])
 def test_a_gap_between_sampling_and_training_larger_than_rounding_is_said_once(dtype, shown, folder, capsys):
-    with Logger(settings(wandb="disabled", dtype=dtype), ["llm1", "llm2"], folder, 0, "") as log:
+    with a_log(folder, wandb="disabled", dtype=dtype) as log:
         for iteration in (1, 2):
             log.iteration(iteration, {"sampling_gap/llm2": 0.01}, [])
     assert capsys.readouterr().out.count("the policy sampled is not the one trained") == shown
+
+
+def test_a_metric_that_is_not_finite_is_said_once_and_has_no_mean(folder, capsys, monkeypatch):
+    sent = []
+    with a_log(folder, wandb="disabled") as log:
+        monkeypatch.setattr(log, "send", lambda _, values: sent.append(values(wandb)))
+        for iteration in (1, 2):
+            log.iteration(iteration, {"x/llm1": nan, "x/llm2": 1.0, "y/llm1": 2.0, "y/llm2": 3.0}, [])
+    assert capsys.readouterr().out == "x/llm1 is not finite in some iterations, which its curve leaves out\n"
+    assert [row["y/mean"] for row in sent] == [2.5, 2.5] and isnan(sent[0]["x/mean"])
+
+
+def test_the_numbers_of_the_bar_fit_80_columns(folder):
+    """After 100 of 100 iterations and an hour and a half, with rewards below 0 and two digits of KL."""
+    with a_log(folder, wandb="disabled", method="cory") as log:
+        log.iteration(1, {"task_reward/llm1": -1.5, "task_reward/llm2": -1.25, "kl_full/llm1": 16.0,
+                          "kl_full/llm2": 17.5}, [])
+        line = tqdm.format_meter(**log.bar.format_dict | {"n": 100, "elapsed": 5400.0, "ncols": 80})
+    assert line.endswith("100/100 [1:30:00<00:00, reward=-1.50 / -1.25, KL=16.00 / 17.50]")
+    assert len(line) <= 80
+
+
+def test_ones_own_run_of_wandb_stays_active_beside_a_run_of_long_names(folder):
+    """W&B allows tags of 64 characters, and groups of 128."""
+    with wandb.init(mode="offline", dir=folder.parent) as own:
+        with a_log(folder, method=f"my:{70 * 'M'}", model=90 * "m", wandb_group="") as log:
+            add(log, 0, 1)
+        assert wandb.run is own and log.wandb.run.tags == ("imdb", 64 * "M", "custom")
+        assert len(log.wandb.run.group) == 128 and log.wandb.run.group.startswith(f"imdb-{70 * 'M'}-custom-model_mm")
+        own.log({"mine": 1})
+    assert steps(folder / "wandb/latest-run") == [0, 1]
 
 
 def log_until_killed(folder: Path) -> None:
@@ -104,8 +138,8 @@ def test_after_a_kill_the_printed_command_uploads_each_iteration_once(folder, ca
     with pytest.raises(ValueError), a_log(folder, 40, "same") as again:
         add(again, 41, 42)
         raise ValueError
-    assert again.wandb_id == "same"
-    command = shlex.split(capsys.readouterr().out.partition("later with: ")[2])
+    assert again.wandb.id == "same"
+    command = shlex.split(capsys.readouterr().out.partition("upload with: ")[2])
     assert steps(Path(command[2])) == [*range(43)]
     assert [record.exit.exit_code for record in records(Path(command[2])) if record.HasField("exit")] == [1]
     done = subprocess.run([sys.executable, "-m", *command, "--dry-run"], cwd=folder, capture_output=True,
@@ -124,9 +158,9 @@ def test_without_a_network_or_a_whole_key_a_run_is_offline(key, says, folder, ca
         pass
     wandb.teardown()
     said = capsys.readouterr().out
-    assert said.count("\n") == 2 and "W&B is offline" in said and says in said
+    assert said.count("\n") == 1 and says in said and ", so offline; upload with: " in said
     assert f"wandb sync '{folder.parent}/elsewhere/a run/wandb/latest-run'" in said
-    assert offline.wandb.offline
+    assert offline.wandb.run.offline
 
 
 def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkeypatch):
@@ -139,14 +173,16 @@ def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkey
         monkeypatch.setattr(wandb.Run, "log", fail)
         add(whole, 3)
     said = capsys.readouterr().out
-    assert said.count("W&B: no network; the run goes on; upload later with: wandb sync") == 1
+    assert said.startswith("W&B: no key (`wandb login`), so offline; upload with: wandb sync '")
+    assert said.count("W&B: no network; the run goes on; upload with: wandb sync") == 1
     assert steps(Path(shlex.split(said)[-1])) == [0, 1, 2]              # without a table
     for spoil in (lambda: monkeypatch.setattr("wandb.init", fail),
                   lambda: monkeypatch.setenv("WANDB_MODE", "ofline")):
         spoil()
         add(a_log(folder, 3), 4)
     said = capsys.readouterr().out
-    assert "W&B: no network; the run goes on\n" in said and "W&B: 1 validation error" in said
+    assert said == ("W&B: no network; the run goes on without it\nW&B: WANDB_MODE is 'ofline', not online, "
+                    "offline or disabled; the run goes on without it\n")
     assert len(read_jsonl(folder / "metrics.jsonl")) == 9
 
 

@@ -7,6 +7,7 @@ from toys import error_line
 
 from cory import report
 from cory.__main__ import main
+from cory.log import read_jsonl
 
 
 def held_out(reward: float) -> dict:
@@ -23,7 +24,7 @@ def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
     first = {"base": held_out(base), "base_llm2": held_out(0.01), "llm1": held_out(0.5),
              "llm2": held_out(0.01), "team": {"copies": 0.1}, "base_team": {"copies": 0.1}}
     last = {"llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
-    rows = [{"iteration": i, "role/llm1": 0, "kl_full/llm1": i / 3, "kl_full/llm2": 2.0, "spread": 0.1 * i,
+    rows = [{"iteration": i, "role/llm1": 0, "kl_full/llm1": i / 3, "kl_k1/llm2": 2.0, "spread": 0.1 * i,
              "score/llm1": 1.0, "kl_coef/llm1": 0.1 * i, "kl_coef/llm2": 0.1,
              "seconds": 1.0, "broken": float("nan")} for i in range(1, 13)]
     for at, parts, iteration in ((0, first, 0), (len(rows) + 1, last, 12)):
@@ -59,6 +60,7 @@ def test_a_run_has_a_panel_for_what_varies_and_a_line_for_each_agent_and_the_tea
     assert lines_of(figure, "copies") == [[[0, 0.1], [12, 0.3]], [[0, 0.1], [12, 0.1]]]
     assert lines_of(figure, "held-out reward against KL")[-1] == [[0.1, 0.01], [11, 1.1]]
     training, each = lines_of(figure, kl)[2], [i / 3 for i in range(1, 13)]
+    assert [[i, 2.0] for i in range(1, 13)] in lines_of(figure, kl)             # kl_k1 of llm2
     assert [y for _, y in training] == pytest.approx([0.5, *each[1:-1], 23 / 6])    # means of three, or two
     monkeypatch.setitem(globals(), "held_out", lambda reward: {"task_reward": 0.0, "kl": 0.0})
     flat = report.draw_runs([write_run(tmp_path / "flat")], tmp_path / "p.png")
@@ -110,5 +112,31 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch)
         assert says in error_line(main, ["report", *words], capsys)
     main(["report", str(first), str(write_run(tmp_path / "p", method="my:Chain", kl_target=6.0))])
     assert "CHAIN LLM1" in capsys.readouterr().out
+    for command in ("report", "evaluate"):
+        assert "'TYPO': contains no run" in error_line(main, [command, "TYPO"], capsys)
+    for out in ("noext", tmp_path):
+        assert "ends in .png, .pdf or .svg" in error_line(main, ["report", first, "--out", out], capsys)
     (again / "eval.json").unlink()
-    assert "is not a finished run" in error_line(main, ["report", again], capsys)
+    assert "is not finished (no eval.json)" in error_line(main, ["evaluate", again], capsys)
+    (again / "metrics.jsonl").write_text("")
+    assert "has no held-out metrics yet" in error_line(main, ["report", again], capsys)
+    (again / "metrics.jsonl").write_text('{"iteration"\n{"iteration": 1}\n')
+    assert "metrics.jsonl': is damaged" in error_line(main, ["report", again], capsys)
+
+
+def test_an_unfinished_run_is_said_and_means_are_of_all_seeds(tmp_path, capsys, monkeypatch):
+    """One of two has done 6 of 12 iterations, and its `spread` is not finite after the third."""
+    whole, part = (write_run(tmp_path / str(seed), seed=seed, iterations=12) for seed in (0, 1))
+    (part / "eval.json").unlink()
+    rows = [row for row in read_jsonl(part / "metrics.jsonl") if row["iteration"] <= 6]
+    for row, value in zip(rows[-3:], (float("nan"), float("inf"), float("inf"))):
+        row["spread"] = value
+    (part / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures, draw = [], report.draw_runs
+    monkeypatch.setattr(report, "draw_runs", lambda *args: figures.append(draw(*args)))
+    main(["report", str(whole), str(part), "--out", str(tmp_path / "c.png")])
+    said = capsys.readouterr().out
+    assert said.startswith(f"unfinished: {part}, at iteration 6 of 12, last evaluated at 0\n")
+    assert said.count("unfinished: ") == 1 and "0.75 ± 0.35" in said          # llm1: of 1.0 and 0.5
+    for panel, last in (("spread", 3), ("KL coefficient eta", 6), ("task reward", 0)):
+        assert {line[-1][0] for line in lines_of(figures[0], panel)} == {last}, panel

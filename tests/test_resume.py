@@ -1,4 +1,5 @@
 """A run that is killed, stopped, damaged, or continued under other conditions."""
+import io
 import multiprocessing
 import os
 import random
@@ -253,7 +254,11 @@ class Signalled(Ppo):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_ends_a_run_after_its_iteration(number, small_flags, tmp_path, capsys, monkeypatch):
+def test_a_signal_ends_a_run_after_its_iteration(number, small_flags, tmp_path, monkeypatch):
+    """The last line says how to go on: it comes after the bar's, as the result of the whole run does."""
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setattr(Signalled, "number", number)
     before, run_dir = [signal.getsignal(each) for each in SIGNALS], tmp_path / "mine; first"
     with pytest.raises(SystemExit) as stop:
@@ -262,11 +267,12 @@ def test_a_signal_ends_a_run_after_its_iteration(number, small_flags, tmp_path, 
     assert stop.value.code == 128 + number
     assert before == [signal.getsignal(each) for each in SIGNALS]
     assert before[0] is signal.default_int_handler
-    words = shlex.split(capsys.readouterr().out.splitlines()[-1])           # a command for a shell
+    words = shlex.split(screen.getvalue().splitlines()[-1])                  # a command for a shell
     assert words[-3:] == ["--resume", "--run_dir", str(run_dir)]
     assert [path.stem for path in checkpoints_of(run_dir)] == ["iteration_000002", "iteration_000001"]
     resume(run_dir)
     assert rows(run_dir)[-1]["iteration"] == 5
+    assert screen.getvalue().splitlines()[-1].startswith("written to ")
 
 
 class Pooled(Ppo):

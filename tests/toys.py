@@ -148,7 +148,7 @@ def error_line(main, flags: list, capsys) -> str:
         main([str(word) for word in flags])
     err = capsys.readouterr().err
     lines = [line for line in re.split("[\r\n]", err)
-             if "error: " in line or line.strip() and not re.search("it/s|s/it", line)]
+             if "error: " in line or line.strip() and not re.search(r"\| \d+/\d+ \[", line)]
     assert stop.value.code == 2 and len(lines) == 1 and "error: " in lines[0], err
     return lines[0]
 
