@@ -97,7 +97,7 @@ def test_a_gap_between_sampling_and_training_larger_than_rounding_is_said_once(d
 def test_a_metric_that_is_not_finite_is_said_once_and_has_no_mean(folder, capsys, monkeypatch):
     sent = []
     with a_log(folder, wandb="disabled") as log:
-        monkeypatch.setattr(log, "send", lambda _, values: sent.append(values(wandb)))
+        monkeypatch.setattr(log.wandb, "send", lambda _, values: sent.append(values(wandb)))
         for iteration in (1, 2):
             log.iteration(iteration, {"x/llm1": nan, "x/llm2": 1.0, "y/llm1": 2.0, "y/llm2": 3.0}, [])
     assert capsys.readouterr().out == "x/llm1 is not finite in some iterations, which its curve leaves out\n"

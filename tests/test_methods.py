@@ -14,6 +14,7 @@ from cory import evaluate
 from cory.checkpoint import checkpoints_of
 from cory.ppo import model
 from cory.ppo.agent import Agent
+from cory.ppo.model import LanguageModel
 from cory.record import Record
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
@@ -109,11 +110,18 @@ def test_exchanges_keep_moments_and_kl_coefficients_unless_they_reset_them(whole
 def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
     """Adapters of two agents and PyTorch's generator in each iteration; then the agents' own generators."""
     seeds = []
-    monkeypatch.setattr(model, "add_adapter", lambda *_: seeds.append(torch.initial_seed()))
+
+    def no_adapter(lm, name, cfg):
+        seeds.append(torch.initial_seed())
+        lm.adapters = {name: {}}
+
+    monkeypatch.setattr(model, "add_adapter", no_adapter)
+    monkeypatch.setattr(model, "without_adapter", lambda layers: (0.0, []))
+    monkeypatch.setattr(LanguageModel, "layers", None)
     pair = [Agent(name, bigram(), settings(lora_rank=2), i) for i, name in enumerate(["llm1", "llm2"])]
     for iteration in range(6):
-        Record.begin(SimpleNamespace(setup=SimpleNamespace(cfg=settings()), agents=[], method=pair[0].policy,
-                                     task=pair[0].policy), iteration)
+        setup = SimpleNamespace(cfg=settings())
+        Record.begin(SimpleNamespace(setup=setup, agents=[], method=setup, task=setup), iteration)
         seeds.append(torch.initial_seed())
     assert len({0, *seeds}) == 9
     drawn = [agent.generator().random() for agent in pair for _ in range(3)]
