@@ -1,0 +1,150 @@
+"""PPO and CORY (arXiv:2410.06101, algorithm 1) on one page: what the package computes, response by response.
+
+s0         a query: the opening of a film review, or a word problem. The task makes a prompt of it
+pi         the policy: an LLM, as the probability of each possible next token a_t after the text so far, s_t
+a1, a2     the responses of two LLMs: the pioneer, which is shown s0, and the observer, shown s0 and a1
+r(s0, a)   the task's reward: how positive the review is; 1 if the answer is correct, else 0
+pi0        the pretrained LLM. Each agent's policy starts as a copy of it; pi0 itself is never trained
+KL, eta    how far pi is from pi0, in nats (natural logarithms); and what a nat costs, in units of reward
+V(s_t)     the critic: w h + b, where h is the LLM's last hidden state; it predicts the reward still to come
+
+Agents respond, and learn to choose those tokens more often that earned more than V had predicted. Without the
+lines marked CORY this is PPO. Names end in shapes: B responses, T tokens of one, V of the vocabulary, H of a
+hidden state. To run it: python -m cory.one_page --task imdb --method cory (or gsm8k, ppo; --help lists more)
+"""
+import copy
+import sys
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from cory.config import Gsm8kConfig, ImdbConfig, parse
+from cory.errors import exit_on_user_error, find
+from cory.loading import load_language_model
+
+SMALL = dict(iterations=4, batch_size=16, mini_batch_size=8, learning_rate=3e-4)    # a minute on two cores
+ONLY = dict(device="cpu", dtype="float32", lora_rank=0, chat_template=False, gradient_checkpointing=False,
+            share_weights=False, reset_on_exchange=False, advantage="gae", kl_in="reward", cliprange_high=0,
+            kl_controller="adaptive", shard=False, eval_every=0, save_every=0, run_dir="", wandb="disabled")
+
+
+def train(cfg):
+    """Algorithm 1. After each update yields the iteration, the agent, its responses and its metrics."""
+    pi0 = load_language_model(cfg.model, cfg, torch.device("cpu"))
+    task = cfg.find("task")(cfg, cfg.find("task").load_data(cfg), pi0)
+    pioneer = Agent("llm1", (cfg.seed, 0), pi0, cfg)
+    observer = Agent("llm2", (cfg.seed, 1), pi0, cfg) if cfg.method == "cory" else None         # CORY
+    for iteration in range(1, cfg.iterations + 1):
+        # --- agents respond to queries, and the task rewards them ---
+        queries, limit = task.batch(iteration)
+        a1 = [*pioneer.respond(task.pioneer_prompts(queries), limit, iteration)]        # a1 ~ pi(. | s0)
+        r1 = task.reward(queries, [a.text for a in a1])
+        turns = [(pioneer, a1, r1, r1)]
+        if observer:                                                            # CORY: knowledge transfer
+            shown = task.observer_prompts(queries, [a.text for a in a1])                        # CORY
+            prompts = shown if cfg.knowledge_transfer else task.pioneer_prompts(queries)        # CORY
+            a2 = [*observer.respond(prompts, limit, iteration)]                 # CORY: a2 ~ pi(. | s0, a1)
+            r2 = task.reward(queries, [a.text for a in a2])                                     # CORY
+            turns = [(pioneer, a1, r1, r1 + cfg.partner_reward * r2),           # CORY: both are trained on
+                     (observer, a2, r2, r2 + cfg.partner_reward * r1)]          # CORY: r(s0, a1) + r(s0, a2)
+        # --- each agent learns from its own responses, by PPO ---
+        for role, (agent, own, r_B, score_B) in enumerate(turns):
+            metrics = agent.update(own, score_B, iteration) | {"role": role, "task_reward": r_B.mean().item()}
+            yield iteration, agent, own, metrics | task.metrics(queries, [a.text for a in own])
+        if observer and cfg.role_exchange_every and iteration % cfg.role_exchange_every == 0:   # CORY
+            pioneer, observer = observer, pioneer               # CORY: role exchange; agents stay as they are
+
+
+class Agent:
+    """An LLM and its critic, with their optimizer and eta, whichever role it plays."""
+    def __init__(self, name, seed, pi0, cfg):
+        self.name, self.seed, self.pi0, self.cfg, self.eta = name, seed, pi0, cfg, cfg.init_kl_coef
+        self.pi = copy.deepcopy(pi0.lm).requires_grad_()
+        self.w_H, self.b = (torch.zeros(n, requires_grad=True) for n in (pi0.head.in_features, 1))
+        self.parameters = [*self.pi.parameters(), self.w_H, self.b]
+        self.adam = torch.optim.Adam([{"params": self.parameters[:-2]}, {"params": self.parameters[-2:]}])
+
+    def evaluate(self, lm, a):
+        """In each state of a response: log pi of all tokens, (T, V), and of a_t, (T); and V, (T)."""
+        out = lm(torch.tensor([a.prompt + a.tokens]), output_hidden_states=True)    # at a token: of the next
+        logp_TV = (out.logits[0, len(a.prompt) - 1:-1] / self.cfg.temperature).log_softmax(-1)
+        value_T = out.hidden_states[-1][0, len(a.prompt) - 1:-1] @ self.w_H + self.b
+        return logp_TV, logp_TV[range(len(a.tokens)), a.tokens], value_T
+
+    @torch.no_grad()
+    def respond(self, prompts, limit, iteration):
+        """Yields a response to each prompt, with what the update compares with: log pi_old, KL, V_old."""
+        rng, tokenizer = np.random.default_rng((*self.seed, 2 * iteration - 1)), self.pi0.tokenizer
+        for prompt, uniform_T in zip(prompts, rng.random((limit, len(prompts))).T, strict=True):
+            a = SimpleNamespace(prompt=tokenizer(prompt)["input_ids"], tokens=[])
+            while len(a.tokens) < limit and not self.pi0.end_ids.intersection(a.tokens):
+                # inverse transform: the first token whose cumulative probability exceeds a uniform number
+                logits_V = self.pi(torch.tensor([a.prompt + a.tokens])).logits[0, -1] / self.cfg.temperature
+                cumulative_V = logits_V.softmax(-1).cumsum(0, dtype=torch.float64)
+                a.tokens.append(int((cumulative_V <= uniform_T[len(a.tokens)] * cumulative_V[-1]).sum()))
+            before, whole = tokenizer.batch_decode([a.prompt, a.prompt + a.tokens], skip_special_tokens=True,
+                                                   clean_up_tokenization_spaces=False)
+            a.text = whole[len(before):]
+            logp_TV, a.logp_T, a.value_T = self.evaluate(self.pi, a)
+            logp0_TV, logp0_T, _ = self.evaluate(self.pi0.lm, a)
+            full_T = (logp_TV.exp() * (logp_TV - logp0_TV)).sum(-1)                 # exact, over all tokens
+            a.kl_T = full_T if self.cfg.kl_penalty == "full" else a.logp_T - logp0_T
+            yield a
+
+    def update(self, responses, score_B, iteration):
+        """PPO: token rewards, advantages, clipped losses on shuffled mini-batches, eta. Returns metrics."""
+        cfg, rng = self.cfg, np.random.default_rng((*self.seed, 2 * iteration))
+        log = defaultdict(list, score=score_B.tolist(), kl_coef=[self.eta])
+        for a, score in zip(responses, log["score"], strict=True):
+            a.reward_T = -self.eta * a.kl_T                                         # eq. 2: -eta KL_t,
+            a.reward_T[-1] += score                                                 # and the score at the end
+            a.advantage_T = a.reward_T + cfg.gamma * torch.cat([a.value_T[1:], torch.zeros(1)]) - a.value_T
+            for t in reversed(range(len(a.tokens) - 1)):                            # eq. 12: GAE, A_t
+                a.advantage_T[t] += cfg.gamma * cfg.lam * a.advantage_T[t + 1]
+            a.return_T = a.advantage_T + a.value_T                                  # what V learns
+        every = torch.cat([a.advantage_T for a in responses])
+        mean, std = every.mean(), (every.var(correction=0) + 1e-8).sqrt()           # for whitening
+        for g, lr in zip(self.adam.param_groups, (cfg.learning_rate, cfg.critic_learning_rate), strict=True):
+            g["lr"] = (lr or cfg.learning_rate) * cfg.find("lr_schedule")((iteration - 1) / cfg.iterations)
+        epochs = [rng.permutation(responses) for _ in range(cfg.num_ppo_epochs)]
+        for batch in np.concatenate(epochs).reshape(-1, cfg.rows_per_optimizer_step):
+            tokens = sum(len(a.tokens) for a in batch)
+            for a in batch:
+                logp_TV, logp_T, value_T = self.evaluate(self.pi, a)
+                ratio_T, white_T = (logp_T - a.logp_T).exp(), (a.advantage_T - mean) / std  # pi / pi_old
+                clipped_T = ratio_T.clamp(1 - cfg.cliprange, 1 + cfg.cliprange)
+                policy_loss_T = -torch.min(ratio_T * white_T, clipped_T * white_T)          # eq. 11
+                near_T = value_T.clamp(a.value_T - cfg.cliprange_value, a.value_T + cfg.cliprange_value)
+                errors = (value_T - a.return_T) ** 2, (near_T - a.return_T) ** 2
+                value_loss_T = 0.5 * torch.max(*errors)                                     # eq. 10 and 13
+                ((policy_loss_T + cfg.vf_coef * value_loss_T).sum() / tokens).backward()
+                log["policy_loss"] += policy_loss_T.tolist()
+                log["value_loss"] += value_loss_T.tolist()
+                log["clip_fraction"] += (policy_loss_T > -ratio_T * white_T).tolist()
+                log["entropy"] += (-logp_TV.exp() * logp_TV).sum(-1).tolist()
+            norm = torch.stack([p.grad.norm() for p in self.parameters]).norm().item()
+            log["grad_norm"].append(norm)
+            for p in self.parameters:
+                p.grad /= max(1.0, norm / cfg.max_grad_norm) if cfg.max_grad_norm else 1.0
+            self.adam.step()
+            self.adam.zero_grad()
+        kl = np.mean([a.kl_T.sum().item() for a in responses])
+        error = min(max(kl / cfg.kl_target - 1, -0.2), 0.2) if cfg.kl_target else 0.0
+        self.eta *= 1 + error * len(responses) / cfg.kl_horizon                     # Ziegler et al. 2019
+        return {f"kl_{cfg.kl_penalty}": kl} | {name: np.mean(values) for name, values in log.items()}
+
+
+def main(argv):
+    task, config_class = ("gsm8k", Gsm8kConfig) if "gsm8k" in argv else ("imdb", ImdbConfig)
+    only = ONLY | {"task": task, "method": "ppo" if "ppo" in argv else "cory"}
+    cfg = parse(config_class, {"tiny": find("task", f"train_{task}:PRESETS")["tiny"] | SMALL | only}, argv)
+    for name, value in only.items():
+        cfg.require(name, getattr(cfg, name) == value, f"the page has only {value}; the package has more")
+    for iteration, agent, responses, metrics in train(cfg):
+        print(iteration, agent.name, *(f"{name}={x:.4g}" for name, x in metrics.items()), [responses[0].text])
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)(sys.argv[1:])
