@@ -20,14 +20,15 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from cory.config import Gsm8kConfig, ImdbConfig, parse
-from cory.errors import exit_on_user_error, find
+from cory.config import Gsm8kConfig, ImdbConfig, find, parse
+from cory.errors import exit_on_user_error
 from cory.loading import load_language_model
 
 SMALL = dict(iterations=4, batch_size=16, mini_batch_size=8, learning_rate=3e-4)    # a minute on two cores
 ONLY = dict(device="cpu", dtype="float32", lora_rank=0, chat_template=False, gradient_checkpointing=False,
             share_weights=False, reset_on_exchange=False, advantage="gae", kl_in="reward", cliprange_high=0,
-            kl_controller="adaptive", shard=False, eval_every=0, save_every=0, run_dir="", wandb="disabled")
+            loss="ppo", loss_mean="tokens", max_approx_kl=0, kl_controller="adaptive", shard=False,
+            eval_every=0, save_every=0, save_best=False, run_dir="", wandb="disabled")
 
 
 def train(cfg):
@@ -78,7 +79,7 @@ class Agent:
         """Yields a response to each prompt, with what the update compares with: log pi_old, KL, V_old."""
         rng, tokenizer = np.random.default_rng((*self.seed, 2 * iteration - 1)), self.pi0.tokenizer
         for prompt, uniform_T in zip(prompts, rng.random((limit, len(prompts))).T, strict=True):
-            a = SimpleNamespace(prompt=tokenizer(prompt)["input_ids"], tokens=[])
+            a = SimpleNamespace(prompt=self.pi0.encode([prompt])[0], tokens=[])
             while len(a.tokens) < limit and not self.pi0.end_ids.intersection(a.tokens):
                 # inverse transform: the first token whose cumulative probability exceeds a uniform number
                 logits_V = self.pi(torch.tensor([a.prompt + a.tokens])).logits[0, -1] / self.cfg.temperature

@@ -27,7 +27,7 @@ from cory.errors import UserError
 SOURCE = Path(one_page.__file__)
 END = "<|endoftext|>"
 CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789.:"?AIQRĠ'       # few, so that EOS and answers are frequent
-DATA = {"imdb": [{"text": text} for text in (f"go{END}od film", "a bad film", "it was", "the end")],
+DATA = {"imdb": [{"text": text} for text in ("good film", "a bad film", "it was", "the end")],
         "gsm8k": [{"question": question, "answer": f"#### {answer}"} for question, answer in (
             ("one and one?", 2), ("one and two?", 3), ("five?", 5), ("seven?", 7))]}
 COMMON = (
@@ -38,7 +38,7 @@ COMMON = (
     "--partner_reward 0.5 --dtype float32 --device cpu --wandb disabled --eval_queries 1 --eval_samples 1 "
     "--eval_every 0 --save_every 0").split()
 RUNS = {
-    "imdb cory": "--kl_penalty full",
+    "imdb cory": "--kl_penalty full --seed 2",
     "gsm8k cory": "--kl_penalty k1 --one_shot false --seed 1",
     "imdb ppo": "--method ppo --kl_penalty full --iterations 2 --lr_schedule cosine --critic_learning_rate 0 "
     "--max_grad_norm 0 --kl_target 0",
@@ -139,7 +139,7 @@ def test_the_page_reads_or_refuses_each_setting():
     code = "".join(path.read_text() for path in (SOURCE, *tasks.glob("*.py")))
     # read by `parse` or as `rows_per_optimizer_step`; nothing without LoRA, an evaluation, a folder or W&B
     others = {"preset", "mini_batch_size", "gradient_accumulation_steps", "load_in_4bit", "eval_samples",
-              "resume", "wandb_project"}
+              "resume", "wandb_project", "wandb_group"}
     for config_class, _ in EXPERIMENTS.values():
         unknown = {f.name for f in fields(config_class)} - {*one_page.ONLY} - others
         assert not {name for name in unknown if not re.search(rf'cfg\.{name}\b|find\("{name}"\)', code)}
