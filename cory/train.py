@@ -8,6 +8,7 @@ from typing import Callable, Sequence
 from torch import Tensor
 
 from cory.config import Config
+from cory.device import timed
 from cory.distributed import launched
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
@@ -68,7 +69,8 @@ class Ppo:
             steps = []
             turns = zip(self.roles, cast, rollouts, judged, scores, strict=True)
             for role, agent, rollout, (reward_B, parts), score in turns:
-                update = self.update(role, agent, rollout, score)
+                with timed(agent.seconds, "update"):
+                    update = self.update(role, agent, rollout, score)
                 steps.append(RoleStep(role, agent, rollout, reward_B, parts, update))
             for agent in agents:
                 agent.adapt_kl_coef([step.rollout.kl_B for step in steps if step.agent is agent])

@@ -19,8 +19,6 @@ from cory.sharding import unsharded
 
 # Tokens between checks for finished rows, the loop's only GPU sync.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
-
-
 # Keys and values of the rows that are sampled together.
 MAX_CACHE_BYTES = {"cpu": 2**31, "cuda": 2**34}
 
