@@ -24,7 +24,7 @@ from cory.config import Gsm8kConfig, ImdbConfig, find, parse
 from cory.errors import exit_on_user_error
 from cory.loading import load_language_model
 
-SMALL = dict(iterations=4, batch_size=16, mini_batch_size=8, learning_rate=3e-4)    # a minute on two cores
+SMALL = dict(iterations=6, batch_size=8, mini_batch_size=4, learning_rate=1e-4)    # a minute on two cores
 ONLY = dict(device="cpu", dtype="float32", lora_rank=0, chat_template=False, gradient_checkpointing=False,
             share_weights=False, reset_on_exchange=False, advantage="gae", kl_in="reward", cliprange_high=0,
             loss="ppo", loss_mean="tokens", max_approx_kl=0, kl_controller="adaptive", shard=False,
@@ -142,7 +142,7 @@ def main(argv):
     only = ONLY | {"task": task, "method": "ppo" if "ppo" in argv else "cory"}
     cfg = parse(config_class, {"tiny": find("task", f"train_{task}:PRESETS")["tiny"] | SMALL | only}, argv)
     for name, value in only.items():
-        cfg.require(name, getattr(cfg, name) == value, f"the page has only {value}; the package has more")
+        cfg.require(name, getattr(cfg, name) == value, f"the page has only {value}; train_{task}.py has more")
     for iteration, agent, responses, metrics in train(cfg):
         print(iteration, agent.name, *(f"{name}={x:.4g}" for name, x in metrics.items()), [responses[0].text])
 
