@@ -29,7 +29,7 @@ def whole(small_flags, tmp_path_factory) -> Path:
     return finished(small_flags, tmp_path_factory.mktemp("whole") / "cory")
 
 
-def test_metrics_stand_under_their_agent_and_texts_under_their_role(whole):
+def test_metrics_stand_under_their_agent(whole):
     found = training_rows(whole)
     assert [row["role/llm1"] for row in found] == [0, 0, 1, 1, 0]       # exchanged after iterations 2 and 4
     for row in found:
@@ -37,23 +37,10 @@ def test_metrics_stand_under_their_agent_and_texts_under_their_role(whole):
         # charged by the first coefficient: the controller moves it, and the metric stays comparable
         charged = row["task_reward/llm1"] - 0.15 * row["kl_k1/llm1"]
         assert row["combined_reward/llm1"] == pytest.approx(charged, rel=1e-5)
-        assert row["score/llm1"] == pytest.approx(row["task_reward/llm1"] + row["task_reward/llm2"])
         assert row["iteration"] == 1 or row["kl_k1/llm1"] != row["kl_k1/llm2"]
     for name, evaluated in (("base", [0]), ("llm1", [0, 3, 5]), ("llm2", [0, 3, 5]), ("team", [0, 3, 5])):
         assert evaluated == [row["iteration"] for row in rows(whole)
                              if any(key.startswith("eval_") and key.endswith(f"/{name}") for key in row)]
-    samples = rows(whole, "samples.jsonl")
-    assert len(samples) == 5 * 4 and samples[8]["pioneer_agent"] == "llm2"
-    for row in samples:                                     # what each has read
-        assert row["pioneer_prompt"] == row["query"]
-        assert row["query"] in row["observer_prompt"] and row["pioneer"] in row["observer_prompt"]
-
-
-def test_three_agents_take_turns_in_each_role(small_flags, tmp_path):
-    words = ["--method", "test_methods:Three", "--role_exchange_every", 1, "--iterations", 4]
-    rows = training_rows(finished(small_flags, tmp_path / "r", *words))
-    roles = [[row[f"role/{agent}"] for agent in Three.agents] for row in rows]
-    assert roles == [[0, 1, 2], [2, 0, 1], [1, 2, 0], [0, 1, 2]]
 
 
 def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
