@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 from collections import Counter
+from copy import deepcopy
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import train_gsm8k
 import train_imdb
+from cory import loading
 from cory.__main__ import main
 from cory.config import ASSETS, Gsm8kConfig, ImdbConfig
 from cory.log import read_jsonl
@@ -124,7 +126,10 @@ def run(tmp_path_factory, small):
         script.main([*SIZES, *words, "--run_dir", str(folder)])
         return folder
 
-    return lambda base, flags="": finished(base, flags)
+    load = cache(loading.load_pretrained)               # to read models takes as long as to train them
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load_pretrained", lambda *args, **named: deepcopy(load(*args, **named)))
+        yield lambda base, flags="": finished(base, flags)
 
 
 def trained(folder: Path) -> list[dict]:
