@@ -152,6 +152,8 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     evaluated = [row for row in rows(whole) if "role/llm1" not in row]
     assert [row["eval_pioneer/team"] for row in evaluated] == [0, 0, 1]     # in the roles played
     first, *_, last = evaluated
+    for who in ("base", "base_llm2", "llm1", "llm2"):                       # none has left its own base yet
+        assert first[f"eval_kl/{who}"] == pytest.approx(0, abs=1e-6)
     assert first["eval_base_perplexity/base"] != first["eval_base_perplexity/base_llm2"]
     for agent, eta in (("llm1", 0.15), ("llm2", 0.7)):
         reward, kl = last[f"eval_task_reward/{agent}"], last[f"eval_kl/{agent}"]

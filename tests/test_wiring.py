@@ -95,6 +95,7 @@ TOY = ("--seed 1 --task test_wiring:Toy --dataset {data} --model {lm} --iteratio
        "--learning_rate 0.02 --lr_schedule linear --kl_penalty full --role_exchange_every 1 ")
 BASES = {
     "ppo": "--method ppo", "loss": "--method ppo --kl_in loss",
+    "same": "--method ppo --iterations 1 --dataset {same}",
     "cory": "--method cory", "pair": "--method test_wiring:Pair",
     "chain": "--method test_wiring:Chain --iterations 3 --kl_penalty k1 --eval_samples 4",
     "imdb": "--method ppo --iterations 1 --task imdb",
@@ -112,6 +113,10 @@ def run(tmp_path_factory, small):
     labels = {"id2label": {0: "POSITIVE", 1: "NEGATIVE"}}
     (swapped / "config.json").write_text(json.dumps(read(swapped / "config.json") | labels))
     places = {"lm": lm, "small": small, "swapped": swapped}
+    places["same"] = at / "same"                         # a folder, so that one text is in all splits
+    places["same"].mkdir()
+    for split in ("train", "validation", "test"):
+        (places["same"] / f"{split}.jsonl").write_text('{"text": "always this"}\n' * 9)
     for name, row in (("data", lambda i: {"text": f"{i} films of {i * i} were good"}),
                       ("other", lambda i: {"text": f"{i} stories"}),
                       ("problems", lambda i: {"question": f"{i}?", "answer": f"#### {i % 2 + 5}"})):
@@ -147,6 +152,7 @@ STAGES = {                  # of an iteration, in order, and what llm1's metrics
 
 EFFECTS = {                 # by base, and by where they act first; `-`: nowhere else
     ("ppo", "draws 1, queries 1, responses 1"): "seed=2",
+    ("same", "draws 1, responses 1"): "seed=2",
     ("ppo", "held out, queries 1"): "dataset={other}",
     ("ppo", "queries 1"): "responses_per_query=2",
     ("ppo", "held out, responses 1"):
@@ -213,6 +219,8 @@ def differ(a: dict, b: dict) -> bool:
 def test_a_setting_changes_a_run_where_it_acts_and_not_before(base, setting, where, run):
     short = "" if where[-1].endswith("2") else "--iterations 1 "
     before, after = stages(run(base)), stages(run(base, f"{short}--{setting}"))
+    for key, x in after["held out"].items():            # every agent is its base, before training
+        assert x == pytest.approx(0, abs=1e-6) or not key.startswith("eval_kl/")
     changed = [stage for stage in before if differ(before[stage], after[stage])]
     assert [*changed, "-"][:len(where)] == where
 
@@ -247,10 +255,26 @@ def test_evaluate_gives_what_the_run_itself_gave(base, flags, run):
         assert found == pytest.approx([reward(row["query"], text) for text in texts])
 
 
-def test_each_of_many_held_out_prompts_has_random_numbers_of_its_own(run):
-    main(["evaluate", str(run("ppo")), "--samples", "256", "--queries", "1", "--device", "cpu"])
-    (row,) = read_jsonl(run("ppo") / "evaluation/base.jsonl")
-    assert not any(row["sampled"][i:] == row["sampled"][:-i] for i in range(1, 240))
+def responses_of_base(folder: Path, *words: str) -> list[dict]:
+    main(["evaluate", str(folder), "--device", "cpu", *words])
+    return read_jsonl(folder / "evaluation/base.jsonl")
+
+
+def test_each_held_out_sample_has_random_numbers_of_its_own_and_a_greedy_response_has_none(run):
+    (row,), (cooler,) = (responses_of_base(run("ppo", flags), "--samples", "256", "--queries", "1")
+                         for flags in ("", "--iterations 1 --temperature=0.5"))
+    texts = row["sampled"]
+    assert not any(texts[i:] == texts[:-i] for i in range(1, 240))
+    assert row["greedy"] == cooler["greedy"] and texts != cooler["sampled"]
+
+
+def test_evaluate_computes_in_the_precision_asked_for(run):
+    perplexity = []
+    for dtype in ("float32", "bfloat16"):
+        responses_of_base(run("ppo"), "--samples", "1", "--dtype", dtype)
+        results = read(run("ppo") / "evaluation/results.json")
+        perplexity.append(results["base"]["base_perplexity"])
+    assert 1e-6 < abs(perplexity[0] / perplexity[1] - 1) < 0.1
 
 
 @pytest.mark.parametrize("flags", ["", "--iterations 1 --knowledge_transfer false"])
