@@ -77,6 +77,7 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
     means = {"task_reward/mean": 1.0, "kl_k1/mean": 2.75, "eval_kl/mean": 0.2, "eval_kl/base": 0.0}
     assert logged[2] == {"iteration": 2} | VALUES | HELD_OUT | means
     assert (first.wandb.group, first.wandb.tags) == ("imdb-Chain-defaults", ("imdb", "Chain", "defaults"))
+    assert first.wandb.config["method"] == "chain:Chain"
     with a_log(folder, 2):
         pass
     for name, kept in (("metrics.jsonl", [0, 1, 1, 2, 2]), ("samples.jsonl", [1, 2])):      # what is saved

@@ -94,15 +94,18 @@ def test_exchanges_keep_moments_and_kl_coefficients_unless_they_reset_them(whole
 
 
 def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
-    """Adapters of two agents and PyTorch's generator in each iteration; then the agents' own generators."""
+    """Adapters of two agents by two seeds and PyTorch's generator in each iteration; then the agents' own
+    generators.
+    """
     seeds = []
     monkeypatch.setattr(model, "add_adapter", lambda *_: seeds.append(torch.initial_seed()))
-    pair = [Agent(name, bigram(), settings(lora_rank=2), i) for i, name in enumerate(["llm1", "llm2"])]
+    agents = [Agent(name, bigram(), settings(lora_rank=2, seed=seed), i)
+              for seed in (0, 1) for i, name in enumerate(["llm1", "llm2"])]
     for iteration in range(6):
         Run.begin(SimpleNamespace(cfg=settings()), iteration)
         seeds.append(torch.initial_seed())
-    assert len({0, *seeds}) == 9
-    drawn = [agent.generator().random() for agent in pair for _ in range(3)]
+    assert len({0, *seeds}) == 11
+    drawn = [agent.generator().random() for agent in agents for _ in range(3)]
     drawn += [np.random.default_rng(seed).random() for seed in seeds]
     assert len(set(drawn)) == len(drawn)
 

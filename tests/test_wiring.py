@@ -218,11 +218,21 @@ def differ(a: dict, b: dict) -> bool:
 @pytest.mark.parametrize("base, setting, where", effects)
 def test_a_setting_changes_a_run_where_it_acts_and_not_before(base, setting, where, run):
     short = "" if where[-1].endswith("2") else "--iterations 1 "
-    before, after = stages(run(base)), stages(run(base, f"{short}--{setting}"))
+    folder = run(base, f"{short}--{setting}")
+    cfg, held_out = read(folder / "config.json"), read(folder / "eval.json")
+    assert [held_out[name] for name in ("iteration", "split", "queries", "samples")] == [
+        cfg[name] for name in ("iterations", "eval_split", "eval_queries", "eval_samples")]
+    before, after = stages(run(base)), stages(folder)
     for key, x in after["held out"].items():            # every agent is its base, before training
         assert x == pytest.approx(0, abs=1e-6) or not key.startswith("eval_kl/")
     changed = [stage for stage in before if differ(before[stage], after[stage])]
     assert [*changed, "-"][:len(where)] == where
+
+
+def test_a_query_with_its_response_must_fit_into_the_classifier(run, capsys):
+    with pytest.raises(SystemExit):
+        run("imdb", "--max_query_length=300 --max_response_length=290")
+    assert "takes 510 tokens; a query with its response can have 590" in capsys.readouterr().err
 
 
 def test_layers_are_computed_again_in_the_backward_pass_if_asked(run, monkeypatch):
