@@ -54,11 +54,8 @@ def test_every_preset_is_valid_and_names_settings_that_exist(task):
         assert str(config.ASSETS) not in config_json(cfg, {})       # two clones have the same config.json
 
 
-def test_every_setting_has_help_and_is_read_somewhere():
-    files = [path for path in config.ASSETS.parent.rglob("*.py") if path.name != "config.py"]
-    read = {*re.findall(r"(?:cfg|\))\.(?:find\(\")?(\w+)", "".join(path.read_text() for path in files))}
-    for f in (*fields(ImdbConfig), *fields(Gsm8kConfig)):
-        assert f.metadata["help"] and f.name in read | {"gradient_accumulation_steps"}, f.name
+def test_every_setting_has_help():
+    assert all(f.metadata["help"] for f in (*fields(ImdbConfig), *fields(Gsm8kConfig)))
 
 
 def test_a_flag_overrides_the_preset_and_leaves_the_rest(monkeypatch):

@@ -80,6 +80,7 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
     means = {"task_reward/mean": 1.0, "kl_k1/mean": 2.75, "eval_kl/mean": 0.2, "eval_kl/base": 0.0}
     assert logged[2] == {"iteration": 2} | VALUES | HELD_OUT | means
     assert (first.wandb.run.group, first.wandb.run.tags) == ("mine", ("imdb", "Chain", "custom"))
+    assert first.wandb.run.config["method"] == "chain:Chain"
     with a_log(folder, 2):
         pass
     for name, kept in (("metrics.jsonl", [0, 1, 1, 2, 2]), ("samples.jsonl", [1, 2])):      # what is saved
@@ -120,7 +121,8 @@ def test_ones_own_run_of_wandb_stays_active_beside_a_run_of_long_names(folder):
         with a_log(folder, method=f"my:{70 * 'M'}", model=90 * "m", wandb_group="") as log:
             add(log, 0, 1)
         assert wandb.run is own and log.wandb.run.tags == ("imdb", 64 * "M", "custom")
-        assert len(log.wandb.run.group) == 128 and log.wandb.run.group.startswith(f"imdb-{70 * 'M'}-custom-model_mm")
+        group = log.wandb.run.group
+        assert len(group) == 128 and group.startswith(f"imdb-{70 * 'M'}-custom-model_mm")
         own.log({"mine": 1})
     assert steps(folder / "wandb/latest-run") == [0, 1]
 

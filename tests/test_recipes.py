@@ -25,7 +25,7 @@ def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, ca
     text, (script, *words) = RECIPES[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))        # of a process that a recipe starts
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))        # of the judge's process
     Path(f"{name}.py").write_text(text)
     if name == "mention":
         runpy.run_path("mention.py", run_name="__main__")           # writes its data

@@ -1,0 +1,351 @@
+"""Settings, and code of a user's own, reach the places where they are used, as seen in the files of finished
+runs. In their toy task no two responses have the same reward.
+"""
+import json
+import random
+import shutil
+from collections import Counter
+from copy import deepcopy
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+from conftest import SIZES, byte_tokenizer, save_model
+from toys import read, rows
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+import train_gsm8k
+import train_imdb
+from cory import loading
+from cory.__main__ import main
+from cory.config import ASSETS, Gsm8kConfig, ImdbConfig
+from cory.log import read_jsonl
+from cory.ppo.advantages import estimator
+from cory.tasks.task import Task
+from cory.train import Cory
+
+
+def reward(query: str, text: str) -> float:
+    """From -1 to 1, by a hash of both."""
+    return crc32(f"{query}|{text}".encode()) % 2001 / 1000 - 1
+
+
+class Toy(Task):
+    """Its metrics are the mean reward, a drawn number, and how many responses it has learned from."""
+
+    def pioneer_prompts(self, queries):
+        self.drawn = random.random() + np.random.rand() + torch.rand(1).item()
+        return queries
+
+    def observer_prompts(self, queries, responses):
+        return [f"{query} <{text}>" for query, text in zip(queries, responses, strict=True)]
+
+    def reward_of(self, queries, responses):
+        return [*map(reward, queries, responses)]
+
+    def learn(self, queries, rewards):
+        self.memory["learned"] = self.memory.get("learned", 0) + sum(map(len, rewards))
+
+    def metrics(self, queries, responses):
+        mean = fmean(map(reward, queries, responses))
+        return {"drawn": self.drawn, "mean": mean, "learned": self.memory.get("learned", 0)}
+
+
+class Harder(Toy):
+    def reward_of(self, queries, responses):
+        return [x - 0.5 for x in super().reward_of(queries, responses)]
+
+
+class Chain(Cory):
+    """Three agents. Scores rise by 1 each time that they are asked for; a metric is drawn."""
+    agents, roles = ("llm1", "llm2", "llm3"), ("first", "second", "third")
+
+    def scores(self, queries, rollouts, rewards):
+        self.memory["asked"] = self.memory.get("asked", 0) + 1
+        return [score + self.memory["asked"] for score in super().scores(queries, rollouts, rewards)]
+
+    def metrics(self, queries, rollouts, rewards):
+        return super().metrics(queries, rollouts, rewards) | {"drawn": random.random()}
+
+
+class Pair(Cory):
+    """Two agents in three roles."""
+    roles = ("first", "second", "third")
+
+
+NOTED = []                                              # the KL that the controller below was given
+
+
+def doubled(agent, kl_N):
+    NOTED.append(kl_N.tolist())
+    return 2 * agent.kl_coef
+
+
+with_critic = estimator(critic=True, whiten=False)(lambda mask_BT, **_: 7 * mask_BT)
+whitened = estimator(critic=False, whiten=True)(lambda mask_BT, **_: 7 * mask_BT)
+five = lambda response: 5
+
+TOY = ("--seed 1 --task test_wiring:Toy --dataset {data} --model {lm} --iterations 2 --eval_every 0 "
+       "--save_every 0 --max_response_length 3 --gradient_accumulation_steps 1 --num_ppo_epochs 2 "
+       "--learning_rate 0.02 --lr_schedule linear --kl_penalty full --role_exchange_every 1 ")
+BASES = {
+    "ppo": "--method ppo", "loss": "--method ppo --kl_in loss",
+    "same": "--method ppo --iterations 1 --dataset {same}",
+    "cory": "--method cory", "pair": "--method test_wiring:Pair",
+    "chain": "--method test_wiring:Chain --iterations 3 --kl_penalty k1 --eval_samples 4",
+    "imdb": "--method ppo --iterations 1 --task imdb",
+    "gsm8k": "--method ppo --iterations 1 --task gsm8k --dataset {problems}"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, small):
+    """`run(base, flags)` is the folder of a finished run, for several tests."""
+    at = tmp_path_factory.mktemp("wiring")
+    tokenizer = byte_tokenizer(eos_token="<|endoftext|>", additional_special_tokens=["<|user|>", "<|end|>"])
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
+    lm = save_model("gpt2", at / "lm", tokenizer, vocab_size=259, hidden_size=16, num_hidden_layers=1)
+    swapped = shutil.copytree(ASSETS / "imdb/classifier", at / "swapped")
+    labels = {"id2label": {0: "POSITIVE", 1: "NEGATIVE"}}
+    (swapped / "config.json").write_text(json.dumps(read(swapped / "config.json") | labels))
+    places = {"lm": lm, "small": small, "swapped": swapped}
+    places["same"] = at / "same"                         # a folder, so that one text is in all splits
+    places["same"].mkdir()
+    for split in ("train", "validation", "test"):
+        (places["same"] / f"{split}.jsonl").write_text('{"text": "always this"}\n' * 9)
+    for name, row in (("data", lambda i: {"text": f"{i} films of {i * i} were good"}),
+                      ("other", lambda i: {"text": f"{i} stories"}),
+                      ("problems", lambda i: {"question": f"{i}?", "answer": f"#### {i % 2 + 5}"})):
+        places[name] = at / f"{name}.jsonl"
+        places[name].write_text("".join(json.dumps(row(i)) + "\n" for i in range(60)))
+
+    @cache
+    def finished(base: str, flags: str) -> Path:
+        folder = at / f"{base} {flags}".replace("/", "-")[:99]
+        words = f"{TOY} {BASES[base]} {flags}".format(**places).split()
+        script = train_gsm8k if base == "gsm8k" else train_imdb
+        script.main([*SIZES, *words, "--run_dir", str(folder)])
+        return folder
+
+    load = cache(loading.load_pretrained)               # to read models takes as long as to train them
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "load_pretrained", lambda *args, **named: deepcopy(load(*args, **named)))
+        yield lambda base, flags="": finished(base, flags)
+
+
+def trained(folder: Path) -> list[dict]:
+    """The rows of training."""
+    return [row for row in rows(folder) if "role/llm1" in row]
+
+
+# --- every setting changes a run where it acts, and not before ---
+STAGES = {                  # of an iteration, in order, and what llm1's metrics and the samples say of each
+    "draws": "drawn", "queries": "query",
+    "responses": "pioneer_prompt pioneer observer_prompt observer length sampling_gap",
+    "rewards": "task_reward kl_full kl_k1 unparsed", "scores": "score",
+    "update": "policy_loss value_loss kl_loss entropy approx_kl clip_fraction explained_variance grad_norm"}
+# kl_coef, learning_rate and combined_reward are left out, since they repeat settings.
+
+EFFECTS = {                 # by base, and by where they act first; `-`: nowhere else
+    ("ppo", "draws 1, queries 1, responses 1"): "seed=2",
+    ("same", "draws 1, responses 1"): "seed=2",
+    ("ppo", "held out, queries 1"): "dataset={other}",
+    ("ppo", "queries 1"): "responses_per_query=2",
+    ("ppo", "held out, responses 1"):
+        "model={small} chat_template=true temperature=0.5 max_response_length=4",
+    ("ppo", "responses 1"): "min_response_length=1 batch_size=8",
+    ("ppo", "held out, rewards 1"): "task=test_wiring:Harder",
+    ("ppo", "update 1"):
+        "lora_rank=2 advantage=reinforce learning_rate=0.1 critic_learning_rate=0.1 mini_batch_size=1 "
+        "gradient_accumulation_steps=2 num_ppo_epochs=1 kl_in=loss gamma=0.5 lam=0.1 cliprange=0.001 "
+        "cliprange_high=0.001 cliprange_value=0.001 vf_coef=1 max_grad_norm=0.01",
+    ("ppo", "rewards 2"): "kl_penalty=k1",
+    ("ppo", "update 2"):
+        "lr_schedule=constant iterations=3 init_kl_coef=3 kl_controller=test_wiring:doubled kl_target=0 "
+        "kl_horizon=2",
+    ("ppo", "held out"): "dtype=bfloat16",
+    ("ppo", "held out, -"): "eval_split=validation eval_queries=3 eval_samples=2",
+    ("loss", "update 1"): "init_kl_coef=3",
+    ("loss", "update 2"): "kl_target=0",
+    ("cory", "held out, responses 1"): "knowledge_transfer=false",
+    ("cory", "responses 1"): "share_weights=true",
+    ("cory", "held out, scores 1"): "partner_reward=0.5",
+    ("cory", "scores 1"): "method=ppo",
+    ("cory", "update 2"): "reset_on_exchange=true",
+    ("cory", "responses 2"): "role_exchange_every=0",
+    ("imdb", "held out, rewards 1"): "reward_model={swapped}",
+    ("imdb", "held out, queries 1"): "min_query_length=7 max_query_length=3",
+    ("gsm8k", "held out, rewards 1"): "checker=test_wiring:five",
+    ("gsm8k", "held out, responses 1"): "one_shot=true"}
+ELSEWHERE = {
+    "preset": "only names the settings", "run_dir": "where files are written", "wandb": "test_log",
+    "wandb_project": "test_log", "resume": "test_resume", "save_every": "test_resume",
+    "eval_every": "test_methods", "shard": "test_distributed", "gradient_checkpointing": "below",
+    "device": "needs a GPU", "load_in_4bit": "needs bitsandbytes"}
+effects = [pytest.param(base, setting, where.split(", "), id=f"{base} {setting}")
+           for (base, where), settings in EFFECTS.items() for setting in settings.split()]
+
+
+def test_no_setting_is_left_out():
+    named = {effect.values[1].partition("=")[0] for effect in effects}
+    assert named | ELSEWHERE.keys() == {f.name for f in (*fields(ImdbConfig), *fields(Gsm8kConfig))}
+
+
+def stages(folder: Path) -> dict[str, dict]:
+    """{"held out": {name: value}, "draws 1": ..., "update 2": ...}, the first before training."""
+    found = {"held out": rows(folder)[0]}
+    for iteration in (1, 2):
+        row = next((row for row in trained(folder) if row["iteration"] == iteration), {})
+        values = {key.removesuffix("/llm1"): x for key, x in row.items()}
+        samples = [row for row in rows(folder, "samples.jsonl") if row["iteration"] == iteration]
+        for stage, names in STAGES.items():
+            values |= {name: [row[name] for row in samples] for row in samples for name in row}
+            found[f"{stage} {iteration}"] = {
+                name.replace("kl_k1", "kl_full"): values[name] for name in names.split() if name in values}
+    return found
+
+
+def differ(a: dict, b: dict) -> bool:
+    """Whether a value that both have differs by more than rounding."""
+    close = lambda x: x if isinstance(x, list) else pytest.approx(x, rel=1e-5, abs=1e-6)
+    return any(a[name] != close(b[name]) for name in a.keys() & b.keys())
+
+
+@pytest.mark.parametrize("base, setting, where", effects)
+def test_a_setting_changes_a_run_where_it_acts_and_not_before(base, setting, where, run):
+    short = "" if where[-1].endswith("2") else "--iterations 1 "
+    folder = run(base, f"{short}--{setting}")
+    cfg, held_out = read(folder / "config.json"), read(folder / "eval.json")
+    assert [held_out[name] for name in ("iteration", "split", "queries", "samples")] == [
+        cfg[name] for name in ("iterations", "eval_split", "eval_queries", "eval_samples")]
+    before, after = stages(run(base)), stages(folder)
+    for key, x in after["held out"].items():            # every agent is its base, before training
+        assert x == pytest.approx(0, abs=1e-6) or not key.startswith("eval_kl/")
+    changed = [stage for stage in before if differ(before[stage], after[stage])]
+    assert [*changed, "-"][:len(where)] == where
+
+
+def test_a_query_with_its_response_must_fit_into_the_classifier(run, capsys):
+    with pytest.raises(SystemExit):
+        run("imdb", "--max_query_length=300 --max_response_length=290")
+    assert "takes 510 tokens; a query with its response can have 590" in capsys.readouterr().err
+
+
+def test_layers_are_computed_again_in_the_backward_pass_if_asked(run, monkeypatch):
+    passes, forward = Counter(), GPT2Block.forward
+    for flag in ("false", "true"):
+        monkeypatch.setattr(GPT2Block, "forward", lambda *args, **named: (
+            passes.update([flag]), forward(*args, **named))[1])
+        run("ppo", f"--iterations 1 --gradient_checkpointing {flag}")
+    assert passes["true"] == passes["false"] + 4        # one more for each of two mini-batches in two epochs
+
+
+# --- what a run says of itself ---
+@pytest.mark.parametrize("base, flags", [
+    ("ppo", ""), ("cory", ""), ("cory", "--iterations 1 --share_weights true"), ("chain", "")])
+def test_evaluate_gives_what_the_run_itself_gave(base, flags, run):
+    """Roles are exchanged before the last iteration, and after it."""
+    folder = run(base, flags)
+    held_out = read(folder / "eval.json")
+    samples = held_out["samples"]
+    main(["evaluate", str(folder), "--samples", str(samples), "--device", "cpu"])
+    results = read(folder / "evaluation/results.json")
+    for who in {"llm1", "llm2", "llm3", "team"} & held_out.keys():
+        again = {name: results[who][name] for name in held_out[who]}
+        assert again == pytest.approx(held_out[who], rel=1e-4, abs=1e-5), who
+        pass_at = {f"pass@{k}" for k in (1, 2, 4) if k <= samples and who != "team"}
+        # of n: for n up to half of the samples, so for none here
+        assert {name for name in results[who] if "@" in name or "best_of" in name} == pass_at
+    for row in sum(map(read_jsonl, folder.glob("evaluation/*.jsonl")), []):
+        texts, found = [*row["sampled"], row["greedy"]], [*row["rewards"], row["greedy_reward"]]
+        assert found == pytest.approx([reward(row["query"], text) for text in texts])
+
+
+def responses_of_base(folder: Path, *words: str) -> list[dict]:
+    main(["evaluate", str(folder), "--device", "cpu", *words])
+    return read_jsonl(folder / "evaluation/base.jsonl")
+
+
+def test_each_held_out_sample_has_random_numbers_of_its_own_and_a_greedy_response_has_none(run):
+    (row,), (cooler,) = (responses_of_base(run("ppo", flags), "--samples", "256", "--queries", "1")
+                         for flags in ("", "--iterations 1 --temperature=0.5"))
+    texts = row["sampled"]
+    assert not any(texts[i:] == texts[:-i] for i in range(1, 240))
+    assert row["greedy"] == cooler["greedy"] and texts != cooler["sampled"]
+
+
+def test_evaluate_computes_in_the_precision_asked_for(run):
+    perplexity = []
+    for dtype in ("float32", "bfloat16"):
+        responses_of_base(run("ppo"), "--samples", "1", "--dtype", dtype)
+        results = read(run("ppo") / "evaluation/results.json")
+        perplexity.append(results["base"]["base_perplexity"])
+    assert 1e-6 < abs(perplexity[0] / perplexity[1] - 1) < 0.1
+
+
+@pytest.mark.parametrize("flags", ["", "--iterations 1 --knowledge_transfer false"])
+def test_what_each_role_of_a_chain_has_read_and_earned(flags, run):
+    """Roles are exchanged after each iteration. samples.jsonl has all four queries of a batch."""
+    folder = run("chain", flags)
+    for i, row in enumerate(trained(folder), start=1):
+        samples = [sample for sample in rows(folder, "samples.jsonl") if sample["iteration"] == i]
+        assert len({sample["query"] for sample in samples}) == 4
+        for place, role in enumerate(Chain.roles):
+            agent = f"llm{(place + i - 1) % 3 + 1}"
+            for sample in samples:
+                seen = "" if flags or place == 0 else f" <{sample[Chain.roles[place - 1]]}>"
+                assert sample[f"{role}_prompt"] == sample["query"] + seen
+                assert sample[f"{role}_reward"] == pytest.approx(reward(sample["query"], sample[role]))
+                assert sample[f"{role}_agent"] == agent
+            assert row[f"role/{agent}"] == place and row[f"learned/{agent}"] == 12 * (i - 1)
+            for metric in ("task_reward", "mean"):
+                own = fmean(sample[f"{role}_reward"] for sample in samples)
+                assert row[f"{metric}/{agent}"] == pytest.approx(own, abs=1e-6)
+            of_all = sum(row[f"task_reward/{each}"] for each in Chain.agents)
+            assert row[f"score/{agent}"] == pytest.approx(of_all + i)       # evaluation has not counted
+        second, third = ([sample[f"{role}_reward"] for sample in samples] for role in Chain.roles[1:])
+        after_better = [r2 for r1, r2 in zip(second, third) if r1 > fmean(second)]
+        assert row["observer_after_better"] == pytest.approx(fmean(after_better))
+
+
+def test_samples_are_of_different_queries(run):
+    samples = rows(run("ppo", "--iterations 1 --responses_per_query 2"), "samples.jsonl")
+    assert len(samples) == len({row["query"] for row in samples}) == 2
+
+
+@pytest.mark.xfail(strict=True, reason="the list (1, 2, 1) is rotated, and llm1 then reads itself")
+def test_two_agents_alternate_in_three_roles(run):
+    first, second = rows(run("pair"), "samples.jsonl")[::4]
+    assert [first[f"{role}_agent"] for role in Pair.roles] == ["llm1", "llm2", "llm1"]
+    assert [second[f"{role}_agent"] for role in Pair.roles] == ["llm2", "llm1", "llm2"]
+
+
+# --- eta, and code of one's own ---
+def test_the_adaptive_eta_compounds(run):
+    """eta <- eta (1 + error N / horizon), error = clip(KL / target - 1, -0.2, 0.2)."""
+    for agent in Chain.agents:
+        eta = 0.15
+        for row in trained(run("chain")):
+            assert row[f"kl_coef/{agent}"] == pytest.approx(eta)
+            eta *= 1 + min(max(row[f"kl_k1/{agent}"] / 0.1 - 1, -0.2), 0.2) * 4 / 20
+
+
+def test_a_controller_has_the_signed_kl_of_each_response_and_gives_the_next_eta(run):
+    NOTED.clear()
+    found = trained(run("ppo", "--kl_controller test_wiring:doubled --kl_penalty k1 --iterations 3"))
+    assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0.3, 0.6])
+    assert [*map(fmean, NOTED)] == pytest.approx([row["kl_k1/llm1"] for row in found], abs=1e-6)
+    assert min(map(min, NOTED)) < 0 and {*map(len, NOTED)} == {4}
+
+
+@pytest.mark.parametrize("name, has_critic, loss", [("with_critic", True, -7), ("whitened", False, 0)])
+def test_an_estimator_has_a_critic_and_is_whitened_as_it_says(name, has_critic, loss, run):
+    """Of advantages of 7 at each token, in one step from a ratio of 1."""
+    words = f"--advantage test_wiring:{name} --iterations 1 --num_ppo_epochs 1 --mini_batch_size 4"
+    (row,) = trained(run("ppo", words))
+    assert ("value_loss/llm1" in row) == has_critic
+    assert row["policy_loss/llm1"] == pytest.approx(loss, abs=1e-5)
