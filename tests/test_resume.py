@@ -28,6 +28,7 @@ from toys import (
 )
 
 import train_imdb
+from cory.__main__ import main
 from cory.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from cory.config import ASSETS
 from cory.errors import UserError
