@@ -97,7 +97,8 @@ TOY = ("--seed 1 --task test_wiring:Toy --dataset {data} --model {lm} --iteratio
 BASES = {
     "ppo": "--method ppo", "loss": "--method ppo --kl_in loss",
     "same": "--method ppo --iterations 1 --dataset {same}",
-    "short": "--method ppo --iterations 1 --min_response_length 1", "cory": "--method cory", "pair": "--method test_wiring:Pair",
+    "short": "--method ppo --iterations 1 --min_response_length 1",
+    "cory": "--method cory", "pair": "--method test_wiring:Pair",
     "chain": "--method test_wiring:Chain --iterations 3 --kl_penalty k1 --eval_samples 4",
     "imdb": "--method ppo --iterations 1 --task imdb",
     "gsm8k": "--method ppo --iterations 1 --task gsm8k --dataset {problems}"}

@@ -161,7 +161,8 @@ def finished(flags: list[str], folder: Path, *more) -> Path:
 def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
     """Of a run's file, without the times, which no two runs share."""
     lines = [json.loads(line) for line in Path(run_dir, file).open()]
-    return [{key: value for key, value in row.items() if not re.match("seconds|tokens_per_second", key)} for row in lines]
+    timing = re.compile("seconds|tokens_per_second")
+    return [{key: value for key, value in row.items() if not timing.match(key)} for row in lines]
 
 
 def read(path: Path) -> dict:
