@@ -251,7 +251,7 @@ def test_layers_are_computed_again_in_the_backward_pass_if_asked(run, monkeypatc
 
 # --- what a run says of itself ---
 @pytest.mark.parametrize("base, flags", [
-    ("ppo", ""), ("cory", ""), ("cory", "--iterations 1 --share_weights true"), ("chain", "")])
+    ("ppo", ""), ("cory", ""), ("cory", "--iterations 1 --share_weights=true"), ("chain", "")])
 def test_evaluate_gives_what_the_run_itself_gave(base, flags, run):
     """Roles are exchanged before the last iteration, and after it."""
     folder = run(base, flags)
@@ -318,7 +318,7 @@ def test_what_each_role_of_a_chain_has_read_and_earned(flags, run):
 
 
 def test_samples_are_of_different_queries(run):
-    samples = rows(run("ppo", "--iterations 1 --responses_per_query 2"), "samples.jsonl")
+    samples = rows(run("ppo", "--iterations 1 --responses_per_query=2"), "samples.jsonl")
     assert len(samples) == len({row["query"] for row in samples}) == 2
 
 
@@ -330,7 +330,7 @@ def test_two_agents_alternate_in_three_roles(run):
 
 # --- eta, and code of one's own ---
 def test_the_adaptive_eta_compounds(run):
-    """eta <- eta (1 + error N / horizon), error = clip(KL / target - 1, -0.2, 0.2)."""
+    """eta <- eta (1 + error 4 / 20), error = clip(KL / 0.1 - 1, -0.2, 0.2): target 0.1, horizon 20."""
     for agent in Chain.agents:
         eta = 0.15
         for row in trained(run("chain")):
