@@ -225,6 +225,42 @@ def test_whoever_may_read_the_settings_may_read_the_final_model(saved):
     assert len(modes) == 1
 
 
+class Scaled(Ppo):
+    """A policy that computes what no file says: its hidden states are scaled by a hook."""
+
+    def update(self, role, agent, rollout, score):
+        def scale(module, args, out):
+            out.last_hidden_state = 1.5 * out.last_hidden_state
+
+        if self.iteration == 1:
+            agent.policy.lm.base_model.register_forward_hook(scale)
+        return super().update(role, agent, rollout, score)
+
+
+def test_a_policy_that_no_final_model_would_restore_is_refused_after_the_first_iteration(
+        small_flags, tmp_path, capsys):
+    words = [*small_flags, "--method", "test_resume:Scaled", "--run_dir", tmp_path / "run"]
+    assert "agent is 'llm1': is not what its final model is" in error_line(train_imdb.main, words, capsys)
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == [0, 1]
+    train_imdb.main([*map(str, words[:-1]), str(tmp_path / "unsaved"), "--save_every", "0", "--iterations", "1"])
+
+
+def test_the_best_models_so_far_are_kept(small_flags, tmp_path):
+    """With their metrics; the best is found again by a run that is resumed."""
+    run = finished(small_flags, tmp_path / "run", *PPO, "--save_best", "--eval_every", 1,
+                   "--learning_rate", 0.02)
+    at = {row["iteration"]: row["eval_combined_reward/llm1"] for row in rows(run)
+          if row["iteration"] and "eval_kl/llm1" in row}
+    best = max(at, key=at.get)
+    about = read(run / "best/eval.json")
+    assert (about["iteration"], about["combined_reward"]) == (best, at[best])
+    assert about["llm1"]["combined_reward"] == at[best] and (run / "best/llm1/model.safetensors").exists()
+    part = stopped(run, tmp_path / "part")
+    shutil.rmtree(part / "best")
+    resume(part)
+    assert (part / "best").exists() == (best == 5)
+
+
 def test_what_was_evaluated_before_a_run_goes_on_is_removed_and_says_of_which_iteration_it_is(copy):
     main(["evaluate", str(copy), "--samples", "1", "--device", "cpu"])
     assert read(copy / "evaluation/results.json")["iteration"] == 2

@@ -13,7 +13,7 @@ from toys import PROMPTS, agent_of, bigram, float64, generator, moved, same_tens
 from cory.errors import UserError
 from cory.ppo import formulas, update
 from cory.ppo import rollout as rollouts
-from cory.ppo.advantages import gae, reinforce
+from cory.ppo.advantages import estimator, gae, reinforce
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import passes, take
 from cory.ppo.sampling import collect_rollout
@@ -192,6 +192,68 @@ def test_a_mean_taken_too_early_or_a_name_that_is_taken_is_an_error(edit, error,
     monkeypatch.setattr(update, "losses", lambda *args: edit(*losses(*args)))
     with pytest.raises(error):
         ppo_update(agent, rollout, SCORE)
+
+
+def test_rows_that_are_taken_are_compared_within_their_own_groups():
+    """The best and the worst of four: with two in a group RLOO's advantage is their difference."""
+    agent = agent_of(bigram(), advantage="rloo", responses_per_query=4, init_kl_coef=0.0)
+    rollout = collect_rollout(agent, ["a"] * 8, ["a"] * 8, 3)
+    score, rows = torch.tensor([3.0, 0, 1, 2, 5, 9, 7, 6]), torch.tensor([5, 0, 1, 4])
+    found = update.with_advantages(take(rollout, rows), score[rows], agent)
+    expected = torch.tensor([9.0 - 5, 3 - 0, 0 - 3, 5 - 9])
+    assert torch.equal(found.advantage_BT, expected[:, None] * found.mask_BT)
+    with pytest.raises(UserError, match="advantage is 'rloo': .* one has no other"):
+        update.with_advantages(take(rollout, torch.tensor([0, 4, 5])), score[:3], agent)
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_eta_may_differ_by_row(kl_in):
+    """Where a row has none, its gradient is that of an update without KL."""
+    grads = {}
+    for name, eta in (("none", [0.0] * 8), ("half", [0.0, 1.0] * 4), ("all", [1.0] * 8)):
+        agent, rollout = ragged(kl_in=kl_in, advantage="reinforce", num_ppo_epochs=1)
+        rollout = replace(rollout, kl_coef_B=torch.tensor(eta))
+        of_step = update.with_advantages(rollout, torch.zeros(8), agent)
+        loss_BT, _ = losses(agent, of_step, rollout.logp_BT, rollout.logp_BT, None)
+        charged = of_step.advantage_BT if kl_in == "reward" else loss_BT
+        grads[name] = (charged * rollout.mask_BT).abs().sum(1) > 1e-9
+    assert not grads["none"].any() and grads["all"].all()
+    if kl_in == "loss":                                     # advantages are whitened over all rows
+        assert grads["half"].tolist() == [False, True] * 4
+
+
+@estimator(critic=True, whiten=False)
+def of_two(reward_BT, value_BT, mask_BT, rollout, **_):
+    """An advantage by whether the limit has cut a response, and a target of its own for the critic."""
+    return mask_BT * rollout.truncated_B[:, None], 3 * mask_BT
+
+
+def test_an_estimator_sees_the_rollout_and_may_give_the_critics_target():
+    agent, rollout = ragged(advantage="test_update:of_two")
+    found = update.with_advantages(rollout, SCORE, agent)
+    assert 0 < rollout.truncated_B.sum() < 8
+    assert torch.equal(found.advantage_BT, rollout.mask_BT * rollout.truncated_B[:, None])
+    assert torch.equal(found.return_BT, 3 * rollout.mask_BT)
+
+
+def test_scores_of_tokens_are_rewards_of_tokens_and_other_shapes_are_refused():
+    agent, rollout = ragged(advantage="reinforce", init_kl_coef=0.0, gamma=0.0)
+    score_BT = torch.arange(8.0)[:, None] + torch.arange(12.0)
+    metrics = ppo_update(agent, rollout, score_BT)
+    assert metrics["score"] == pytest.approx((score_BT * rollout.mask_BT).sum().item() / 8)
+    for shape in ((4,), (8, 11), (8, 12, 1)):
+        with pytest.raises(UserError, match="scores is .*: must be one for each response or token"):
+            ppo_update(agent, rollout, torch.ones(shape))
+
+
+def test_an_update_ends_where_the_policy_has_moved_too_far():
+    """Each of four epochs would move it by more; the step that shows it is not taken."""
+    steps = []
+    for most in (1e-6, 1.0):
+        agent, rollout = ragged(max_approx_kl=most, num_ppo_epochs=4)
+        steps.append(ppo_update(agent, rollout, SCORE)["optimizer_steps"])
+        assert all(p.grad is None for p in agent.trainable_parameters().values())
+    assert steps == [1, 4]
 
 
 def test_a_critic_that_would_never_be_trained_is_refused(monkeypatch):
