@@ -242,7 +242,8 @@ def test_a_policy_that_no_final_model_would_restore_is_refused_after_the_first_i
     words = [*small_flags, "--method", "test_resume:Scaled", "--run_dir", tmp_path / "run"]
     assert "agent is 'llm1': is not what its final model is" in error_line(train_imdb.main, words, capsys)
     assert [row["iteration"] for row in rows(tmp_path / "run")] == [0, 1]
-    train_imdb.main([*map(str, words[:-1]), str(tmp_path / "unsaved"), "--save_every", "0", "--iterations", "1"])
+    unsaved = ["--run_dir", tmp_path / "unsaved", "--save_every", 0, "--iterations", 1]
+    train_imdb.main([*map(str, [*words, *unsaved])])
 
 
 def test_the_best_models_so_far_are_kept(small_flags, tmp_path):
