@@ -1,16 +1,15 @@
-"""PPO and CORY (arXiv:2410.06101, algorithm 1) on one page: what the package computes, response by response.
+"""PPO and CORY (arXiv:2410.06101, algorithm 1) on one page: what the package computes, without batches.
 
-s0         a query: the opening of a film review, or a word problem. The task makes a prompt of it
+s0         a query: the opening of a film review, or a word problem, of which the task makes a prompt
 pi         the policy: an LLM, as the probability of each possible next token a_t after the text so far, s_t
 a1, a2     the responses of two LLMs: the pioneer, which is shown s0, and the observer, shown s0 and a1
 r(s0, a)   the task's reward: how positive the review is; 1 if the answer is correct, else 0
 pi0        the pretrained LLM. Each agent's policy starts as a copy of it; pi0 itself is never trained
-KL, eta    how far pi is from pi0, in nats (natural logarithms); and what a nat costs, in units of reward
-V(s_t)     the critic: w h + b, where h is the LLM's last hidden state; it predicts the reward still to come
+KL, eta    how far pi is from pi0 after the same text, in nats (natural logarithm); the price of a nat
+V(s_t)     the critic: w h + b, where h is the last layer's hidden state at s_t; predicts the reward to come
 
-Agents respond, and learn to choose those tokens more often that earned more than V had predicted. Without the
-lines marked CORY this is PPO. Names end in shapes: B responses, T tokens of one, V of the vocabulary, H of a
-hidden state. To run it: python -m cory.one_page --task imdb --method cory (or gsm8k, ppo; --help lists more)
+Agents learn to choose more often the tokens that earned more than V had predicted. Without the lines marked
+CORY this is PPO. Shapes: B responses, T tokens of one, V words of the vocabulary, H entries of h.
 """
 import copy
 import sys
@@ -24,14 +23,14 @@ from cory.config import Gsm8kConfig, ImdbConfig, find, parse
 from cory.errors import exit_on_user_error
 from cory.loading import load_language_model
 
-SMALL = dict(iterations=6, batch_size=8, mini_batch_size=4, learning_rate=1e-4)    # a minute on two cores
+SMALL = dict(iterations=6, batch_size=8, mini_batch_size=4, learning_rate=1e-4)     # a minute on two cores
 ONLY = dict(device="cpu", dtype="float32", lora_rank=0, chat_template=False, shard=False, advantage="gae",
             share_weights=False, reset_on_exchange=False, kl_in="reward", loss="ppo", loss_mean="tokens",
             cliprange_high=0, max_approx_kl=0, kl_controller="adaptive", save_every=0, wandb="disabled")
 
 
 def train(cfg):
-    """Algorithm 1. After each update yields the iteration, the agent, its responses and its metrics."""
+    """Algorithm 1. Yields after each update: the iteration, the agent, its responses and its metrics."""
     pi0 = load_language_model(cfg.model, cfg, torch.device("cpu"))
     task = cfg.find("task")(cfg, cfg.find("task").load_data(cfg), pi0)
     pioneer = Agent("llm1", (cfg.seed, 0), pi0, cfg)
@@ -47,14 +46,14 @@ def train(cfg):
             prompts = shown if cfg.knowledge_transfer else task.pioneer_prompts(queries)        # CORY
             a2 = [*observer.respond(prompts, limit, iteration)]                 # CORY: a2 ~ pi(. | s0, a1)
             r2 = task.reward(queries, [a.text for a in a2])                                     # CORY
-            turns = [(pioneer, a1, r1, r1 + cfg.partner_reward * r2),           # CORY: both are trained on
+            turns = [(pioneer, a1, r1, r1 + cfg.partner_reward * r2),           # CORY: each is trained on
                      (observer, a2, r2, r2 + cfg.partner_reward * r1)]          # CORY: r(s0, a1) + r(s0, a2)
         # --- each agent learns from its own responses, by PPO ---
         for role, (agent, own, r_B, score_B) in enumerate(turns):
             metrics = agent.update(own, score_B, iteration) | {"role": role, "task_reward": r_B.mean().item()}
             yield iteration, agent, own, metrics | task.metrics(queries, [a.text for a in own])
         if observer and cfg.role_exchange_every and iteration % cfg.role_exchange_every == 0:   # CORY
-            pioneer, observer = observer, pioneer               # CORY: role exchange; agents stay as they are
+            pioneer, observer = observer, pioneer               # CORY: roles move; weights, V and eta stay
 
 
 class Agent:
@@ -68,14 +67,14 @@ class Agent:
 
     def evaluate(self, lm, a):
         """In each state of a response: log pi of all tokens, (T, V), and of a_t, (T); and V, (T)."""
-        out = lm(torch.tensor([a.prompt + a.tokens]), output_hidden_states=True)    # at a token: of the next
+        out = lm(torch.tensor([a.prompt + a.tokens]), output_hidden_states=True)    # at i: of token i + 1
         logp_TV = (out.logits[0, len(a.prompt) - 1:-1] / self.cfg.temperature).log_softmax(-1)
         value_T = out.hidden_states[-1][0, len(a.prompt) - 1:-1] @ self.w_H + self.b
         return logp_TV, logp_TV[range(len(a.tokens)), a.tokens], value_T
 
     @torch.no_grad()
     def respond(self, prompts, limit, iteration):
-        """Yields a response to each prompt, with what the update compares with: log pi_old, KL, V_old."""
+        """Yields a response to each prompt, with what the update needs of this pi: log pi_old, KL, V_old."""
         rng, tokenizer = np.random.default_rng((*self.seed, 2 * iteration - 1)), self.pi0.tokenizer
         for prompt, uniform_T in zip(prompts, rng.random((limit, len(prompts))).T, strict=True):
             a = SimpleNamespace(prompt=self.pi0.encode([prompt])[0], tokens=[])
@@ -87,25 +86,26 @@ class Agent:
             before, whole = tokenizer.batch_decode([a.prompt, a.prompt + a.tokens], skip_special_tokens=True,
                                                    clean_up_tokenization_spaces=False)
             a.text = whole[len(before):]
-            logp_TV, a.logp_T, a.value_T = self.evaluate(self.pi, a)
+            logp_TV, a.old_logp_T, a.old_value_T = self.evaluate(self.pi, a)
             logp0_TV, logp0_T, _ = self.evaluate(self.pi0.lm, a)
-            full_T = (logp_TV.exp() * (logp_TV - logp0_TV)).sum(-1)                 # exact, over all tokens
-            a.kl_T = full_T if self.cfg.kl_penalty == "full" else a.logp_T - logp0_T
+            full_T = (logp_TV.exp() * (logp_TV - logp0_TV)).sum(-1)         # exact; or of the drawn tokens:
+            a.kl_T = full_T if self.cfg.kl_penalty == "full" else a.old_logp_T - logp0_T
             yield a
 
     def update(self, responses, score_B, iteration):
-        """PPO: token rewards, advantages, clipped losses on shuffled mini-batches, eta. Returns metrics."""
+        """Token rewards, advantages, PPO's losses on shuffled mini-batches; then eta. Returns metrics."""
         cfg, rng = self.cfg, np.random.default_rng((*self.seed, 2 * iteration))
         log = defaultdict(list, score=score_B.tolist(), kl_coef=[self.eta])
-        for a, score in zip(responses, log["score"], strict=True):
+        for a, score in zip(responses, score_B.tolist(), strict=True):
             a.reward_T = -self.eta * a.kl_T                                         # eq. 2: -eta KL_t,
             a.reward_T[-1] += score                                                 # and the score at the end
-            a.advantage_T = a.reward_T + cfg.gamma * torch.cat([a.value_T[1:], torch.zeros(1)]) - a.value_T
-            for t in reversed(range(len(a.tokens) - 1)):                            # eq. 12: GAE, A_t
+            next_value_T = torch.cat([a.old_value_T[1:], torch.zeros(1)])           # 0 after the last token
+            a.advantage_T = a.reward_T + cfg.gamma * next_value_T - a.old_value_T
+            for t in reversed(range(len(a.tokens) - 1)):                            # eq. 12: GAE, backwards
                 a.advantage_T[t] += cfg.gamma * cfg.lam * a.advantage_T[t + 1]
-            a.return_T = a.advantage_T + a.value_T                                  # what V learns
+            a.return_T = a.advantage_T + a.old_value_T                                  # what V learns
         every = torch.cat([a.advantage_T for a in responses])
-        mean, std = every.mean(), (every.var(correction=0) + 1e-8).sqrt()           # for whitening
+        mean, std = every.mean(), (every.var(correction=0) + 1e-8).sqrt()           # for a common scale
         for g, lr in zip(self.adam.param_groups, (cfg.learning_rate, cfg.critic_learning_rate), strict=True):
             g["lr"] = (lr or cfg.learning_rate) * cfg.find("lr_schedule")((iteration - 1) / cfg.iterations)
         epochs = [rng.permutation(responses) for _ in range(cfg.num_ppo_epochs)]
@@ -113,11 +113,11 @@ class Agent:
             tokens = sum(len(a.tokens) for a in batch)
             for a in batch:
                 logp_TV, logp_T, value_T = self.evaluate(self.pi, a)
-                ratio_T, white_T = (logp_T - a.logp_T).exp(), (a.advantage_T - mean) / std  # pi / pi_old
+                ratio_T, white_T = (logp_T - a.old_logp_T).exp(), (a.advantage_T - mean) / std  # pi / pi_old
                 clipped_T = ratio_T.clamp(1 - cfg.cliprange, 1 + cfg.cliprange)
                 policy_loss_T = -torch.min(ratio_T * white_T, clipped_T * white_T)          # eq. 11
-                near_T = value_T.clamp(a.value_T - cfg.cliprange_value, a.value_T + cfg.cliprange_value)
-                errors = (value_T - a.return_T) ** 2, (near_T - a.return_T) ** 2
+                low_T, high_T = a.old_value_T - cfg.cliprange_value, a.old_value_T + cfg.cliprange_value
+                errors = (value_T - a.return_T) ** 2, (value_T.clamp(low_T, high_T) - a.return_T) ** 2
                 value_loss_T = 0.5 * torch.max(*errors)                                     # eq. 10 and 13
                 ((policy_loss_T + cfg.vf_coef * value_loss_T).sum() / tokens).backward()
                 log["policy_loss"] += policy_loss_T.tolist()
@@ -132,7 +132,7 @@ class Agent:
             self.adam.zero_grad()
         kl = np.mean([a.kl_T.sum().item() for a in responses])
         error = min(max(kl / cfg.kl_target - 1, -0.2), 0.2) if cfg.kl_target else 0.0
-        self.eta *= 1 + error * len(responses) / cfg.kl_horizon                     # Ziegler et al. 2019
+        self.eta *= 1 + error * len(responses) / cfg.kl_horizon                     # keeps KL near its target
         return {f"kl_{cfg.kl_penalty}": kl} | {name: np.mean(values) for name, values in log.items()}
 
 
