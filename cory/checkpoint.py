@@ -9,7 +9,7 @@ import torch
 from cory.distributed import processes
 from cory.errors import UserError
 from cory.ppo.agent import Agent
-from cory.sharding import gathered, shard_like
+from cory.sharding import shard_like, whole_on_cpu
 
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], about: dict) -> None:
@@ -19,8 +19,8 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], about: d
         parameters = agent.trainable_parameters()
         state["agents"][agent.name] = {
             "kl_coef": agent.kl_coef, "draws": agent.draws, "memory": agent.memory,
-            "tensors": gathered(parameters),
-            "adam": {name: gathered(agent.optimizer.state[p]) for name, p in parameters.items()}}
+            "tensors": whole_on_cpu(parameters),
+            "adam": {name: whole_on_cpu(agent.optimizer.state[p]) for name, p in parameters.items()}}
     if not processes().is_main:
         return
     folder = run_dir / "checkpoints"

@@ -80,8 +80,8 @@ each = partial(setting, per_agent=True)
 
 @dataclass(frozen=True)
 class Config:
-    """The shared settings; defaults are the paper's for IMDB, and presets change some. Constant, since agents
-    share it and a resumed run has it as it was: what moves in training belongs in an agent or a `memory`.
+    """The shared settings; defaults are the paper's for IMDB, and presets change some. Frozen: agents
+    share it, and a resumed run must find it unchanged. What changes in training belongs in a `memory`.
     """
     # what runs
     task: str = setting("imdb", "imdb, or a class of yours as module:Class")
@@ -197,6 +197,8 @@ class Config:
                 f"must not exceed max_response_length = {self.max_response_length}")
         require("advantage", self.advantage != "grpo" or self.kl_in == "loss" or self.init_kl_coef == 0,
                 "would also divide the KL penalty by its group's standard deviation; add --kl_in loss")
+        require("save_best", not self.save_best or self.eval_split == "validation",
+                "would choose models by the queries that they are reported on; add --eval_split validation")
         require("shard", not (self.shard and self.load_in_4bit),
                 "4 bits cannot be divided among processes; add --load_in_4bit false")
         require("load_in_4bit", self.lora_rank > 0 or not self.load_in_4bit,
@@ -251,7 +253,7 @@ FREE = {"seed", "device", "resume", "run_dir", "save_every", "shard", "wandb", "
 
 def default_group(cfg: Config, preset: dict) -> str:
     """W&B's group: task, method, preset, and each setting that differs from the preset, but for `FREE` ones.
-    W&B allows 128 characters; of a longer name the end becomes a hash.
+    W&B allows 128 characters; the end of a longer name is replaced by a hash.
     """
     usual = asdict(type(cfg)()) | preset
     differ = {name: value for name, value in asdict(cfg).items() if value != usual[name]}

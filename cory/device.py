@@ -42,7 +42,7 @@ def prepare_device(cfg: Config, device: torch.device) -> None:
 
 @contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds what its block takes to `seconds[phase]`."""
+    """Adds the block's duration to `seconds[phase]`."""
     start = time.perf_counter()
     yield
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -11,7 +11,7 @@ from cory.loading import TEXT
 from cory.ppo.agent import Agent
 from cory.ppo.lora import remove_adapter
 from cory.ppo.model import LanguageModel
-from cory.sharding import gathered, is_sharded
+from cory.sharding import is_sharded, whole_on_cpu
 
 
 def save_models(folder: Path, agents: list[Agent]) -> None:
@@ -22,14 +22,14 @@ def save_models(folder: Path, agents: list[Agent]) -> None:
         policy, whole = agent.policy, None
         if is_sharded(policy.lm) and not policy.adapter:
             once = {**dict(policy.lm.named_parameters()), **dict(policy.lm.named_buffers())}    # if tied
-            whole = gathered({name: x for name, x in policy.lm.state_dict().items() if name in once})
+            whole = whole_on_cpu({name: x for name, x in policy.lm.state_dict().items() if name in once})
         if not processes().is_main:
             continue
         own = folder / agent.name
         policy.activate()
         policy.lm.save_pretrained(own, state_dict=whole)
         policy.tokenizer.save_pretrained(own)
-        for path in own.glob("*.safetensors"):              # which is written for its owner's eyes alone
+        for path in own.glob("*.safetensors"):              # written with mode 0600
             shutil.copymode(own / "tokenizer_config.json", path)
 
 

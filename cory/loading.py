@@ -20,7 +20,7 @@ from cory.ppo.model import LanguageModel, positions
 from cory.sharding import full_tensor
 
 TEXT = "a good film"            # what models are tested on
-# In a file, but in no computation: value heads, poolers, and constants that older versions stored.
+# In a file, but used by no forward pass: value heads, poolers, constants that older versions stored.
 UNUSED = re.compile(
     r"v_head|value_head|pooler|masked_bias|causal_mask|\b(attn|attention)\.bias$|position_ids|inv_freq")
 NF4 = transformers.BitsAndBytesConfig(
@@ -178,7 +178,7 @@ def require_usable_model(model: LanguageModel) -> None:
 
 
 def weights_digest(weights: Iterable[Tensor]) -> str:
-    """A digest of a few numbers of each weight, by which another model is told from the same one."""
+    """A digest of a few numbers of each weight, which tells models apart."""
     flat = (full_tensor(w.detach()).flatten() for w in weights)
     few = torch.cat([w[::max(1, len(w) // 8)].double().cpu() for w in flat])
     return sha256(few.numpy().tobytes()).hexdigest()

@@ -124,10 +124,9 @@ class Agent:
                 log["value_loss"] += value_loss_T.tolist()
                 log["clip_fraction"] += (policy_loss_T > -ratio_T * white_T).tolist()
                 log["entropy"] += (-logp_TV.exp() * logp_TV).sum(-1).tolist()
-            norm = torch.stack([p.grad.norm() for p in self.parameters]).norm().item()
-            log["grad_norm"].append(norm)
+            log["grad_norm"].append(torch.stack([p.grad.norm() for p in self.parameters]).norm().item())
             for p in self.parameters:
-                p.grad /= max(1.0, norm / cfg.max_grad_norm) if cfg.max_grad_norm else 1.0
+                p.grad /= max(1.0, log["grad_norm"][-1] / cfg.max_grad_norm) if cfg.max_grad_norm else 1.0
             self.adam.step()
             self.adam.zero_grad()
         kl = np.mean([a.kl_T.sum().item() for a in responses])
@@ -137,8 +136,9 @@ class Agent:
 
 
 def main(argv):
-    task, config_class = ("gsm8k", Gsm8kConfig) if "gsm8k" in argv else ("imdb", ImdbConfig)
-    only = ONLY | {"task": task, "method": "ppo" if "ppo" in argv else "cory"}
+    words = " ".join(argv).replace("=", " ")
+    task, config_class = ("gsm8k", Gsm8kConfig) if "--task gsm8k" in words else ("imdb", ImdbConfig)
+    only = ONLY | {"task": task, "method": "ppo" if "--method ppo" in words else "cory"}
     cfg = parse(config_class, {"tiny": find("task", f"train_{task}:PRESETS")["tiny"] | SMALL | only}, argv)
     for name, value in only.items():
         cfg.require(name, getattr(cfg, name) == value, f"the page has only {value}; train_{task}.py has more")

@@ -67,7 +67,7 @@ class Record:
             # until it has finished again
             (self.run_dir / "eval.json").unlink(missing_ok=True)
             shutil.rmtree(self.run_dir / "evaluation", ignore_errors=True)
-            write_text(self.run_dir / "config.json", config_json(cfg, setup.base_of))
+            write_text(self.run_dir / "config.json", config_json(replace(cfg, resume=False), setup.base_of))
         self.logger = Logger(cfg, [*setup.configs], self.run_dir, self.done, wandb_id)
 
     def resume(self) -> tuple[int, str]:
@@ -140,13 +140,13 @@ class Record:
         rows, queries = [], steps[0].rollout.query
         for i in range(0, len(queries), self.setup.cfg.responses_per_query)[:SAMPLES]:
             row = {"iteration": iteration, "query": queries[i]}
-            for role, agent, rollout, reward_B, *_ in steps:
+            for step in steps:
+                role, rollout, tokenizer = step.role, step.rollout, step.agent.policy.tokenizer
                 if i >= len(rollout.query):
                     continue
                 (prompt,) = real_ids(rollout.prompt_BP[i:i + 1], rollout.prompt_mask_BP[i:i + 1])
-                row |= {role: rollout.text[i], f"{role}_agent": agent.name,
-                        f"{role}_reward": reward_B[i].item(),
-                        f"{role}_prompt": agent.policy.tokenizer.decode(prompt)}
+                row |= {role: rollout.text[i], f"{role}_agent": step.agent.name,
+                        f"{role}_reward": step.reward_B[i].item(), f"{role}_prompt": tokenizer.decode(prompt)}
                 if rollout.query[i] != queries[i]:
                     row[f"{role}_query"] = rollout.query[i]
             rows.append(row)
@@ -188,6 +188,7 @@ class Record:
             if iteration == 1:
                 require_faithful(self.setup, self.agents)
         if signals:
+            processes().gather([])          # the first process to end ends all: main has saved by now
             hint = f"go on with: python {sys.argv[0]} --resume --run_dir {shlex.quote(str(self.run_dir))}"
             hint = hint if every else "nothing is saved, as --save_every 0 asks"
             self.logger.bar.close()
@@ -222,7 +223,7 @@ class Record:
 def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
     """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
     saved = load_config(run_dir)
-    cfg = replace(saved, device=device, dtype=dtype or saved.dtype, eval_samples=samples,
+    cfg = replace(saved, resume=False, device=device, dtype=dtype or saved.dtype, eval_samples=samples,
                   eval_queries=queries or saved.eval_queries)
     setup, done = Setup(cfg, run_dir), json.loads((run_dir / "eval.json").read_text())["iteration"]
     memory = torch.load(run_dir / "final/memory.pt", weights_only=True,

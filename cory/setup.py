@@ -30,7 +30,7 @@ class Setup:
         set_seed(cfg.seed)                              # for tasks and methods that draw as they are made
         self.cfg, self.run_dir = cfg, run_dir
         method_class, task_class = cfg.find("method"), cfg.find("task")
-        names = method_class.agents[:1] if cfg.share_weights else method_class.agents
+        names = method_class.agent_names[:1] if cfg.share_weights else method_class.agent_names
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
         require_agents(cfg, self.configs, method_class.roles)
         print(f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
@@ -46,7 +46,7 @@ class Setup:
         self.method = method_class(cfg, self.task)
 
     def new_agents(self) -> list[Agent]:
-        """The agents, each with a policy of its own; from then on the bases are as small as they can be."""
+        """The agents, each with its own policy. Then shrinks the frozen bases: to bfloat16, to shards."""
         cfg, size = self.cfg, processes().size
         for agent_cfg in self.configs.values():
             rows = agent_cfg.rows_per_optimizer_step

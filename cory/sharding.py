@@ -38,7 +38,7 @@ def full_tensor(x: Tensor) -> Tensor:
     return x.full_tensor() if is_sharded(x) else x
 
 
-def gathered(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole_on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors in CPU memory, in the main process alone; all processes assemble what is sharded."""
     whole = {name: full_tensor(x.detach()) for name, x in tensors.items()}
     return {name: x.cpu().contiguous() for name, x in whole.items()} if processes().is_main else {}

@@ -29,7 +29,7 @@ class Ppo:
 
     iteration: the present one, 1, 2, ..., or 0 before training. training: false in held-out evaluation.
     """
-    agents = ("llm1",)
+    agent_names = ("llm1",)
     roles = ("pioneer",)        # in the order in which they respond
     iteration, training = 0, False
 
@@ -133,7 +133,7 @@ class Cory(Ppo):
     """The observer sees the pioneer's response, both are trained on the sum of their rewards, and they
     exchange roles.
     """
-    agents = ("llm1", "llm2")
+    agent_names = ("llm1", "llm2")
     roles = ("pioneer", "observer")
 
     def respond(self, cast: list, queries: list[str], sample: Callable) -> list[Rollout]:

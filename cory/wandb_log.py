@@ -18,7 +18,7 @@ MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")        # W&
 
 
 class WandbLog:
-    """run: W&B's, kept offline without a key or a network; None if W&B is not wanted, and in all processes
+    """run: the W&B run, offline without a key or a network; None if W&B is not wanted, and in all processes
     but the main one. id: by which a resumed run goes on.
     """
 

@@ -111,6 +111,7 @@ BAD = [                                 # one of each kind
     ("--min_response_length 16", "must not exceed max_response_length = 15"),
     ("--min_query_length 9", "must not exceed max_query_length = 8"),
     ("--advantage grpo --responses_per_query 4", "add --kl_in loss"),
+    ("--save_best", "add --eval_split validation"),
     ("--load_in_4bit --lora_rank 0", "trains nothing"), ("--load_in_4bit --shard", "cannot be divided"),
     ("--task gsm8k", "has its own script")]
 

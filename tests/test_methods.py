@@ -190,7 +190,7 @@ def test_what_cannot_be_a_team_is_refused(roles, of_llm2, says, small_flags, tmp
 @pytest.mark.parametrize("name", ["gpt+", "a.b", "LLM", "base", "base_llm1", "team", "mean"])
 def test_an_agent_is_not_named_as_logs_name_something_else(name, small_flags, tmp_path, monkeypatch, capsys):
     """A pattern would find no adapter, a dot is no part of a module's name, `base` has a column."""
-    monkeypatch.setattr(Own, "agents", ("llm1", name))
+    monkeypatch.setattr(Own, "agent_names", ("llm1", name))
     words = [*small_flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
     assert f"names an agent or a role {name!r}" in error_line(train_imdb.main, words, capsys)
 
@@ -211,7 +211,7 @@ TASK = SimpleNamespace(
 
 
 class Three(Cory):
-    agents, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
+    agent_names, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
 
 
 @pytest.mark.parametrize("method, said, expected", [

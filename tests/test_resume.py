@@ -248,8 +248,8 @@ def test_a_policy_that_no_final_model_would_restore_is_refused_after_the_first_i
 
 def test_the_best_models_so_far_are_kept(small_flags, tmp_path):
     """With their metrics; the best is found again by a run that is resumed."""
-    run = finished(small_flags, tmp_path / "run", *PPO, "--save_best", "--eval_every", 1,
-                   "--learning_rate", 0.02)
+    run = finished(small_flags, tmp_path / "run", *PPO, "--save_best",
+                   "--eval_split", "validation", "--eval_every", 1, "--learning_rate", 0.02)
     at = {row["iteration"]: row["eval_combined_reward/llm1"] for row in rows(run)
           if row["iteration"] and "eval_kl/llm1" in row}
     best = max(at, key=at.get)
@@ -267,6 +267,8 @@ def test_what_was_evaluated_before_a_run_goes_on_is_removed_and_says_of_which_it
     assert read(copy / "evaluation/results.json")["iteration"] == 2
     resume(copy, "--iterations", 3)
     assert not (copy / "evaluation").exists()
+    main(["evaluate", str(copy), "--samples", "1", "--device", "cpu"])
+    assert read(copy / "evaluation/results.json")["iteration"] == 3
 
 
 def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):

@@ -63,7 +63,7 @@ class Harder(Toy):
 
 class Chain(Cory):
     """Three agents. Scores rise by 1 each time that they are asked for; a metric is drawn."""
-    agents, roles = ("llm1", "llm2", "llm3"), ("first", "second", "third")
+    agent_names, roles = ("llm1", "llm2", "llm3"), ("first", "second", "third")
 
     def scores(self, rollouts, rewards):
         self.memory["asked"] = self.memory.get("asked", 0) + 1
@@ -310,7 +310,7 @@ def test_what_each_role_of_a_chain_has_read_and_earned(flags, run):
             for metric in ("task_reward", "mean"):
                 own = fmean(sample[f"{role}_reward"] for sample in samples)
                 assert row[f"{metric}/{agent}"] == pytest.approx(own, abs=1e-6)
-            of_all = sum(row[f"task_reward/{each}"] for each in Chain.agents)
+            of_all = sum(row[f"task_reward/{each}"] for each in Chain.agent_names)
             assert row[f"score/{agent}"] == pytest.approx(of_all + i)       # evaluation has not counted
         second, third = ([sample[f"{role}_reward"] for sample in samples] for role in Chain.roles[1:])
         after_better = [r2 for r1, r2 in zip(second, third) if r1 > fmean(second)]
@@ -331,7 +331,7 @@ def test_two_agents_alternate_in_three_roles(run):
 # --- eta, and code of one's own ---
 def test_the_adaptive_eta_compounds(run):
     """eta <- eta (1 + error 4 / 20), error = clip(KL / 0.1 - 1, -0.2, 0.2): target 0.1, horizon 20."""
-    for agent in Chain.agents:
+    for agent in Chain.agent_names:
         eta = 0.15
         for row in trained(run("chain")):
             assert row[f"kl_coef/{agent}"] == pytest.approx(eta)

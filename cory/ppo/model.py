@@ -2,7 +2,7 @@
 
 Capitals at the end of a tensor's name are its shape: B rows, P prompt tokens (padded on the left), T response
 tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens gathered from
-many rows, R rows still being sampled, G queries with k responses each; digits are sizes. Masks are 1 for real
+many rows, R rows still being sampled; digits are sizes. Masks are 1 for real
 tokens and 0 for padding.
 """
 import copy
@@ -168,8 +168,8 @@ class Critic(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, rows, hidden: Tensor) -> Tensor:
-        """Values, in units of reward, of the states in which `rows`, a `Rollout`, chose their tokens; hidden:
-        the policy's hidden states, (B, T, H) in an update, (N, H) of the real tokens in a rollout.
+        """Values (B, T), in units of reward, of the states in which `rows`, a `Rollout`, chose their tokens;
+        hidden: the policy's hidden states in these, (B, T, H).
         """
         return self.linear(hidden.float()).squeeze(-1)
 

@@ -30,21 +30,19 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
     # equal in all processes, also where it was drawn, or asked for
     score = processes().from_main(score.to(mask_BT))
     rollout = with_advantages(rollout, score, agent)
-    zeros = torch.zeros(2, dtype=torch.float64, device=agent.policy.device)
-    totals, grad_norms = defaultdict(lambda: zeros), []     # of each metric: its sum, its number of tokens
+    of_tokens, grad_norms = defaultdict(list), []           # by metric: parts of the tokens of all steps
     for batch in mini_batches(rollout, agent, rng):
-        of_step = defaultdict(lambda: zeros)
         divisor = processes().sum(sum(rows.divisor_B.sum() for rows in batch))
-        for rows in batch:
-            add_gradient(agent, rows, divisor, of_step)
-        for name, total in of_step.items():
-            totals[name] = totals[name] + total
-        if cfg.max_approx_kl and mean(of_step["approx_kl"]) > cfg.max_approx_kl:
+        of_step = [add_gradient(agent, rows, divisor) for rows in batch]
+        for metrics in of_step:
+            for name, x_N in metrics.items():
+                of_tokens[name].append(x_N)
+        moved = [metrics["approx_kl"] for metrics in of_step]
+        if cfg.max_approx_kl and mean_of_all(moved) > cfg.max_approx_kl:
             agent.optimizer.zero_grad(set_to_none=True)
             break
         grad_norms.append(apply_gradient(agent))
-    names = sorted({*processes().gather([*totals])})        # a process without rows has none
-    metrics = {name: mean(totals[name]) for name in names}
+    metrics = {name: mean_of_all(parts) for name, parts in of_tokens.items()}
     score_B = score if score.dim() == 1 else (score * mask_BT).sum(1)
     of_update = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef,
                  "grad_norm": fmean(grad_norms or [0.0]),
@@ -58,9 +56,10 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
     return dict(**metrics, **of_update)         # a name in both raises
 
 
-def mean(total_2: Tensor) -> float:
-    """Of a metric's sum and number of tokens in each process."""
-    total, tokens = processes().sum(total_2)
+def mean_of_all(parts: list[Tensor]) -> float:
+    """The mean over the tokens of all parts, in all processes."""
+    x_N = torch.cat(parts).double()
+    total, tokens = processes().sum(torch.stack([x_N.sum(), x_N.new_tensor(len(x_N))]))
     return (total / tokens).item()
 
 
@@ -106,6 +105,8 @@ def mini_batches(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> It
     for _ in range(cfg.num_ppo_epochs):
         order = torch.from_numpy(rng.permutation(B)).to(device)
         for rows in order.split(cfg.rows_per_optimizer_step):
+            if len(rows) < processes().size:
+                raise UserError("rollout", B, "leaves a step with fewer rows than there are processes")
             of_step = take(rollout, rows[processes().rows(len(rows))])
             groups = as_many_as_others(passes(of_step, agent.policy, cfg.mini_batch_size))
             yield [take(of_step, group) for group in groups]
@@ -138,8 +139,8 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
     return loss_BT, metrics
 
 
-def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor, totals: dict[str, Tensor]) -> None:
-    """Adds the gradient of `sum_t weight_t loss_t / divisor` of some rows, and their metrics to `totals`."""
+def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor) -> dict[str, Tensor]:
+    """Adds the gradient of `sum_t weight_t loss_t / divisor` of some rows. Returns metrics, (N,) each."""
     policy = agent.policy
     real = rows.mask_BT.nonzero(as_tuple=True)              # one GPU sync
     hidden_BTH = policy.response_hidden(rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT)
@@ -150,9 +151,7 @@ def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor, totals: dict[str,
     loss_BT, metrics = losses(agent, rows, logp_BT, entropy_BT, value_BT)
     policy.activate()               # if another adapter was asked for meanwhile: layers may be recomputed
     ((loss_BT[real] * rows.weight_BT[real]).sum() / divisor).backward()
-    for name, x_BT in metrics.items():
-        x_N = x_BT.detach()[real].double()
-        totals[name] = totals[name] + torch.stack([x_N.sum(), x_N.new_tensor(len(x_N))])
+    return {name: x_BT.detach()[real] for name, x_BT in metrics.items()}
 
 
 def apply_gradient(agent: Agent) -> float:

@@ -87,7 +87,7 @@ def read_jsonl_files(path: Path) -> Parts | None:
 
 
 def parse_jsonl(path: Path) -> list[dict]:
-    """As one document, so that an error has the number of its line."""
+    """Parsed as one document, so that an error has the number of its line."""
     lines = path.read_text(encoding="utf-8-sig").strip().split("\n")
     try:
         return json.loads("[" + ",\n".join(lines) + "]")

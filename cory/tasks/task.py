@@ -23,7 +23,7 @@ class Task:
     iteration, training = 0, False              # the present iteration; false in held-out evaluation
 
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
-        self.cfg, self.train, self.memory = cfg, data.train, {}
+        self.cfg, self.train_rows, self.memory = cfg, data.train, {}
         self.tokenizer, self.device = model.tokenizer, model.device
         self.data_digest = sha256(repr(data).encode()).hexdigest()
         rng = random.Random("held-out queries")             # the same for every seed
@@ -58,7 +58,7 @@ class Task:
         raise NotImplementedError
 
     def learn(self, rollouts: list, rewards: list[Tensor]) -> None:
-        """What an iteration's responses earned, (B,) for each role; what is learned belongs in `memory`."""
+        """Called after each iteration with its rollouts and their rewards, (B,); learn into `memory`."""
 
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
         """Further means over the responses, by name."""
@@ -70,13 +70,13 @@ class Task:
         All depends on seed and iteration alone.
         DIFFERS: the released code reseeds at every exchange, so that its lengths repeat.
         """
-        cfg, n, k = self.cfg, len(self.train), self.cfg.responses_per_query
+        cfg, n, k = self.cfg, len(self.train_rows), self.cfg.responses_per_query
         distinct = cfg.batch_size // k
         start = (iteration - 1) * distinct
         order = []                                          # of the epochs that the batch reaches into
         for epoch in range(start // n, (start + distinct - 1) // n + 1):
             order += random.Random(f"epoch {cfg.seed} {epoch}").sample(range(n), n)
-        rows = [self.train[i] for i in order[start % n:][:distinct]]
+        rows = [self.train_rows[i] for i in order[start % n:][:distinct]]
         rng = random.Random(f"queries {cfg.seed} {iteration}")
         limit = rng.randint(cfg.min_response_length or cfg.max_response_length, cfg.max_response_length)
         queries = [self.query(row, rng) for row in rows]
@@ -91,16 +91,16 @@ class Task:
         mine = processes().rows(len(responses))
         answer = self.reward_of(queries[mine], responses[mine]) if responses[mine] else []
         rewards, parts = answer if isinstance(answer, tuple) else (answer, {})
-        reward_B = self.gathered(rewards, len(responses[mine]))
+        reward_B = self.of_all(rewards, len(responses[mine]))
         for query, response, reward in zip(queries, responses, reward_B.tolist(), strict=True):
             if not isfinite(reward):
                 raise UserError("reward", reward, f"of {query + response!r:.80} must be a finite number")
         n, means = len(responses[mine]), {}
         for name in sorted({*processes().gather([*parts])}):    # a process without rows has none
-            means[name] = self.gathered(parts.get(name, []), n).mean().item()
+            means[name] = self.of_all(parts.get(name, []), n).mean().item()
         return reward_B, means
 
-    def gathered(self, values: list[float] | Tensor, n: int) -> Tensor:
+    def of_all(self, values: list[float] | Tensor, n: int) -> Tensor:
         """A number for each of this process's n rows, of all processes."""
         values = torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
         return torch.tensor(processes().gather(values), device=self.device)
