@@ -63,7 +63,10 @@ def plain_update(agent, rollout, score_B, bonus: float) -> tuple[dict, dict]:
                     parts["value_loss"] = formulas.value_loss(value, row.value_BT, row.return_BT,
                                                               cfg.cliprange_value)
                 loss = sum(weight * parts[name].sum() for name, weight in weights.items() if name in parts)
-                (loss / rollout.mask_BT[step].sum()).backward()
+                divisor = {"tokens": rollout.mask_BT[step].sum(),
+                           "responses": len(step) * rollout.mask_BT[b].sum(),
+                           "constant": len(step) * cfg.max_response_length}[cfg.loss_mean]
+                (loss / divisor).backward()
                 for name, x in parts.items():
                     sums[name] += x.sum().item() / (cfg.num_ppo_epochs * every)
             norms.append(torch.cat([p.grad.flatten() for p in parameters.values()]).norm().item())
@@ -85,7 +88,9 @@ CASES = {
     "clipped": dict(mini_batch_size=1, gradient_accumulation_steps=4, max_grad_norm=0.05),
     "kl_in_loss": dict(mini_batch_size=4, kl_in="loss", gamma=0.9, cliprange_value=0.05),
     "temperature": dict(mini_batch_size=4, temperature=0.6, cliprange_high=0.5),
-    "entropy_bonus": dict(mini_batch_size=2, advantage="reinforce", kl_penalty="k1"),
+    "entropy_bonus": dict(mini_batch_size=2, advantage="reinforce", kl_penalty="k1", cliprange=0.1),
+    "of_responses": dict(mini_batch_size=2, gradient_accumulation_steps=2, loss_mean="responses"),
+    "of_constant_lengths": dict(mini_batch_size=4, loss_mean="constant"),
     "lora": dict(mini_batch_size=2, gradient_accumulation_steps=2, lora_rank=2),
     "checkpointed": dict(gradient_checkpointing=True),
     "lora_checkpointed": dict(lora_rank=2, gradient_checkpointing=True)}
