@@ -53,7 +53,8 @@ class Toy(Task):
 
     def metrics(self, queries, responses):
         mean = fmean(map(reward, queries, responses))
-        return {"drawn": self.drawn, "mean": mean, "learned": self.memory.get("learned", 0)}
+        return {"drawn": self.drawn, "mean": mean, "learned": self.memory.get("learned", 0),
+                "task_knows": self.iteration + 0.5 * self.training}
 
 
 class Harder(Toy):
@@ -70,7 +71,8 @@ class Chain(Cory):
         return [score + self.memory["asked"] for score in super().scores(rollouts, rewards)]
 
     def metrics(self, rollouts, rewards):
-        return super().metrics(rollouts, rewards) | {"drawn": random.random()}
+        return super().metrics(rollouts, rewards) | {
+            "drawn": random.random(), "method_knows": self.iteration + 0.5 * self.training}
 
 
 class Pair(Cory):
@@ -315,6 +317,13 @@ def test_what_each_role_of_a_chain_has_read_and_earned(flags, run):
         second, third = ([sample[f"{role}_reward"] for sample in samples] for role in Chain.roles[1:])
         after_better = [r2 for r1, r2 in zip(second, third) if r1 > fmean(second)]
         assert row["observer_after_better"] == pytest.approx(fmean(after_better))
+
+
+def test_hooks_know_the_iteration_and_whether_it_is_training(run):
+    """Iteration n is n + 1/2 in training, n in held-out evaluation."""
+    for row in rows(run("chain")):
+        known = {x for key, x in row.items() if "_knows" in key}
+        assert known == {row["iteration"] + (0.5 if "role/llm1" in row else 0)}
 
 
 def test_samples_are_of_different_queries(run):
