@@ -170,3 +170,12 @@ def test_rewards_are_one_finite_number_a_response_or_refused(values, says):
     else:
         reward = task.reward(["a", "c"], ["b", "d"])
         assert reward.tolist() == [0.5, -2] and reward.dtype == torch.float32 and not reward.requires_grad
+
+
+def test_the_parts_of_a_reward_are_means_by_name():
+    task = letters()
+    parts = {"praise": [1.0, 2.0], "length": torch.tensor([0, 3])}
+    task.reward_of = lambda queries, responses: ([1.0, 4.0], parts)
+    reward, parts = task.judge(["a", "c"], ["b", "d"])
+    assert reward.tolist() == [1, 4] and parts == {"praise": 1.5, "length": 1.5}
+    assert torch.equal(task.reward(["a", "c"], ["b", "d"]), reward)
