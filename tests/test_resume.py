@@ -185,6 +185,7 @@ def test_a_setting_or_reference_that_no_resume_would_restore_is_refused(
     monkeypatch.setattr(Ppo, "update", lambda self, role, agent, *rest: (
         update(self, role, agent, *rest), edit(agent))[0])
     assert says in error_line(train_imdb.main, [*small_flags, "--run_dir", tmp_path / "run"], capsys)
+    assert not checkpoints_of(tmp_path / "run")
 
 
 def test_a_damaged_checkpoint_is_one_line_and_the_previous_one_goes_on(copy, capsys):
