@@ -120,8 +120,12 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
     rollouts = method.respond(policies, queries, sample_in_turn)
     rewards = [method.task.reward(rollout.query, rollout.text) for rollout in rollouts]
     scores = method.scores(rollouts, rewards)
-    score = fmean(score_B.view(len(score_B), -1).sum(1).mean().item() for score_B in scores)
-    return dict(score=score, **method.metrics(rollouts, rewards))
+    of_roles = []
+    for score, rollout in zip(scores, rollouts, strict=True):
+        of_responses = score.dim() == 1
+        score_B = score if of_responses else (score.to(rollout.mask_BT) * rollout.mask_BT).sum(1)
+        of_roles.append(score_B.mean().item())
+    return dict(score=fmean(of_roles), **method.metrics(rollouts, rewards))
 
 
 def distinct(ids: list[list[int]], n: int) -> float:

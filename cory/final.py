@@ -49,6 +49,7 @@ def require_faithful(setup, agents: list[Agent]) -> None:
             same = all(torch.equal(p, q) for p, q in pairs)
             gap = (logprobs_of_text(policy) - logprobs_of_text(saved)).abs().mean().item()
             if policy.adapter:
+                policy.activate()                           # peft warns if the removed one is in use
                 remove_adapter(policy.lm, name)
             if not (same and gap < (1e-3 if policy.dtype == "float32" else 0.05)):
                 raise UserError("agent", agent.name, "is not what its final model is: log-probabilities "

@@ -175,6 +175,8 @@ class Record:
         reads them again, so that what cannot be saved is found at once.
         """
         every, signals = self.setup.cfg.save_every, processes().gather(self.signals)
+        if iteration == 1:
+            self.require_unchanged()
         if every and (signals or iteration % every == 0 or iteration in (1, self.setup.cfg.iterations)):
             for agent in self.agents:
                 given = self.setup.configs[agent.name], self.setup.bases[self.setup.base_of[agent.name]]

@@ -10,6 +10,7 @@ from torch import Tensor
 from cory.config import Config
 from cory.device import timed
 from cory.distributed import launched
+from cory.errors import UserError
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import collect_rollout
@@ -97,8 +98,8 @@ class Ppo:
         return [*islice(cycle(agents), first, first + len(self.roles))]
 
     def exchange_follows(self, iteration: int) -> bool:
-        every = self.cfg.role_exchange_every
-        return len(self.roles) > 1 and every > 0 and iteration % every == 0
+        names = self.agent_names
+        return self.cast(names, iteration) != self.cast(names, iteration + 1)
 
     def evaluation_is_due(self, iteration: int) -> bool:
         cfg = self.cfg
@@ -150,6 +151,7 @@ class Cory(Ppo):
 
     def scores(self, rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
         """r_CORY = r(s0, a1) + r(s0, a2) for both; `--partner_reward` weights what is not an agent's own."""
+        require_one_query(rollouts)
         weight = self.cfg.partner_reward
         return [r + weight * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
@@ -158,6 +160,7 @@ class Cory(Ppo):
         and their mean reward where the response seen earned more than the batch's mean, and elsewhere, both
         left out if all responses seen earned the same.
         """
+        require_one_query(rollouts)
         (*_, a1, a2), (*_, r1, r2) = rollouts, rewards
         copies = [first.strip() == second.strip() for first, second in zip(a1.text, a2.text, strict=True)]
         metrics = {"observer_copies": fmean(copies)}
@@ -166,6 +169,12 @@ class Cory(Ppo):
             metrics["observer_after_better"] = r2[better].mean().item()
             metrics["observer_after_worse"] = r2[~better].mean().item()
         return metrics
+
+
+def require_one_query(rollouts: list[Rollout]) -> None:
+    """Raises `UserError` where the roles' responses in a row are not to the same query."""
+    if any(rollout.query != rollouts[0].query for rollout in rollouts):
+        raise UserError("rollouts answer different queries; override `scores` and `metrics`, which pair them")
 
 
 def train(cfg: Config) -> Record:

@@ -66,7 +66,7 @@ def test_tables_and_plots_are_made_of_the_rows(tmp_path, monkeypatch, capsys):
 def test_methods_of_studies_change_the_scores_alone():
     """The observer's critic expects 5, 7 and 9 of its prompts."""
     rewards = [torch.tensor([1.0, 2, 6]), torch.tensor([0.0, 10, 20])]
-    rollouts = [None, SimpleNamespace(value_BT=torch.tensor([[5.0, 0], [7, 0], [9, 0]]))]
+    rollouts = [SimpleNamespace(query=[*"abc"], value_BT=torch.tensor([[5.0, 0], [7, 0], [9, 0]]))] * 2
     for name, expected in {
             "ZeroCory": [[0, 0, 0], [0, 0, 0]], "ShuffledCory": [[12, 26, 1], [12, 26, 1]],
             "StrangersCory": [[11, 22, 6], [2, 16, 21]], "CentredCory": [[-9, 2, 16], [-2, 9, 23]],

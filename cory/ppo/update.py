@@ -74,12 +74,18 @@ def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
     kl_coef_B = rollout.kl_coef_B
     if kl_coef_B is None:
         kl_coef_B = torch.full_like(mask_BT[:, 0], agent.kl_coef)
+    if kl_coef_B.shape != mask_BT.shape[:1]:
+        raise UserError("kl_coef_B", tuple(kl_coef_B.shape), "must have one eta for each response")
     in_reward_B = kl_coef_B if cfg.kl_in == "reward" else torch.zeros_like(kl_coef_B)
     reward_BT = formulas.token_rewards(score, rollout.kl_BT, mask_BT, in_reward_B)
 
     estimate = find_estimator(cfg)
     if estimate.grouped and rollout.group_B.unique(return_counts=True)[1].min() < 2:
         raise UserError("advantage", cfg.advantage, "compares the responses of a group, and one has no other")
+    numbers = rollout.group_B.tolist()
+    if estimate.grouped and len({*zip(numbers, rollout.query, strict=True)}) > len({*numbers}):
+        raise UserError("advantage", cfg.advantage, "compares responses to one query, and a group has two; "
+                        "give rollouts that you join different numbers in group_B")
     advantage_BT = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=value_BT, group_B=rollout.group_B,
                             gamma=cfg.gamma, lam=cfg.lam, rollout=rollout)
     return_BT = None
