@@ -12,6 +12,7 @@ from toys import bigram, error_line, finished, read, require_same_runs, rows, sa
 import train_imdb
 from cory import evaluate
 from cory.checkpoint import checkpoints_of
+from cory.errors import UserError
 from cory.ppo import model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
@@ -208,6 +209,27 @@ TASK = SimpleNamespace(
     pioneer_prompts=lambda queries: [f"{query}:" for query in queries],
     observer_prompts=lambda queries, texts: [f"{query} {text}:" for query, text in zip(queries, texts)],
     reward=lambda queries, texts: torch.tensor([REWARD[text] for text in texts]))
+
+
+def test_responses_to_different_queries_are_not_paired():
+    rollouts = [SimpleNamespace(query=["a", "b"]), SimpleNamespace(query=["b", "c"])]
+    for pairs in (Cory(settings(), None).scores, Cory(settings(), None).metrics):
+        with pytest.raises(UserError, match="rollouts answer different queries"):
+            pairs(rollouts, [torch.zeros(2)] * 2)
+
+
+class Scheduled(Cory):
+    def cast(self, agents, iteration):
+        return [*agents] if iteration < 3 else [*agents][::-1]
+
+
+def test_agents_are_reset_where_roles_really_move():
+    def of(kind, **changes):
+        method = kind(settings(**changes), None)
+        return [i for i in range(1, 7) if method.exchange_follows(i)]
+
+    assert of(Scheduled) == [2] and of(Ppo) == of(Cory, role_exchange_every=0) == []
+    assert of(Cory, role_exchange_every=2) == [2, 4, 6]
 
 
 class Three(Cory):

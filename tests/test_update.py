@@ -15,7 +15,7 @@ from cory.ppo import formulas, update
 from cory.ppo import rollout as rollouts
 from cory.ppo.advantages import estimator, gae, reinforce
 from cory.ppo.agent import Agent
-from cory.ppo.rollout import passes, take
+from cory.ppo.rollout import join, passes, take
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import losses, ppo_update
 
@@ -209,6 +209,16 @@ def test_rows_that_are_taken_are_compared_within_their_own_groups():
     assert torch.equal(found.advantage_BT, expected[:, None] * found.mask_BT)
     with pytest.raises(UserError, match="advantage is 'rloo': .* one has no other"):
         update.with_advantages(take(rollout, torch.tensor([0, 4, 5])), score[:3], agent)
+
+
+def test_a_group_of_two_queries_and_etas_that_are_not_of_rows_are_refused():
+    agent = agent_of(bigram(), advantage="rloo", responses_per_query=4)
+    rollout = collect_rollout(agent, ["a"] * 8, [*"ppppqqqq"], 3)
+    other = replace(rollout, query=[*"rrrrssss"])               # joined, its numbers are the same again
+    with pytest.raises(UserError, match="compares responses to one query, and a group has two"):
+        update.with_advantages(join([rollout, other]), torch.zeros(16), agent)
+    with pytest.raises(UserError, match="kl_coef_B is .*: must have one eta for each response"):
+        update.with_advantages(replace(rollout, kl_coef_B=torch.ones(8, 1)), torch.zeros(8), agent)
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
