@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import pytest
 import torch
 from toys import EXPERIMENTS, close, finished, read, settings
 
 from cory.config import parse
-from docs.studies import grid, methods, table
+from docs.studies import collapse, grid, methods, table
 
 
 def test_a_grid_skips_resumes_and_reports(tmp_path, monkeypatch, capsys):
@@ -74,3 +75,18 @@ def test_methods_of_studies_change_the_scores_alone():
         method = getattr(methods, name)(settings(), None)
         method.training = True
         close(torch.stack(method.scores(rollouts, rewards)), expected)
+
+
+def test_an_agent_collapses_at_the_first_limit_that_it_passes():
+    """By hand: distinct_2 passes 0.5 halfway between its third and fourth evaluation, where reward is 2.5;
+    perplexity 3 at log 3 / log 9 = half of the way; the length 3 at a quarter.
+    """
+    sound = {"iteration": [0, 2, 4, 6], "reward": [0.0, 1, 2, 3], "length": [9.0] * 4}
+    sound |= {"distinct_2": [1.0] * 4, "base_perplexity": [1.0] * 4}
+    for found, changed in {
+            ("", 6, 3): {},
+            ("repetition", 5, 2.5): {"distinct_2": [1, 1, 0.75, 0.25]},
+            ("perplexity", 3, 1.5): {"base_perplexity": [1, 1, 9, 9]},
+            ("length", 2.5, 1.25): {"length": [9, 4, 0, 0], "base_perplexity": [1, 1, 1, 99]},
+            ("reward", 2, 5): {"reward": [0, 5, 2, 3.9]}, ("", 6, 5): {"reward": [0, 5, 2, 4.1]}}.items():
+        assert collapse.collapse(pd.DataFrame(sound | changed), collapse.Limits()) == pytest.approx(found)
