@@ -1,4 +1,5 @@
-"""torchrun's processes, which train as one: N compute what one computes, up to rounding of sums.
+"""torchrun's processes, which train as one: N compute what one computes, up to rounding of sums, until this
+changes a drawn token.
 
 Each generates its rows of every batch. The rollouts are gathered, so that all have the advantages of the
 whole batch. Each then adds the gradient of its rows, and the gradients are summed.

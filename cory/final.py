@@ -16,7 +16,7 @@ from cory.sharding import is_sharded, whole_on_cpu
 
 def save_models(folder: Path, agents: list[Agent]) -> None:
     """`AutoModelForCausalLM.from_pretrained(folder/llm1)` loads the policy. With LoRA the folder holds only
-    the adapter, and names its base.
+    the adapter, and names its base; one of another kind than LoRA is for peft's `AutoPeftModelForCausalLM`.
     """
     for agent in agents:
         policy, whole = agent.policy, None

@@ -159,8 +159,9 @@ def require_usable_model(model: LanguageModel) -> None:
     own_LH = lm.base_model(input_ids=ids_1L).last_hidden_state[0].float()
     large = 1e4                                             # a cap hardly moves small logits
     hook = model.head.register_forward_pre_hook(lambda _, args: (large * args[0].float(),))
-    logits_LV, product_LV = lm(input_ids=ids_1L).logits[0], ours.logits(large * own_LH)
+    logits_LV = lm(input_ids=ids_1L).logits[0]
     hook.remove()
+    product_LV = model.head(large * own_LH)
     tolerance = 0.01 * product_LV.abs().max().item()
     if logits_LV.shape != product_LV.shape or (logits_LV - product_LV).abs().max() > tolerance:
         raise ValueError("its logits are not those of a linear head alone: a factor as logit_scale, a cap as "

@@ -136,9 +136,10 @@ class Record:
         return {"seconds": seconds, **of_phases, "tokens_per_second": tokens / seconds}
 
     def samples(self, iteration: int, steps: list[RoleStep]) -> list[dict]:
-        """A few different queries, with each role's prompt, response, agent and reward."""
-        rows, queries = [], steps[0].rollout.query
-        for i in range(0, len(queries), self.setup.cfg.responses_per_query)[:SAMPLES]:
+        """A few queries, with each role's prompt, response, agent and reward."""
+        rows, queries, groups = [], steps[0].rollout.query, steps[0].rollout.group_B.tolist()
+        first = {group: i for i, group in reversed([*enumerate(groups)])}       # the first row of each group
+        for i in sorted(first.values())[:SAMPLES]:
             row = {"iteration": iteration, "query": queries[i]}
             for step in steps:
                 role, rollout, tokenizer = step.role, step.rollout, step.agent.policy.tokenizer

@@ -138,16 +138,20 @@ class Cory(Ppo):
     roles = ("pioneer", "observer")
 
     def respond(self, cast: list, queries: list[str], sample: Callable) -> list[Rollout]:
-        """Knowledge transfer: the pioneer responds to the query, the observer to the query and that response;
-        in a longer chain, each agent to the query and the response before its own.
+        """Knowledge transfer: the pioneer responds to the query, the observer to the query and to that
+        response.
         """
         pioneer, *observers = cast
         bare = self.task.pioneer_prompts(queries)
         rollouts = [sample(pioneer, bare, queries)]
-        for observer in observers:
-            shown = self.task.observer_prompts(queries, rollouts[-1].text)
+        for role, observer in enumerate(observers, start=1):
+            shown = self.task.observer_prompts(queries, rollouts[self.reads(role)].text)
             rollouts.append(sample(observer, shown if self.cfg.knowledge_transfer else bare, queries))
         return rollouts
+
+    def reads(self, role: int) -> int:
+        """The role whose response a role sees, by their numbers, the pioneer's being 0: the one before it."""
+        return role - 1
 
     def scores(self, rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
         """r_CORY = r(s0, a1) + r(s0, a2) for both; `--partner_reward` weights what is not an agent's own."""
@@ -161,7 +165,9 @@ class Cory(Ppo):
         left out if all responses seen earned the same.
         """
         require_one_query(rollouts)
-        (*_, a1, a2), (*_, r1, r2) = rollouts, rewards
+        last = len(rollouts) - 1
+        seen = self.reads(last)
+        a1, a2, r1, r2 = rollouts[seen], rollouts[last], rewards[seen], rewards[last]
         copies = [first.strip() == second.strip() for first, second in zip(a1.text, a2.text, strict=True)]
         metrics = {"observer_copies": fmean(copies)}
         better = r1 > r1.mean()

@@ -137,6 +137,14 @@ def test_of_a_long_text_the_beginning_is_scored_and_the_share_is_a_metric(tmp_pa
         SentimentReward(folder, CPU, max_tokens=65)
 
 
+def test_a_control_token_that_a_text_spells_out_is_text():
+    classifier = SentimentReward(str(CLASSIFIER), CPU)
+    control, plain = classifier.tokenizer.all_special_ids, classifier.encode(["film"])["input_ids"][0]
+    spelled, = classifier.encode([f"film {' '.join(classifier.tokenizer.all_special_tokens)}"])["input_ids"]
+    assert control and len(spelled) > len(plain)
+    assert [x for x in spelled if x in control] == [x for x in plain if x in control]
+
+
 @pytest.mark.parametrize("file, changes, says", [
     ("tokenizer_config.json", {"model_max_length": 24}, "takes 22 tokens; .* can have 23"),
     ("config.json", {"id2label": {0: "LABEL_0", 1: "LABEL_1"}}, "must have the word 'positive'"),

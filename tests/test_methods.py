@@ -1,5 +1,6 @@
 """The methods: PPO, CORY, and those of one's own."""
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,6 +69,17 @@ class Noted(Cory):
     def update(self, role, agent, rollout, score_B):
         metrics = super().update(role, agent, rollout, score_B)
         return metrics | {"noted": 2.0} if role == "observer" else metrics
+
+
+def test_tokens_that_are_masked_in_the_logits_are_never_sampled(small_flags, tmp_path, monkeypatch):
+    """By an edit of `logits`, as README says: also of saved models, and in held-out evaluation."""
+    logits, banned = LanguageModel.logits, ord("e")
+    masked = lambda self, hidden: logits(self, hidden).index_fill(-1, torch.tensor([banned]), -1e9)
+    monkeypatch.setattr(LanguageModel, "logits", masked)
+    folder = finished(small_flags, tmp_path / "run", "--iterations", 2)
+    said = [row[role] for row in rows(folder, "samples.jsonl") for role in Cory.roles]
+    assert "o" in "".join(said) and "e" not in "".join(said)
+    assert all(isfinite(x) for row in rows(folder) for x in row.values())
 
 
 def test_one_model_can_play_both_roles(small_flags, tmp_path):
@@ -236,6 +248,20 @@ class Three(Cory):
     agent_names, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
 
 
+class Tree(Three):
+    """Both observers see the pioneer's response."""
+
+    def reads(self, role):
+        return 0
+
+
+class OfTokens(Cory):
+    """1 for each token, also on padding."""
+
+    def scores(self, rollouts, rewards):
+        return [torch.ones(4, 2)] * 2
+
+
 @pytest.mark.parametrize("method, said, expected", [
     # means: 0.5 and 1.25; the scores count half of the partner's. copies: q2 alone.
     # The pioneer is better than its mean at q2, q3: (1 + 0) / 2; worse at q1, q4: (3 + 1) / 2
@@ -247,13 +273,22 @@ class Three(Cory):
     # equal rewards have no sides
     (Three, {f"q{i}{shown}:": text for i in range(1, 5)
              for shown, text in (("", "good"), (" good", "bad"), (" bad", "good"))},
-     {"score": 4 / 3, "observer_copies": 0.0})])
+     {"score": 4 / 3, "observer_copies": 0.0}),
+    # both observers say " good", "bad", "bad" and "best", to the pioneer's "good", "good", "bad" and "bad";
+    # means 0.5, 1 and 1
+    (Tree, {"q1:": "good", "q2:": "good", "q3:": "bad", "q4:": "bad",
+            "q1 good:": " good", "q2 good:": "bad", "q3 bad:": "bad", "q4 bad:": "best"},
+     {"score": (1.5 + 1.75 + 1.75) / 3, "observer_copies": 0.5, "observer_after_better": 0.5,
+      "observer_after_worse": 1.5}),
+    (OfTokens, {f"q{i}{shown}:": "bad" for i in range(1, 5) for shown in ("", " bad")},
+     {"score": (2 + 1 + 1 + 2) / 4, "observer_copies": 1.0})])
 def test_the_team_is_measured_by_hand(method, said, expected, monkeypatch):
     asked = []
 
     def responses(model, prompts, queries, length, seed):
         asked.append((model, seed))
-        return SimpleNamespace(query=queries, text=[said[prompt] for prompt in prompts])
+        mask_BT = torch.tensor([[1.0, 1], [1, 0], [1, 0], [1, 1]])
+        return SimpleNamespace(query=queries, text=[said[prompt] for prompt in prompts], mask_BT=mask_BT)
 
     monkeypatch.setattr(evaluate, "sample_responses", responses)
     TASK.cfg = settings(partner_reward=0.5)

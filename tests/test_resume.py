@@ -173,18 +173,21 @@ def follow(agent) -> None:
 
 
 OTHER = "agent is 'llm1': has another cfg or base than at the start"
+FOLLOWED = "frozen weights have changed: KL has another reference"
 
 
-@pytest.mark.parametrize("edit, says", [
-    (lambda agent: setattr(agent, "cfg", replace(agent.cfg, lam=0.5)), OTHER),
-    (lambda agent: setattr(agent, "base", agent.policy.like_this(agent.policy.lm)), OTHER),
-    (follow, "frozen weights have changed: KL has another reference")], ids=["cfg", "base", "weights"])
+@pytest.mark.parametrize("edit, flags, says", [
+    (lambda agent: setattr(agent, "cfg", replace(agent.cfg, lam=0.5)), [], OTHER),
+    (lambda agent: setattr(agent, "base", agent.policy.like_this(agent.policy.lm)), [], OTHER),
+    (follow, [], FOLLOWED), (follow, ["--save_every", 0, "--eval_every", 0], FOLLOWED)])
 def test_a_setting_or_reference_that_no_resume_would_restore_is_refused(
-        edit, says, small_flags, tmp_path, capsys, monkeypatch):
+        edit, flags, says, small_flags, tmp_path, capsys, monkeypatch):
     update = Ppo.update
     monkeypatch.setattr(Ppo, "update", lambda self, role, agent, *rest: (
         update(self, role, agent, *rest), edit(agent))[0])
-    assert says in error_line(train_imdb.main, [*small_flags, "--run_dir", tmp_path / "run"], capsys)
+    words = [*small_flags, *flags, "--run_dir", tmp_path / "run"]
+    assert says in error_line(train_imdb.main, words, capsys)
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == [0, 1]
     assert not checkpoints_of(tmp_path / "run")
 
 

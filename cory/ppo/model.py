@@ -126,7 +126,7 @@ class LanguageModel(nn.Module):
         0.5 apart.
         """
         with torch.autocast(self.device.type, enabled=False):
-            logits_NV = nn.functional.linear(hidden_NH.float(), self.head.weight, self.head.bias)
+            logits_NV = self.head(hidden_NH.float())
         return logits_NV if self.temperature == 1 else logits_NV / self.temperature
 
     @torch.no_grad()

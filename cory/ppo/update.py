@@ -29,6 +29,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
     cfg, rng, mask_BT = agent.cfg, agent.generator(), rollout.mask_BT
     # equal in all processes, also where it was drawn, or asked for
     score = processes().from_main(score.to(mask_BT))
+    kl_coef = agent.kl_coef if rollout.kl_coef_B is None else rollout.kl_coef_B.mean().item()
     rollout = with_advantages(rollout, score, agent)
     of_tokens, grad_norms = defaultdict(list), []           # by metric: parts of the tokens of all steps
     for batch in mini_batches(rollout, agent, rng):
@@ -44,7 +45,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
         grad_norms.append(apply_gradient(agent))
     metrics = {name: mean_of_all(parts) for name, parts in of_tokens.items()}
     score_B = score if score.dim() == 1 else (score * mask_BT).sum(1)
-    of_update = {"score": score_B.mean().item(), "kl_coef": agent.kl_coef,
+    of_update = {"score": score_B.mean().item(), "kl_coef": kl_coef,
                  "grad_norm": fmean(grad_norms or [0.0]),
                  "learning_rate": agent.optimizer.param_groups[0]["lr"]}
     if cfg.max_approx_kl:

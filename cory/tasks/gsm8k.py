@@ -77,7 +77,7 @@ def gold_answer(solution: str) -> Decimal | None:
 
 
 def last_number(response: str) -> Decimal | None:
-    """The paper's rule: the last number of a response, before it asks a "Question:" of its own.
+    """The paper's rule: the last number of a response. After its first number a "Question:" ends it.
 
     Currency signs, units, markup and commas between digits are ignored (the commas as in lm-eval), as are
     other thousands separators: LaTeX's, no-break and thin spaces, apostrophes. A minus belongs to the number

@@ -26,11 +26,13 @@ class SentimentReward:
             positive = [index for index, label in labels.items() if len(labels) == 1
                         or re.search(r"(?<![a-z])pos(itive)?(?![a-z])", str(label), re.IGNORECASE)]
             if len(positive) != 1:
-                raise ValueError(f"one label must have the word 'positive' or 'pos', of {str(labels)[:200]}")
+                raise ValueError(f"one label must have the word 'positive' or 'pos', of {str(labels)[:200]}; "
+                                 "name them in id2label of its config.json")
             self.max_length = min(self.tokenizer.model_max_length, positions_of(model))
             limit = self.max_length - self.tokenizer.num_special_tokens_to_add()
             if limit < max_tokens:
-                raise ValueError(f"takes {limit} tokens; a query with its response can have {max_tokens}")
+                raise ValueError(f"takes {limit} tokens; a query with its response can have {max_tokens}: "
+                                 "lower --max_query_length or --max_response_length")
             self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
             self.tokenizer.padding_side = "right"                   # a text's positions are then its own
             for config in (model.config, model.config.get_text_config()):
@@ -41,21 +43,26 @@ class SentimentReward:
                 alone, = self([text])
                 if not abs(alone - beside) < 0.02:
                     raise ValueError(f"its logit of a text is {alone:.3g} alone and {beside:.3g} beside a "
-                                     "longer one: this kind of model does not ignore padding on the right")
+                                     "longer one, as it does not ignore padding on the right; take another "
+                                     "kind of model")
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
         rewards = []
         for start in range(0, len(texts), 512):             # `evaluate` asks for many at once
-            batch = self.tokenizer(texts[start:start + 512], padding=True, return_tensors="pt",
-                                   truncation=True, max_length=self.max_length,
-                                   return_token_type_ids=False).to(self.model.device)
+            batch = self.encode(texts[start:start + 512], padding=True, return_tensors="pt", truncation=True,
+                                max_length=self.max_length, return_token_type_ids=False)
+            batch = batch.to(self.model.device)
             rewards += self.model(**batch).logits[:, self.positive].tolist()
         return rewards
 
+    def encode(self, texts: list[str], **options):
+        """Token ids, in which a control token that a text spells out, as `[SEP]`, is read as text."""
+        return self.tokenizer(texts, split_special_tokens=True, **options)
+
     def truncated(self, texts: list[str]) -> float:
         """The share of texts that are longer than the classifier takes."""
-        return fmean(len(ids) > self.max_length for ids in self.tokenizer(texts)["input_ids"])
+        return fmean(len(ids) > self.max_length for ids in self.encode(texts)["input_ids"])
 
 
 def positions_of(model: torch.nn.Module) -> int:
