@@ -6,7 +6,7 @@ import random
 import shutil
 from collections import Counter
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -26,8 +26,9 @@ from cory.__main__ import main
 from cory.config import ASSETS, Gsm8kConfig, ImdbConfig
 from cory.log import read_jsonl
 from cory.ppo.advantages import estimator
+from cory.ppo.rollout import take
 from cory.tasks.task import Task
-from cory.train import Cory
+from cory.train import Cory, Ppo
 
 
 def reward(query: str, text: str) -> float:
@@ -75,6 +76,17 @@ class Chain(Cory):
             "drawn": random.random(), "method_knows": self.iteration + 0.5 * self.training}
 
 
+class Last(Ppo):
+    """Is trained on the last of four responses to each query, with an eta of each row's own."""
+
+    def respond(self, cast, queries, sample):
+        (rollout,) = super().respond(cast, queries, sample)
+        if not self.training:
+            return [rollout]
+        last = take(rollout, torch.arange(3, len(queries), 4))
+        return [replace(last, kl_coef_B=torch.arange(len(last.query)) + 1.0)]
+
+
 class Pair(Cory):
     """Two agents in three roles."""
     roles = ("first", "second", "third")
@@ -100,7 +112,7 @@ BASES = {
     "ppo": "--method ppo", "loss": "--method ppo --kl_in loss",
     "same": "--method ppo --iterations 1 --dataset {same}",
     "short": "--method ppo --iterations 1 --min_response_length 1",
-    "cory": "--method cory", "pair": "--method test_wiring:Pair",
+    "cory": "--method cory", "pair": "--method test_wiring:Pair", "last": "--method test_wiring:Last",
     "chain": "--method test_wiring:Chain --iterations 3 --kl_penalty k1 --eval_samples 4",
     "imdb": "--method ppo --iterations 1 --task imdb",
     "gsm8k": "--method ppo --iterations 1 --task gsm8k --dataset {problems}"}
@@ -329,6 +341,13 @@ def test_hooks_know_the_iteration_and_whether_it_is_training(run):
 def test_samples_are_of_different_queries(run):
     samples = rows(run("ppo", "--iterations 1 --responses_per_query=2"), "samples.jsonl")
     assert len(samples) == len({row["query"] for row in samples}) == 2
+
+
+def test_a_selection_of_responses_is_logged_as_what_it_is(run):
+    folder = run("last", "--iterations 1 --batch_size 12 --responses_per_query 4")
+    (row,), samples = trained(folder), rows(folder, "samples.jsonl")
+    assert len(samples) == len({sample["query"] for sample in samples}) == 3
+    assert row["kl_coef/llm1"] == fmean([1, 2, 3])
 
 
 def test_two_agents_alternate_in_three_roles(run):
