@@ -67,6 +67,7 @@ class TwoBases(train.Cory):
         return replace(cfg, model=f"{cfg.model}_of_llm2") if name == "llm2" else cfg
 
 
+@pytest.mark.filterwarnings("error")            # whoever runs it sees none
 @pytest.mark.parametrize("method, rank", [("cory", 0), ("test_evaluate:TwoBases", 2)])
 def test_runs_are_measured_against_their_bases_and_again(method, rank, small_flags, tmp_path, capsys):
     """Full copies and adapters. `evaluate` draws the same responses again."""
