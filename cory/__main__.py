@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> None:
     report.add_argument("--by", nargs="+", default=[], metavar="SETTING",
                         help="settings of which each value forms its own group; goes after the folders")
     report.add_argument("--out", type=Path, default=Path("comparison.png"), help="plot: .png, .pdf or .svg")
+    report.add_argument("--csv", type=Path, metavar="FILE", help="also write all held-out metrics there")
     evaluate = commands.add_parser("evaluate", description="Greedy accuracy, pass@k, team metrics.")
     evaluate.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
     evaluate.add_argument("--samples", type=int, default=64, help="responses sampled per query")
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.command == "report":
         from cory.report import compare
-        compare(args.run_dirs, args.by, args.out)
+        compare(args.run_dirs, args.by, args.out, args.csv)
         return
     for run_dir in args.run_dirs:
         read_config(run_dir)

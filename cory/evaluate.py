@@ -2,6 +2,7 @@
 import math
 from itertools import count
 from pathlib import Path
+from shutil import get_terminal_size
 from statistics import fmean
 
 import numpy as np
@@ -126,6 +127,17 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
         score_B = score if of_responses else (score.to(rollout.mask_BT) * rollout.mask_BT).sum(1)
         of_roles.append(score_B.mean().item())
     return dict(score=fmean(of_roles), **method.metrics(rollouts, rewards))
+
+
+def examples(models: dict[str, LanguageModel], cfg: Config, task: Task, count: int = 3) -> str:
+    """Held-out queries, each with a response of each model, in lines cut to the terminal's width."""
+    queries, width, lines = task.held_out_queries[:count], get_terminal_size().columns, []
+    prompts = task.pioneer_prompts(queries)
+    texts = {name: sample_responses(model, prompts, queries, cfg.max_response_length, 0).text
+             for name, model in models.items()}
+    for i, query in enumerate(queries):
+        lines += [query, *(f"    {name}: {' '.join(said[i].split())}" for name, said in texts.items())]
+    return "\n".join(line.replace("\n", " ")[:width] for line in lines)
 
 
 def distinct(ids: list[list[int]], n: int) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from transformers import set_seed
@@ -20,11 +21,12 @@ from cory.checkpoint import load_checkpoint, save_checkpoint
 from cory.config import config_json, load_config
 from cory.distributed import processes
 from cory.errors import UserError
+from cory.evaluate import examples
 from cory.final import require_faithful, save_models
 from cory.log import Logger, read_jsonl, write_text
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, real_ids
-from cory.report import draw_runs, held_out_parts, table
+from cory.report import draw_run, held_out_parts, tables
 from cory.setup import Setup
 from cory.tasks.task import Task
 
@@ -203,22 +205,27 @@ class Record:
         return {"method": self.method.memory, "task": self.task.memory}
 
     def finish(self) -> None:
-        """Writes the final models, eval.json and curves.png, and prints the held-out table."""
+        """Writes the final models, eval.json and curves.png; prints a few responses and held-out tables."""
+        cfg = self.setup.cfg
         self.logger.bar.close()
         save_models(self.run_dir / "final", self.agents)
+        models = self.setup.bases | {agent.name: agent.policy for agent in self.agents}
+        responses = examples(models, cfg, self.setup.for_evaluation(cfg.iterations).task)
+        print(f"\nheld-out queries, and a response of each model:\n{responses}\n")
         if not processes().is_main:
             return
         torch.save(self.memory(), self.run_dir / "final/memory.pt")             # for `evaluate`
-        cfg, rows = self.setup.cfg, read_jsonl(self.run_dir / "metrics.jsonl")
+        rows = read_jsonl(self.run_dir / "metrics.jsonl")
         done = rows[-1]["iteration"]
         about = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
                  "samples": cfg.eval_samples}
         held_out = held_out_parts(rows)
         write_text(self.run_dir / "eval.json", json.dumps(about | held_out, indent=1) + "\n")
-        draw_runs([self.run_dir], self.run_dir / "curves.png")
+        draw_run(self.run_dir, self.run_dir / "curves.png")
         self.logger.wandb.send(done, lambda wandb: {"curves": wandb.Image(str(self.run_dir / "curves.png"))})
         seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
-        print(f"{table('held-out', held_out.items())}\n{seconds:.2f} s per iteration (median of {done}), "
+        print(f"{tables('held-out', pd.DataFrame(held_out).T)}\n\n"
+              f"{seconds:.2f} s per iteration (median of {done}), "
               f"peak memory {device.peak_memory(self.setup.device):.2f} GiB\nwritten to {self.run_dir}: "
               "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
 
@@ -239,4 +246,4 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     if processes().is_main:
         results = {"iteration": done, "queries": cfg.eval_queries, "samples": samples, **metrics}
         write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
-    print(f"{table(run_dir.name, metrics.items())}\nresponses and metrics: {folder}", flush=True)
+    print(f"{tables(run_dir.name, pd.DataFrame(metrics).T)}\nresponses and metrics: {folder}", flush=True)

@@ -67,7 +67,7 @@ from contextlib import suppress
 import torch.distributed as dist
 import cory.record, train_gsm8k, train_imdb
 
-cory.record.draw_runs = lambda *_: None
+cory.record.draw_run = lambda *_: None
 for script, *flags in json.load(open(sys.argv[1])):
     with suppress(SystemExit) if "error" not in flags[-1] else suppress():
         globals()[script].main([flag.replace("RANK", os.environ["RANK"]) for flag in flags])

@@ -17,7 +17,7 @@ def test_both_tasks_learn(task, method, iterations, learning_rate, gain, tmp_pat
     """
     flags = (f"--seed 1 --method {method} --iterations {iterations} --learning_rate {learning_rate} "
              "--eval_every 0 --eval_queries 64 --eval_samples 1 --batch_size 64 --wandb disabled --run_dir")
-    monkeypatch.setattr(record, "draw_runs", report.draw_runs)
+    monkeypatch.setattr(record, "draw_run", report.draw_run)
     importlib.import_module(f"train_{task}").main([*flags.split(), str(tmp_path / "run")])
     assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     held_out = read(tmp_path / "run" / "eval.json")

@@ -2,6 +2,7 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from toys import error_line
 
@@ -11,12 +12,13 @@ from cory.log import read_jsonl
 
 
 def held_out(reward: float) -> dict:
-    return {"task_reward": reward, "kl": 10 * reward, "accuracy": 0.5, "greedy_accuracy": 0.75}
+    return {"task_reward": reward, "kl": 10 * reward, "combined_reward": 0.5, "accuracy": 0.5,
+            "greedy_accuracy": 0.75}
 
 
-def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
-    """A run of 12 iterations. LLM1 starts at held-out reward 0.5, not as its base, which has `base`, and ends
-    at `reward`; LLM2 starts as its base at 0.01 and ends 0.1 above LLM1.
+def write_run(folder: Path, reward=1.0, base=0.0, length=12, **changes) -> Path:
+    """A run of 12 iterations, or `length`. LLM1 starts at held-out reward 0.5, not as its base, which has
+    `base`, and ends at `reward`; LLM2 starts as its base at 0.01 and ends 0.1 above LLM1.
     """
     config = {"config_class": "cory.config:ImdbConfig",
               "agents": {"llm1": "base", "llm2": "base_llm2"}, "task": "imdb", "method": "cory", "seed": 0,
@@ -26,8 +28,8 @@ def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
     last = {"llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
     rows = [{"iteration": i, "role/llm1": 0, "kl_full/llm1": i / 3, "kl_k1/llm2": 2.0, "spread": 0.1 * i,
              "score/llm1": 1.0, "kl_coef/llm1": 0.1 * i, "kl_coef/llm2": 0.1,
-             "seconds": 1.0, "broken": float("nan")} for i in range(1, 13)]
-    for at, parts, iteration in ((0, first, 0), (len(rows) + 1, last, 12)):
+             "seconds": 1.0, "broken": float("nan")} for i in range(1, length + 1)]
+    for at, parts, iteration in ((0, first, 0), (len(rows) + 1, last, length)):
         values = {f"eval_{key}/{who}": x for who, part in parts.items() for key, x in part.items()}
         rows.insert(at, {"iteration": iteration} | values)
     folder.mkdir()
@@ -44,66 +46,96 @@ def lines_of(figure, title: str) -> list[list]:
     return [line.get_xydata().tolist() for line in ax.lines if len(line.get_xdata())]
 
 
+def legend_of(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+@pytest.fixture
+def figures(monkeypatch) -> list:
+    """The comparisons that are drawn."""
+    drawn, draw = [], report.draw_comparison
+    monkeypatch.setattr(report, "draw_comparison", lambda *args: drawn.append(draw(*args)))
+    return drawn
+
+
 def test_a_run_has_a_panel_for_what_varies_and_a_line_for_each_agent_and_the_team(tmp_path, monkeypatch):
-    figure = report.draw_runs([write_run(tmp_path / "run")], tmp_path / "p.png")
-    kl = "KL per response (nats)"
+    figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
+    kl = "KL from the base (nats per response)"
     assert [ax.get_title() for ax in figure.axes] == [
         "task reward", kl, "KL coefficient eta", "accuracy", "copies", "spread",
         "held-out reward against KL"]
-    assert {text.get_text() for text in figure.legends[0].get_texts()} == {
-        "group", "base", "base_llm2", "CORY LLM1", "CORY LLM2", "CORY BASE_TEAM", "CORY TEAM",
-        "kind", "training", "eval", "eval_greedy"}
+    assert {*legend_of(figure)} == {
+        "base", "base llm2", "base team", "LLM1, training", "LLM1, held out", "LLM1, held out, greedy",
+        "LLM2, training", "LLM2, held out", "LLM2, held out, greedy", "team, training", "team, held out"}
     # a base's value is a line across the panel; what the method measures is the team's
     base, base_2, llm1, llm2 = lines_of(figure, "task reward")
-    assert base == [[0, 0], [12, 0]] and base_2 == [[0, 0.01], [12, 0.01]]
+    assert base == [[0, 0], [1, 0]] and base_2 == [[0, 0.01], [1, 0.01]]            # of the axis
     assert llm1 == [[0, 0.5], [12, 1.0]] and llm2 == [[0, 0.01], [12, 1.1]]
-    assert lines_of(figure, "copies") == [[[0, 0.1], [12, 0.3]], [[0, 0.1], [12, 0.1]]]
+    assert lines_of(figure, "copies") == [[[0, 0.1], [12, 0.3]], [[0, 0.1], [1, 0.1]]]
     assert lines_of(figure, "held-out reward against KL")[-1] == [[0.1, 0.01], [11, 1.1]]
-    training, each = lines_of(figure, kl)[2], [i / 3 for i in range(1, 13)]
-    assert [[i, 2.0] for i in range(1, 13)] in lines_of(figure, kl)             # kl_k1 of llm2
-    assert [y for _, y in training] == pytest.approx([0.5, *each[1:-1], 23 / 6])    # means of three, or two
-    monkeypatch.setitem(globals(), "held_out", lambda reward: {"task_reward": 0.0, "kl": 0.0})
-    flat = report.draw_runs([write_run(tmp_path / "flat")], tmp_path / "p.png")
-    assert lines_of(flat, "task reward")[0] == [[0, 0], [12, 0]]
+    assert [[i, 2.0] for i in range(1, 13)] in lines_of(figure, kl)                 # kl_k1 of llm2
+    assert [[i, pytest.approx(i / 3)] for i in range(1, 13)] in lines_of(figure, kl)   # short: not smoothed
+    long = write_run(tmp_path / "long", length=40)
+    training = lines_of(report.draw_run(long, tmp_path / "p.png"), "spread")[0]
+    assert [y for _, y in training] == pytest.approx([0.15, *(0.1 * i for i in range(2, 40)), 3.95])
+    monkeypatch.setitem(globals(), "held_out", lambda reward: dict.fromkeys(
+        ("task_reward", "kl", "combined_reward"), 0.0))
+    flat = report.draw_run(write_run(tmp_path / "flat"), tmp_path / "p.png")
+    assert lines_of(flat, "task reward")[0] == [[0, 0], [1, 0]]
 
 
 def test_a_table_has_means_and_sample_std_and_a_dash_where_a_run_has_no_value():
-    """Of 1 and 2: 1.5 and 1 / sqrt(2)."""
-    several = [("A", {"task_reward": 1.0, "x": 0.5}), ("B", {"task_reward": 0.126, "kl": 0.0}),
-               ("A", {"task_reward": 2.0})]
-    assert report.table("held-out", several) == (
+    """Of 1 and 2: 1.5 and 1 / sqrt(2). Teams have no task reward, and a table of their own."""
+    frame = pd.DataFrame([{"task_reward": 1.0, "x": 0.5}, {"task_reward": 0.126, "kl": 0.0},
+                          {"task_reward": 2.0}, {"score": 0.5}], index=["A", "B", "A", "A TEAM"])
+    assert report.tables("held-out", frame) == (
         "held-out               A     B\n"
         "runs                   2     1\n"
         "task reward  1.50 ± 0.71  0.13\n"
         "x                      –     –\n"
-        "kl                     –   0.0")
+        "kl                     –   0.0\n"
+        "\n"
+        "held-out A TEAM\n"
+        "score     0.500")
 
 
-def test_values_of_a_setting_are_grouped_and_never_averaged(tmp_path, capsys, monkeypatch):
-    """Two rates, two seeds each: llm1's held-out reward ends at 1 and 2, 3 and 4; the std is 1 / sqrt(2)."""
+def test_values_of_a_setting_are_grouped_and_never_averaged(tmp_path, capsys, figures):
+    """Two rates, two seeds each: llm1's held-out reward ends at 1 and 2, 3 and 4, the std is 1 / sqrt(2); the
+    agents' mean is 0.05 above it, and its interval is 12.706 / sqrt(2) of that on either side.
+    """
     runs = [write_run(tmp_path / str(end), learning_rate=rate, seed=seed, reward=end, base=1e4 * rate)
             for rate, seed, end in ((1e-5, 0, 1.0), (1e-5, 1, 2.0), (1e-4, 0, 3.0), (1e-4, 1, 4.0))]
     assert "in learning_rate; make a group" in error_line(main, ["report", *runs], capsys)
-    figures, draw = [], report.draw_runs
-    monkeypatch.setattr(report, "draw_runs", lambda *args: figures.append(draw(*args)))
-    out = tmp_path / "new" / "c.pdf"
-    main(["report", *map(str, runs), "--out", str(out), "--by", "learning_rate"])
-    table = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]   # a line for a group
+    out, csv = tmp_path / "new" / "c.pdf", tmp_path / "new" / "c.csv"
+    main(["report", *map(str, runs), "--out", str(out), "--csv", str(csv), "--by", "learning_rate"])
+    said = capsys.readouterr().out
+    table = [" ".join(line.split()) for line in said.splitlines()]          # a line for a group
     for start in ("held-out runs task reward", "base, learning_rate 1e-05 2 0.10 ± 0.00",
                   "CORY LLM1, learning_rate 1e-05 2 1.50 ± 0.71",
                   "CORY LLM1, learning_rate 0.0001 2 3.50 ± 0.71"):
         assert sum(line.startswith(start) for line in table) == 1, table
-    assert len(table) == 1 + 12 + 1 and out.read_bytes()[:4] == b"%PDF"
-    shown = [text.get_text() for text in figures[0].legends[0].get_texts()]
-    assert "CORY LLM1, learning_rate 0.0001 (n = 2)" in shown
-    assert [[0, 0.5], [12, 3.5]] in lines_of(figures[0], "task reward")
-    bands = [band.get_paths()[0].get_extents().y1 for band in figures[0].axes[0].collections]
-    assert pytest.approx(3.5 + 0.5**0.5) in bands
+    assert max(map(len, said.splitlines()[:-1])) <= 100
+    assert table[-1] == f"written: {out} {csv}" and out.read_bytes()[:4] == b"%PDF"
+    rows = pd.read_csv(csv)
+    assert len(rows) == 4 * (6 + 3) and rows[rows.who == "llm2"].task_reward.max() == pytest.approx(4.1)
+    (figure,) = figures
+    assert legend_of(figure) == [f"CORY, learning_rate {rate} (2 seeds)" for rate in (1e-5, 1e-4)] + ["base"]
+    assert [[0, 0.255], [12, 3.55]] in lines_of(figure, "task reward, held out")
+    tops = [band.get_paths()[0].get_extents().y1 for band in figure.axes[0].collections]
+    assert pytest.approx(3.55 + 12.706 * 0.5**0.5 / 2**0.5, rel=1e-4) in tops
+
+
+def test_a_base_that_all_runs_share_is_shown_once(tmp_path, capsys, figures):
+    runs = [write_run(tmp_path / f"{rate}", learning_rate=rate) for rate in (1e-5, 1e-4)]
+    main(["report", *map(str, runs), "--out", str(tmp_path / "c.png"), "--by", "learning_rate"])
+    said = capsys.readouterr().out
+    assert "base  " in said and "base, learning_rate" not in said and "CORY LLM1, learning_rate 1e-05" in said
+    assert legend_of(figures[0])[0] == "CORY, learning_rate 1e-05 (1 seed)"
 
 
 def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch):
     """A setting that a run is older than has its default."""
-    monkeypatch.setattr(report, "draw_runs", lambda *_: None)
+    monkeypatch.setattr(report, "draw_comparison", lambda *_: None)
     first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b", device="cuda", wandb="offline")
     other = write_run(tmp_path / "c", gamma=0.9, kl_target=0.0)
     for words, says in (([first, again], "have the same seed"), ([first, first], "have the same seed"),
@@ -124,19 +156,14 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch)
     assert "metrics.jsonl': is damaged" in error_line(main, ["report", again], capsys)
 
 
-def test_an_unfinished_run_is_said_and_means_are_of_all_seeds(tmp_path, capsys, monkeypatch):
-    """One of two has done 6 of 12 iterations, and its `spread` is not finite after the third."""
+def test_an_unfinished_run_is_said_and_means_are_of_all_seeds(tmp_path, capsys, figures):
+    """One of two has done 6 of 12 iterations: the curves end where both have been evaluated."""
     whole, part = (write_run(tmp_path / str(seed), seed=seed, iterations=12) for seed in (0, 1))
     (part / "eval.json").unlink()
     rows = [row for row in read_jsonl(part / "metrics.jsonl") if row["iteration"] <= 6]
-    for row, value in zip(rows[-3:], (float("nan"), float("inf"), float("inf"))):
-        row["spread"] = value
     (part / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    figures, draw = [], report.draw_runs
-    monkeypatch.setattr(report, "draw_runs", lambda *args: figures.append(draw(*args)))
     main(["report", str(whole), str(part), "--out", str(tmp_path / "c.png")])
     said = capsys.readouterr().out
     assert said.startswith(f"unfinished: {part}, at iteration 6 of 12, last evaluated at 0\n")
     assert said.count("unfinished: ") == 1 and "0.75 ± 0.35" in said          # llm1: of 1.0 and 0.5
-    for panel, last in (("spread", 3), ("KL coefficient eta", 6), ("task reward", 0)):
-        assert {line[-1][0] for line in lines_of(figures[0], panel)} == {last}, panel
+    assert [line[-1][0] for line in lines_of(figures[0], "task reward, held out")] == [0, 1, 1]
