@@ -52,6 +52,8 @@ class Logger(AbstractContextManager):
         if self.wandb.run:
             for row in read_jsonl(self.metrics):            # W&B ignores those that it has
                 self.wandb.send_row(row)
+            if done:
+                self.send_samples(done)
         self.bar = tqdm(total=cfg.iterations, initial=done, desc=short_name(cfg.method), dynamic_ncols=True,
                         bar_format=BAR, disable=not processes().is_main)
 
@@ -79,8 +81,12 @@ class Logger(AbstractContextManager):
         if processes().is_main:
             self.write({"iteration": iteration} | row)
         if iteration:
-            self.wandb.send(iteration, lambda wandb: {"samples": wandb.Table(
-                dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)})
+            self.send_samples(iteration)
+
+    def send_samples(self, iteration: int) -> None:
+        """The last 200 rows of samples.jsonl, as a table at W&B."""
+        self.wandb.send(iteration, lambda wandb: {"samples": wandb.Table(
+            dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)})
 
     def write(self, row: dict[str, float]) -> None:
         append_jsonl(self.metrics, [row])

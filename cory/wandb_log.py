@@ -23,7 +23,8 @@ class WandbLog:
     """
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, id: str):
-        self.agents, self.id, self.run, self.constants, self.upload = agents, id, None, {}, ""
+        self.agents, self.id, self.run, self.upload = agents, id, None, ""
+        self.constants, self.trained = {}, set()
         self.say_once = cache(tqdm.write)
         mode = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
         if mode == "disabled" or not processes().is_main:
@@ -47,17 +48,20 @@ class WandbLog:
             self.guard(lambda: self.run.log(values(wandb), step=iteration))
 
     def send_row(self, row: dict[str, float]) -> None:
-        """Sends each metric, its mean over agents, and with each evaluation the bases' values."""
+        """Sends each metric; with an evaluation also the bases' values, from iteration 0, and means over the
+        agents that have been trained.
+        """
         if row["iteration"] == 0:
             self.constants = {key: x for key, x in row.items() if "/base" in key}
-        of_agents = defaultdict(list)
+        self.trained |= {agent for agent in self.agents if f"grad_norm/{agent}" in row}
+        of_trained = defaultdict(list)
         for key, x in row.items():
             name, _, who = key.rpartition("/")
-            if who in self.agents:
-                of_agents[f"{name}/mean"].append(x)
-        means = {name: fmean(xs) for name, xs in of_agents.items()}
+            if key.startswith("eval_") and who in (self.trained or self.agents):
+                of_trained[f"{name}/mean"].append(x)
+        means = {name: fmean(xs) for name, xs in of_trained.items()}
         constants = self.constants if any(key.startswith("eval_") for key in row) else {}
-        values = constants | row | means
+        values = {in_section(key): x for key, x in (constants | row | means).items()}
         self.send(row["iteration"], lambda _: values)
 
     def finish(self, failed: bool) -> None:
@@ -71,6 +75,15 @@ class WandbLog:
             return call(*args, **named)
         except Exception as error:
             self.say_once(f"W&B: {one_line(error)}; the run goes on{self.upload or ' without it'}")
+
+
+def in_section(key: str) -> str:
+    """What W&B calls a key of metrics.jsonl. Panels stand in sections by what precedes the first slash."""
+    if key == "iteration":
+        return key
+    if key.startswith("eval_"):
+        return key.replace("eval_", "eval/", 1)
+    return f"time/{key}" if "second" in key else f"train/{key}"
 
 
 def one_line(error: Exception) -> str:

@@ -17,7 +17,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from cory.log import Logger, read_jsonl
 
-VALUES = {"task_reward/llm1": 1.0, "kl_k1/llm1": 2.5, "kl_k1/llm2": 3.0}
+VALUES = {"task_reward/llm1": 1.0, "kl_k1/llm1": 2.5, "kl_k1/llm2": 3.0, "seconds": 4.0, "copies": 0.5}
 HELD_OUT = {"eval_kl/llm1": 0.1, "eval_kl/llm2": 0.3}
 
 
@@ -77,12 +77,16 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
     assert rows == [{"iteration": 0, "eval_kl/base": 0.0}] + [
         {"iteration": i} | row for i in (1, 2, 3) for row in (VALUES, HELD_OUT)]
     assert [len(logged[i].pop("samples").data) for i in (1, 2, 3)] == [1, 2, 3]
-    means = {"task_reward/mean": 1.0, "kl_k1/mean": 2.75, "eval_kl/mean": 0.2, "eval_kl/base": 0.0}
-    assert logged[2] == {"iteration": 2} | VALUES | HELD_OUT | means
+    assert logged[2] == {
+        "iteration": 2, "train/task_reward/llm1": 1.0, "train/kl_k1/llm1": 2.5, "train/kl_k1/llm2": 3.0,
+        "train/copies": 0.5, "time/seconds": 4.0,
+        "eval/kl/llm1": 0.1, "eval/kl/llm2": 0.3, "eval/kl/mean": 0.2, "eval/kl/base": 0.0}
     assert (first.wandb.run.group, first.wandb.run.tags) == ("mine", ("imdb", "Chain", "custom"))
     assert first.wandb.run.config["method"] == "chain:Chain"
+    logged.clear()
     with a_log(folder, 2):
         pass
+    assert [*logged] == [0, 1, 2] and len(logged[2]["samples"].data) == 2
     for name, kept in (("metrics.jsonl", [0, 1, 1, 2, 2]), ("samples.jsonl", [1, 2])):      # what is saved
         assert [row["iteration"] for row in read_jsonl(folder / name)] == kept
 
@@ -100,9 +104,21 @@ def test_a_metric_that_is_not_finite_is_said_once_and_has_no_mean(folder, capsys
     with a_log(folder, wandb="disabled") as log:
         monkeypatch.setattr(log.wandb, "send", lambda _, values: sent.append(values(wandb)))
         for iteration in (1, 2):
-            log.iteration(iteration, {"x/llm1": nan, "x/llm2": 1.0, "y/llm1": 2.0, "y/llm2": 3.0}, [])
-    assert capsys.readouterr().out == "x/llm1 is not finite in some iterations, which its curve leaves out\n"
-    assert [row["y/mean"] for row in sent] == [2.5, 2.5] and isnan(sent[0]["x/mean"])
+            log.evaluation(iteration, {"eval_x/llm1": nan, "eval_x/llm2": 1.0, "eval_y/llm1": 2.0,
+                                       "eval_y/llm2": 3.0})
+    said = capsys.readouterr().out
+    assert said == "eval_x/llm1 is not finite in some iterations, which its curve leaves out\n"
+    rows = [row for row in sent if "samples" not in row]
+    assert [row["eval/y/mean"] for row in rows] == [2.5, 2.5] and isnan(rows[0]["eval/x/mean"])
+
+
+def test_an_agent_that_is_never_trained_is_not_in_the_mean(folder, monkeypatch):
+    sent = []
+    with a_log(folder, wandb="disabled") as log:
+        monkeypatch.setattr(log.wandb, "send", lambda _, values: sent.append(values(wandb)))
+        log.iteration(1, {"grad_norm/llm2": 1.0}, [{"iteration": 1}])
+        log.evaluation(1, HELD_OUT)
+    assert sent[1]["eval/kl/mean"] == 0.3
 
 
 def test_the_numbers_of_the_bar_fit_80_columns(folder):
