@@ -1,15 +1,15 @@
-"""PPO and CORY (arXiv:2410.06101, algorithm 1) on one page: what the package computes, without batches.
+"""PPO and CORY (arXiv:2410.06101, algorithm 1) on one page: what the package computes, a response at a time.
 
 s0         a query: the opening of a film review, or a word problem, of which the task makes a prompt
 pi         the policy: an LLM, as the probability of each possible next token a_t after the text so far, s_t
 a1, a2     the responses of two LLMs: the pioneer, which is shown s0, and the observer, shown s0 and a1
 r(s0, a)   the task's reward: how positive the review is; 1 if the answer is correct, else 0
 pi0        the pretrained LLM. Each agent's policy starts as a copy of it; pi0 itself is never trained
-KL, eta    how far pi is from pi0 after the same text, in nats (natural logarithm); the price of a nat
-V(s_t)     the critic: w h + b, where h is the last layer's hidden state at s_t; predicts the reward to come
+KL, eta    KL(pi || pi0): how far pi is from pi0 after the same text, in nats; eta is what a nat costs
+V(s_t)     the critic: w h + b, where h is the last layer's hidden state at s_t; predicts the rewards to come
 
 Agents learn to choose more often the tokens that earned more than V had predicted. Without the lines marked
-CORY this is PPO. Shapes: B responses, T tokens of one, V words of the vocabulary, H entries of h.
+CORY this is PPO. Names end in shapes: B responses, T tokens of one, V possible tokens, H entries of h.
 """
 import copy
 import sys
@@ -40,20 +40,20 @@ def train(cfg):
         queries, limit = task.batch(iteration)
         a1 = [*pioneer.respond(task.pioneer_prompts(queries), limit, iteration)]        # a1 ~ pi(. | s0)
         r1 = task.reward(queries, [a.text for a in a1])
-        turns = [(pioneer, a1, r1, r1)]
+        updates = [(pioneer, a1, r1, r1)]          # agent, responses, reward, what it is trained on
         if observer:                                                            # CORY: knowledge transfer
             shown = task.observer_prompts(queries, [a.text for a in a1])                        # CORY
             prompts = shown if cfg.knowledge_transfer else task.pioneer_prompts(queries)        # CORY
             a2 = [*observer.respond(prompts, limit, iteration)]                 # CORY: a2 ~ pi(. | s0, a1)
             r2 = task.reward(queries, [a.text for a in a2])                                     # CORY
-            turns = [(pioneer, a1, r1, r1 + cfg.partner_reward * r2),           # CORY: each is trained on
-                     (observer, a2, r2, r2 + cfg.partner_reward * r1)]          # CORY: r(s0, a1) + r(s0, a2)
+            updates = [(pioneer, a1, r1, r1 + cfg.partner_reward * r2),         # CORY: both are trained on
+                       (observer, a2, r2, r2 + cfg.partner_reward * r1)]        # CORY: r(s0, a1) + r(s0, a2)
         # --- each agent learns from its own responses, by PPO ---
-        for role, (agent, own, r_B, score_B) in enumerate(turns):
+        for role, (agent, own, r_B, score_B) in enumerate(updates):
             metrics = agent.update(own, score_B, iteration) | {"role": role, "task_reward": r_B.mean().item()}
             yield iteration, agent, own, metrics | task.metrics(queries, [a.text for a in own])
         if observer and cfg.role_exchange_every and iteration % cfg.role_exchange_every == 0:   # CORY
-            pioneer, observer = observer, pioneer               # CORY: roles move; weights, V and eta stay
+            pioneer, observer = observer, pioneer               # CORY: each keeps weights, V, Adam and eta
 
 
 class Agent:
@@ -66,7 +66,7 @@ class Agent:
         self.adam = torch.optim.Adam([{"params": self.parameters[:-2]}, {"params": self.parameters[-2:]}])
 
     def evaluate(self, lm, a):
-        """In each state of a response: log pi of all tokens, (T, V), and of a_t, (T); and V, (T)."""
+        """In each state of a response: log-probabilities by lm of all tokens and of a_t; and V(s_t)."""
         out = lm(torch.tensor([a.prompt + a.tokens]), output_hidden_states=True)    # at i: of token i + 1
         logp_TV = (out.logits[0, len(a.prompt) - 1:-1] / self.cfg.temperature).log_softmax(-1)
         value_T = out.hidden_states[-1][0, len(a.prompt) - 1:-1] @ self.w_H + self.b
@@ -88,24 +88,25 @@ class Agent:
             a.text = whole[len(before):]
             logp_TV, a.old_logp_T, a.old_value_T = self.evaluate(self.pi, a)
             logp0_TV, logp0_T, _ = self.evaluate(self.pi0.lm, a)
-            full_T = (logp_TV.exp() * (logp_TV - logp0_TV)).sum(-1)         # exact; or of the drawn tokens:
+            full_T = (logp_TV.exp() * (logp_TV - logp0_TV)).sum(-1)         # exact, the same for all a_t
             a.kl_T = full_T if self.cfg.kl_penalty == "full" else a.old_logp_T - logp0_T
             yield a
 
     def update(self, responses, score_B, iteration):
         """Token rewards, advantages, PPO's losses on shuffled mini-batches; then eta. Returns metrics."""
         cfg, rng = self.cfg, np.random.default_rng((*self.seed, 2 * iteration))
+        eps, eps_V = cfg.cliprange, cfg.cliprange_value
         log = defaultdict(list, score=score_B.tolist(), kl_coef=[self.eta])
         for a, score in zip(responses, score_B.tolist(), strict=True):
             a.reward_T = -self.eta * a.kl_T                                         # eq. 2: -eta KL_t,
             a.reward_T[-1] += score                                                 # and the score at the end
-            next_value_T = torch.cat([a.old_value_T[1:], torch.zeros(1)])           # 0 after the last token
+            next_value_T = torch.cat([a.old_value_T[1:], torch.zeros(1)])           # 0 at the end, cut or not
             a.advantage_T = a.reward_T + cfg.gamma * next_value_T - a.old_value_T
             for t in reversed(range(len(a.tokens) - 1)):                            # eq. 12: GAE, backwards
                 a.advantage_T[t] += cfg.gamma * cfg.lam * a.advantage_T[t + 1]
             a.return_T = a.advantage_T + a.old_value_T                                  # what V learns
-        every = torch.cat([a.advantage_T for a in responses])
-        mean, std = every.mean(), (every.var(correction=0) + 1e-8).sqrt()           # for a common scale
+        advantages = torch.cat([a.advantage_T for a in responses])          # to be whitened together
+        mean, std = advantages.mean(), (advantages.var(correction=0) + 1e-8).sqrt()
         for g, lr in zip(self.adam.param_groups, (cfg.learning_rate, cfg.critic_learning_rate), strict=True):
             g["lr"] = (lr or cfg.learning_rate) * cfg.find("lr_schedule")((iteration - 1) / cfg.iterations)
         epochs = [rng.permutation(responses) for _ in range(cfg.num_ppo_epochs)]
@@ -113,12 +114,11 @@ class Agent:
             tokens = sum(len(a.tokens) for a in batch)
             for a in batch:
                 logp_TV, logp_T, value_T = self.evaluate(self.pi, a)
-                ratio_T, white_T = (logp_T - a.old_logp_T).exp(), (a.advantage_T - mean) / std  # pi / pi_old
-                clipped_T = ratio_T.clamp(1 - cfg.cliprange, 1 + cfg.cliprange)
+                ratio_T = (logp_T - a.old_logp_T).exp()                                     # pi / pi_old
+                clipped_T, white_T = ratio_T.clamp(1 - eps, 1 + eps), (a.advantage_T - mean) / std
                 policy_loss_T = -torch.min(ratio_T * white_T, clipped_T * white_T)          # eq. 11
-                low_T, high_T = a.old_value_T - cfg.cliprange_value, a.old_value_T + cfg.cliprange_value
-                errors = (value_T - a.return_T) ** 2, (value_T.clamp(low_T, high_T) - a.return_T) ** 2
-                value_loss_T = 0.5 * torch.max(*errors)                                     # eq. 10 and 13
+                near_T = a.old_value_T + (value_T - a.old_value_T).clamp(-eps_V, eps_V)     # eq. 10 and 13
+                value_loss_T = 0.5 * torch.max((value_T - a.return_T) ** 2, (near_T - a.return_T) ** 2)
                 ((policy_loss_T + cfg.vf_coef * value_loss_T).sum() / tokens).backward()
                 log["policy_loss"] += policy_loss_T.tolist()
                 log["value_loss"] += value_loss_T.tolist()
@@ -130,8 +130,8 @@ class Agent:
             self.adam.step()
             self.adam.zero_grad()
         kl = np.mean([a.kl_T.sum().item() for a in responses])
-        error = min(max(kl / cfg.kl_target - 1, -0.2), 0.2) if cfg.kl_target else 0.0
-        self.eta *= 1 + error * len(responses) / cfg.kl_horizon                     # keeps KL near its target
+        kl_error = min(max(kl / cfg.kl_target - 1, -0.2), 0.2) if cfg.kl_target else 0.0
+        self.eta *= 1 + kl_error * len(responses) / cfg.kl_horizon                  # keeps KL near its target
         return {f"kl_{cfg.kl_penalty}": kl} | {name: np.mean(values) for name, values in log.items()}
 
 
