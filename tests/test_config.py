@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
+import yaml
 from toys import EXPERIMENTS, error_line, read
 
 import train_gsm8k
@@ -18,6 +19,7 @@ from cory import config
 from cory.config import Gsm8kConfig, ImdbConfig, config_json, load_config, parse
 from cory.errors import UserError, exit_on_user_error
 from cory.train import Cory, train
+from cory.wandb_log import in_section
 
 # Tables of the paper; PPO and CORY alike.
 OF_BOTH = dict(gamma=1.0, lam=0.95, cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, role_exchange_every=5,
@@ -232,3 +234,13 @@ def test_names_of_code_are_found_or_refused(tmp_path, monkeypatch):
     for name in ("present:y", "nowhere:x"):
         with pytest.raises(UserError, match=f"advantage is '{name}': .* without .py"):
             ImdbConfig(advantage=name).find("advantage")
+
+
+def test_the_sweep_of_the_readme_is_of_flags_and_of_a_metric_that_there_are():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    sweep = yaml.safe_load(re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)[1])
+    assert sweep["metric"]["name"] == in_section("eval_combined_reward/mean")
+    for name, values in sweep["parameters"].items():
+        for value in values.get("values", [values.get("value")]):
+            cfg = parse(ImdbConfig, train_imdb.PRESETS, [f"--{name}={value}"])         # as the agent calls it
+            assert getattr(cfg, name) == value

@@ -32,15 +32,16 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def a_log(folder: Path, done: int = 0, wandb_id: str = "", **changes) -> Logger:
-    cfg = settings(**dict(wandb="auto", method="chain:Chain", wandb_group="mine") | changes)
+    own = dict(wandb="auto", method="chain:Chain", wandb_group="mine", wandb_project="ours")
+    cfg = settings(**own | changes)
     return Logger(cfg, ["llm1", "llm2"], folder, done, wandb_id)
 
 
 def add(to: Logger, *iterations: int) -> None:
-    """Iteration 0 is an evaluation of the base alone."""
+    """Iteration 0 is an evaluation of the bases alone."""
     for i in iterations:
         if i == 0:
-            to.evaluation(0, {"eval_kl/base": 0.0})
+            to.evaluation(0, {"eval_kl/base": 0.0, "eval_x/base_team": 0.5})
         else:
             to.iteration(i, VALUES, [{"iteration": i, "query": "q"}])
             to.evaluation(i, HELD_OUT)
@@ -74,20 +75,25 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
         add(first, 0, 1, 2, 3)
         assert first.bar.desc.startswith("Chain") and first.bar.postfix == "reward=1.00 / nan, KL=2.50 / 3.00"
     rows = read_jsonl(folder / "metrics.jsonl")
-    assert rows == [{"iteration": 0, "eval_kl/base": 0.0}] + [
+    assert rows == [{"iteration": 0, "eval_kl/base": 0.0, "eval_x/base_team": 0.5}] + [
         {"iteration": i} | row for i in (1, 2, 3) for row in (VALUES, HELD_OUT)]
     assert [len(logged[i].pop("samples").data) for i in (1, 2, 3)] == [1, 2, 3]
     assert logged[2] == {
         "iteration": 2, "train/task_reward/llm1": 1.0, "train/kl_k1/llm1": 2.5, "train/kl_k1/llm2": 3.0,
-        "train/copies": 0.5, "time/seconds": 4.0,
-        "eval/kl/llm1": 0.1, "eval/kl/llm2": 0.3, "eval/kl/mean": 0.2, "eval/kl/base": 0.0}
-    assert (first.wandb.run.group, first.wandb.run.tags) == ("mine", ("imdb", "Chain", "custom"))
-    assert first.wandb.run.config["method"] == "chain:Chain"
+        "train/copies": 0.5, "time/seconds": 4.0, "eval/kl/llm1": 0.1, "eval/kl/llm2": 0.3,
+        "eval/kl/mean": 0.2, "eval/kl/base": 0.0, "eval/x/base_team": 0.5}
+    of_run = first.wandb.run
+    assert (of_run.project, of_run.group, of_run.name) == ("ours", "mine", "a run")
+    assert of_run.tags == ("imdb", "Chain", "custom")
+    assert of_run.config["method"] == "chain:Chain"
     logged.clear()
-    with a_log(folder, 2):
-        pass
-    assert [*logged] == [0, 1, 2] and len(logged[2]["samples"].data) == 2
-    for name, kept in (("metrics.jsonl", [0, 1, 1, 2, 2]), ("samples.jsonl", [1, 2])):      # what is saved
+    with a_log(folder, 2, first.wandb.id) as again:
+        assert again.bar.n == 2 and again.wandb.run.id == of_run.id
+        assert [*logged] == [0, 1, 2] and len(logged[2]["samples"].data) == 2
+        again.iteration(3, VALUES, 200 * [{"iteration": 3}])
+        again.evaluation(3, HELD_OUT)
+    assert [row[0] for row in logged[3]["samples"].data] == 200 * [3]       # the last texts
+    for name, kept in (("metrics.jsonl", [0, 1, 1, 2, 2, 3, 3]), ("samples.jsonl", [1, 2, *200 * [3]])):
         assert [row["iteration"] for row in read_jsonl(folder / name)] == kept
 
 

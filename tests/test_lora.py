@@ -136,11 +136,12 @@ def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
         save_model("gpt2", snapshot, num_hidden_layers=len(revision))
         (ref := tmp_path / "models--some--model/refs" / revision).parent.mkdir(exist_ok=True)
         ref.write_text(revision)
-    _, (agent, _) = two_agents("some/model@v1", model="some/model@v1")
-    save_models(tmp_path / "final", [moved(agent)])
-    final = tmp_path / "final" / "llm1"
-    require_same_logits(AutoPeftModelForCausalLM.from_pretrained(final), agent)
-    require_same_logits(AutoModelForCausalLM.from_pretrained(final, revision="v1"), agent)
+    _, agents = two_agents("some/model@v1", model="some/model@v1")
+    save_models(tmp_path / "final", [*map(moved, agents)])
+    for agent in agents:
+        final = tmp_path / "final" / agent.name
+        require_same_logits(AutoPeftModelForCausalLM.from_pretrained(final), agent)
+        require_same_logits(AutoModelForCausalLM.from_pretrained(final, revision="v1"), agent)
 
 
 @pytest.mark.parametrize("rounded", [dict(dtype="bfloat16"), dict(load_in_4bit=True)], ids=str)

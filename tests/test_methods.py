@@ -132,6 +132,19 @@ def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
     assert len(set(drawn)) == len(drawn)
 
 
+def test_seconds_are_an_iterations_own_and_of_all_agents_and_tokens_of_all_roles():
+    agents = [SimpleNamespace(seconds={"sampling": 9.0}) for _ in range(2)]
+    setup = SimpleNamespace(cfg=settings())
+    record = SimpleNamespace(setup=setup, agents=agents, method=setup, task=setup)
+    Record.begin(record, 1)
+    for agent, seconds in zip(agents, (1.0, 2.0)):
+        agent.seconds["sampling"] = agent.seconds.get("sampling", 0) + seconds
+    steps = [SimpleNamespace(rollout=SimpleNamespace(mask_BT=torch.ones(2, length))) for length in (3, 5)]
+    found = Record.timings(record, steps)
+    assert found["seconds_sampling"] == 3
+    assert found["tokens_per_second"] * found["seconds"] == pytest.approx(2 * 3 + 2 * 5)
+
+
 class Own(Cory):
     """llm1 is a GPT-2, llm2 a Llama with a rate, an eta and an advantage of its own. The observer reads two
     responses of the pioneer, and each role has a score of its own.

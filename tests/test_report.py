@@ -76,8 +76,11 @@ def test_a_run_has_a_panel_for_what_varies_and_a_line_for_each_agent_and_the_tea
     assert [[i, 2.0] for i in range(1, 13)] in lines_of(figure, kl)                 # kl_k1 of llm2
     assert [[i, pytest.approx(i / 3)] for i in range(1, 13)] in lines_of(figure, kl)   # short: not smoothed
     long = write_run(tmp_path / "long", length=40)
-    training = lines_of(report.draw_run(long, tmp_path / "p.png"), "spread")[0]
-    assert [y for _, y in training] == pytest.approx([0.15, *(0.1 * i for i in range(2, 40)), 3.95])
+    figure = report.draw_run(long, tmp_path / "p.png")
+    assert [y for _, y in lines_of(figure, "spread")[0]] == pytest.approx(
+        [0.15, *(0.1 * i for i in range(2, 40)), 3.95])
+    etas = lines_of(figure, "KL coefficient eta")                   # each smoothed by itself
+    assert [y for _, y in etas[1]] == pytest.approx([0.1] * 40) != [y for _, y in etas[0]]
     monkeypatch.setitem(globals(), "held_out", lambda reward: dict.fromkeys(
         ("task_reward", "kl", "combined_reward"), 0.0))
     flat = report.draw_run(write_run(tmp_path / "flat"), tmp_path / "p.png")

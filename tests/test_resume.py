@@ -123,10 +123,16 @@ def test_a_finished_run_is_lengthened_or_finished_again(copy, small_flags, tmp_p
     (copy / "eval.json").unlink()
     resume(copy)
     assert read(copy / "eval.json") == before
+    newest = checkpoints_of(copy)[0]
+    torch.save(torch.load(newest, weights_only=True) | {"wandb_id": "same"}, newest)
     resume(copy, "--iterations", "3")
     assert [row["iteration"] for row in rows(copy)] == [0, 1, 2, 2, 3, 3]
     assert read(copy / "eval.json") == read(three / "eval.json")
     assert "iterations is 1: the run has done 3" in refused(capsys, copy, "--iterations", "1")
+    resume(copy, "--iterations", 5, "--save_every", 4)      # at the end, too
+    newest, older = checkpoints_of(copy)
+    assert (newest.stem[-1], older.stem[-1]) == ("5", "4")
+    assert torch.load(newest, weights_only=True)["wandb_id"] == "same"
     checkpoints_of(three)[0].unlink()                       # at iteration 2 nothing was held out
     assert "iterations is 2: the run has done 2; ask for more" in refused(capsys, three, "--iterations", "2")
 
@@ -252,14 +258,16 @@ def test_a_policy_that_no_final_model_would_restore_is_refused_after_the_first_i
 
 def test_the_best_models_so_far_are_kept(small_flags, tmp_path):
     """With their metrics; the best is found again by a run that is resumed."""
-    run = finished(small_flags, tmp_path / "run", *PPO, "--save_best",
-                   "--eval_split", "validation", "--eval_every", 1, "--learning_rate", 0.02)
-    at = {row["iteration"]: row["eval_combined_reward/llm1"] for row in rows(run)
+    run = finished(small_flags, tmp_path / "run", "--save_best", "--eval_split", "validation",
+                   "--eval_every", 1, "--learning_rate", 0.02)
+    agents = ("llm1", "llm2")
+    at = {row["iteration"]: [row[f"eval_combined_reward/{agent}"] for agent in agents] for row in rows(run)
           if row["iteration"] and "eval_kl/llm1" in row}
-    best = max(at, key=at.get)
+    best = max(at, key=lambda iteration: fmean(at[iteration]))
     about = read(run / "best/eval.json")
-    assert (about["iteration"], about["combined_reward"]) == (best, at[best])
-    assert about["llm1"]["combined_reward"] == at[best] and (run / "best/llm1/model.safetensors").exists()
+    assert (about["iteration"], about["combined_reward"]) == (best, fmean(at[best]))
+    assert [about[agent]["combined_reward"] for agent in agents] == at[best]
+    assert all((run / f"best/{agent}/model.safetensors").exists() for agent in agents)
     part = stopped(run, tmp_path / "part")
     shutil.rmtree(part / "best")
     resume(part)

@@ -86,7 +86,9 @@ def test_what_is_missing_is_a_tenth_of_train_which_does_not_train_on_it(given, c
 def test_held_out_rows_that_are_trained_on_are_counted_in_one_line(capsys):
     splits = {"train": ROWS[:100], "validation": ROWS[:8], "test": [*ROWS[98:118], ROWS[0], ROWS[0]]}
     assert divided(settings(), splits)._asdict() == splits                  # used whole, as they are
-    assert capsys.readouterr().out.splitlines()[1:] == ["4 of 22 test rows also occur in the training data"]
+    divided(settings(eval_split="validation"), splits)
+    assert capsys.readouterr().out.splitlines()[1::2] == [
+        f"{found} rows also occur in the training data" for found in ("4 of 22 test", "8 of 8 validation")]
 
 
 @pytest.mark.parametrize("files, says", [

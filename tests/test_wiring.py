@@ -214,6 +214,12 @@ def test_no_setting_is_left_out():
     assert named | ELSEWHERE.keys() == {f.name for f in (*fields(ImdbConfig), *fields(Gsm8kConfig))}
 
 
+def test_agents_may_differ_in_their_model_and_their_update_alone():
+    of_update = {effect.values[1].partition("=")[0] for effect in effects
+                 if effect.values[2][0][:-2] in ("update", "rewards")} - {"iterations", "reset_on_exchange"}
+    assert {f.name for f in fields(ImdbConfig) if f.metadata.get("per_agent")} == of_update | {"model"}
+
+
 def stages(folder: Path) -> dict[str, dict]:
     """{"held out": {name: value}, "draws 1": ..., "update 2": ...}, the first before training."""
     found = {"held out": rows(folder)[0]}
