@@ -276,7 +276,7 @@ class Gsm8kConfig(Config):
     one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
 
 
-# Shared by both tasks' `tiny` presets; tuned for PPO on validation queries.
+# Shared by the `tiny` presets of both tasks; tuned for PPO on validation queries.
 TINY = dict(batch_size=128, mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
             lr_schedule="linear", kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2)
 
@@ -304,7 +304,7 @@ def default_group(cfg: Config, preset: dict) -> str:
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project",
                   "wandb_group", "model", "dataset", "reward_model"}
 
-# The groups of --help, by their first setting. One's own settings come after a task's.
+# The groups of --help, by their first setting. Settings of your own come after a task's.
 SECTIONS = {"task": "what to run", "lora_rank": "memory", "role_exchange_every": "the two agents",
             "batch_size": "rollout", "advantage": "the update",
             "eval_split": "evaluation, saving, logging", "reward_model": "the task", "checker": "the task"}
