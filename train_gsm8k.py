@@ -2,8 +2,8 @@
 from cory.config import BUNDLED, TINY, Gsm8kConfig, parse
 from cory.errors import exit_on_user_error
 
-# The paper's table 2, with PPO's learning rate. It does not state the length of responses, nor that the base
-# in 4 bits is trained with LoRA.
+# The paper's table 2, with its learning rate for PPO. The paper states neither the length of responses nor
+# that the base, which is in 4 bits, is trained with LoRA.
 LLAMA2 = dict(model="meta-llama/Llama-2-7b-chat-hf", dataset="openai/gsm8k", min_response_length=0,
               max_response_length=256, batch_size=32, mini_batch_size=2, gradient_accumulation_steps=16,
               learning_rate=1e-5, init_kl_coef=0.01, lora_rank=16, load_in_4bit=True, dtype="bfloat16")
@@ -13,7 +13,7 @@ PRESETS = {
     "tiny": TINY | dict(model=f"{BUNDLED}gsm8k/lm", dataset=f"{BUNDLED}gsm8k/problems", one_shot=False,
                         max_response_length=48, learning_rate=1.2e-3, critic_learning_rate=1e-3, lam=1.0,
                         init_kl_coef=0.02, iterations=50, eval_every=25, save_every=25),
-    # A pretrained model; not searched. Eta and learning rate are the paper's for CORY's Llama-2.
+    # A pretrained model; its settings were not tuned. Eta and learning rate are those of the paper's CORY.
     "qwen": TINY | dict(model="Qwen/Qwen2.5-Coder-0.5B-Instruct", dataset="openai/gsm8k", one_shot=False,
                         chat_template=True, max_response_length=300, iterations=50, batch_size=32,
                         mini_batch_size=8, dtype="bfloat16", learning_rate=1e-4, init_kl_coef=0.01, lam=1.0,

@@ -9,12 +9,12 @@ IMDB_TINY = TINY | dict(model=f"{BUNDLED}imdb/lm", dataset=f"{BUNDLED}imdb/openi
 # `--preset NAME` changes these settings of ImdbConfig; the first is the default.
 PRESETS = {
     "tiny": IMDB_TINY,
-    # a pretrained model of GPT-2's size; chosen like `tiny`
+    # A pretrained model of GPT-2's size; its settings were chosen as those of `tiny` were.
     "smollm2": IMDB_TINY | dict(model="HuggingFaceTB/SmolLM2-135M-Instruct", batch_size=64,
                                 mini_batch_size=16, learning_rate=1e-3, eval_samples=1, eval_every=10),
     "gpt2": dict(model="gpt2"),
-    "gpt2-large": dict(),                       # the paper's setting: ImdbConfig's own defaults
-    "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO with twice the parameters
+    "gpt2-large": dict(),                       # the paper's settings, which are ImdbConfig's defaults
+    "gpt2-xl": dict(model="gpt2-xl"),           # the paper's PPO of twice the size
 }
 
 

@@ -1,7 +1,8 @@
-"""Commands for runs.
+"""Compare runs, or evaluate finished ones again. With --help after its name, a
+command lists its options.
 
-    python -m cory report RUN_DIR [RUN_DIR ...] --by learning_rate --out comparison.png
-    python -m cory evaluate RUN_DIR [RUN_DIR ...] --samples 64
+    python -m cory report RUN_DIR RUN_DIR --by learning_rate
+    python -m cory evaluate RUN_DIR RUN_DIR --samples 64
 """
 from argparse import RawDescriptionHelpFormatter
 from pathlib import Path
@@ -15,19 +16,26 @@ def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m cory", description=__doc__,
                            formatter_class=RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    report = commands.add_parser("report", description="A plot and a table of means over seeds.")
+    about = "Plot several runs, and print a table of their held-out metrics, as means over seeds."
+    report = commands.add_parser("report", help="plot and table of several runs", description=about)
     report.add_argument("run_dirs", nargs="+", type=Path, help="folders of runs, finished or not")
     report.add_argument("--by", nargs="+", default=[], metavar="SETTING",
-                        help="settings of which each value forms its own group; goes after the folders")
-    report.add_argument("--out", type=Path, default=Path("comparison.png"), help="plot: .png, .pdf or .svg")
-    report.add_argument("--csv", type=Path, metavar="FILE", help="also write all held-out metrics there")
-    evaluate = commands.add_parser("evaluate", description="Greedy accuracy, pass@k, team metrics.")
+                        help="settings whose values divide the runs into groups; put this after the folders")
+    report.add_argument("--out", type=Path, metavar="FILE", default=Path("comparison.png"),
+                        help="write the plot to this .png, .pdf or .svg (default: comparison.png)")
+    report.add_argument("--csv", type=Path, metavar="FILE",
+                        help="also write all held-out metrics to this file")
+    about = """Evaluate finished runs again, with more responses: all held-out metrics, the reward of greedy
+        responses, pass@k (whether one of k responses has a reward above 0), and the best of n."""
+    evaluate = commands.add_parser("evaluate", help="evaluate finished runs again", description=about)
     evaluate.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
-    evaluate.add_argument("--samples", type=int, default=64, help="responses sampled per query")
-    evaluate.add_argument("--queries", type=int, default=0, help="held-out queries; 0: as in the run")
-    evaluate.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    evaluate.add_argument("--samples", type=int, default=64, help="responses sampled per query (default: 64)")
+    evaluate.add_argument("--queries", type=int, default=0,
+                          help="held-out queries (default: as many as in the run)")
+    evaluate.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto",
+                          help="default: auto, a CUDA GPU if there is one")
     evaluate.add_argument("--dtype", choices=["auto", "float32", "tf32", "bfloat16"],
-                          help="default: the run's")
+                          help="precision of matrix products (default: the run's)")
     args = parser.parse_args(argv)
     if args.command == "report":
         from cory.report import compare

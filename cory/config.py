@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, HelpFormatter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -83,79 +83,109 @@ class Config:
     """The shared settings; defaults are the paper's for IMDB, and presets change some. Frozen: agents
     share it, and a resumed run must find it unchanged. What changes in training belongs in a `memory`.
     """
-    # what runs
-    task: str = setting("imdb", "imdb, or a class of yours as module:Class")
-    method: str = setting("cory", "ppo (one agent), cory (two), or a class of yours as module:Class")
-    preset: str = setting("custom", "named settings; other flags override them")
-    model: str = each("gpt2-large", "causal LM: folder or Hub name, optionally @REVISION (paper)")
-    dataset: str = setting("stanfordnlp/imdb", "queries: folder, .jsonl file or Hub name (paper)")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA if there is one")
+    # what to run
+    task: str = setting("imdb", "imdb, or your own class, given as module:Class")
+    method: str = setting(
+        "cory", "ppo (one agent), cory (two agents), or your own class, given as module:Class")
+    preset: str = setting("custom", "a named set of settings, which other flags override")
+    model: str = each("gpt2-large", "pretrained language model: folder or Hub name, with @REVISION if needed "
+                      "(paper: gpt2-large, Llama-2-7b-chat)")
+    dataset: str = setting("stanfordnlp/imdb", "data to make queries from: folder, .jsonl file or Hub name "
+                           "(paper: IMDB, GSM8K)")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a CUDA GPU if there is one, else the CPU")
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
         "auto", "precision of matrix products; auto: bfloat16 on a GPU that supports it, else float32")
-    seed: int = setting(0, "seeds queries, lengths, sampling, mini-batches and adapters", min=0)
-    iterations: int = setting(100, "rollouts, each followed by an update (paper: 100)", min=1)
+    seed: int = setting(0, "random seed, for queries, length limits, sampling, mini-batches and adapters",
+                        min=0)
+    iterations: int = setting(100, "number of iterations, each a rollout and an update (paper: 100)", min=1)
     # memory
-    lora_rank: int = each(0, "LoRA rank, on a frozen base; 0: full fine-tuning (paper: unstated)", min=0)
-    load_in_4bit: bool = setting(False, "load the frozen base in 4 bits, with bitsandbytes (paper: Llama-2)")
-    gradient_checkpointing: bool = setting(False, "recompute activations in the backward pass")
-    shard: bool = setting(False, "shard layers and Adam's moments across torchrun's processes: FSDP2")
-    # the agents
-    role_exchange_every: int = setting(5, "T_REx, iterations between exchanges; 0: never (paper: 5)", min=0)
+    lora_rank: int = each(
+        0, "rank of LoRA adapters on a frozen base; 0: train all weights (paper: not stated)", min=0)
+    load_in_4bit: bool = setting(
+        False, "load the frozen base in 4 bits, with bitsandbytes (paper: for Llama-2)")
+    gradient_checkpointing: bool = setting(
+        False, "recompute activations in the backward pass instead of storing them")
+    shard: bool = setting(False, "divide layers and Adam's moments among the processes of torchrun, by FSDP2")
+    # the two agents
+    role_exchange_every: int = setting(
+        5, "T_REx: iterations between exchanges of roles; 0: never (paper: 5)", min=0)
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
-    partner_reward: float = setting(1.0, "weight on the partner's task reward (paper: 1); may be negative")
-    share_weights: bool = setting(False, "one model plays both roles (paper: mentioned, to save memory)")
-    reset_on_exchange: bool = setting(False, "exchanges reset Adam and eta (paper: no; released code: yes)")
+    partner_reward: float = setting(
+        1.0, "weight of the partner's task reward in what an agent is trained on; may be negative (paper: 1)")
+    share_weights: bool = setting(False, "one model plays both roles (paper: an option, to save memory)")
+    reset_on_exchange: bool = setting(
+        False, "reset Adam's moments and eta at each exchange of roles (paper: no; released code: yes)")
     # rollout
     batch_size: int = setting(256, "responses per iteration and role (paper: IMDB 256, GSM8K 32)", min=1)
-    responses_per_query: int = setting(1, "k; a batch has batch_size / k queries (paper: 1)", min=1)
+    responses_per_query: int = setting(
+        1, "k, the number of responses to each query; a batch has batch_size / k queries (paper: 1)", min=1)
     min_response_length: int = setting(
-        4, "tokens; least value of an iteration's random limit; 0: the maximum (released code, IMDB: 4)",
-        min=0)
-    max_response_length: int = setting(15, "tokens (released code, IMDB: 15)", min=1)
-    temperature: float = setting(1.0, "divides all logits, not only in sampling (paper: 1)", min=ABOVE_0)
-    chat_template: bool = setting(False, "prompts are user messages in the model's chat template")
+        4, "each iteration draws a limit on the length of its responses, in tokens, between this and the "
+        "maximum; 0: always the maximum (released code for IMDB: 4)", min=0)
+    max_response_length: int = setting(
+        15, "maximum length of responses, in tokens (paper: not stated; released code for IMDB: 15)", min=1)
+    temperature: float = setting(
+        1.0, "divides the logits, in sampling and in all log-probabilities alike (paper: 1)", min=ABOVE_0)
+    chat_template: bool = setting(
+        False, "put each prompt into the model's chat template, as a user's message")
     # the update
-    advantage: str = each("gae", "gae (paper), rloo, grpo, dr_grpo, reinforce, or yours as module:function")
-    loss: str = each("ppo", "policy loss: ppo (paper), or yours as module:function")
+    advantage: str = each("gae", "advantage estimator: gae (paper), rloo, grpo, dr_grpo, reinforce, or your "
+                          "own, given as module:function")
+    loss: str = each("ppo", "policy loss: ppo (paper), or your own, given as module:function")
     loss_mean: Literal["tokens", "responses", "constant"] = each(
-        "tokens", "mean over tokens (TRL), responses (GRPO), or constant lengths (Dr. GRPO)")
+        "tokens", "average the loss over tokens (TRL), over each response's tokens and then over responses "
+        "(GRPO), or with a constant as each response's length (Dr. GRPO)")
     max_approx_kl: float = each(
-        0.0, "an update ends where the policy has moved so far, nats per token; 0: never (paper)", min=0)
-    learning_rate: float = each(1.41e-5, "Adam's step size (paper: IMDB 1.41e-5, GSM8K 1e-5)", min=ABOVE_0)
-    critic_learning_rate: float = each(0.0, "for the value head; 0: same as learning_rate (paper)", min=0)
-    lr_schedule: str = each("constant", "constant (paper), linear, cosine, or yours as module:function")
-    mini_batch_size: int = each(256, "maximum rows per backward pass (paper: IMDB 256, GSM8K 2)", min=1)
+        0.0, "end an update once the policy has moved this far, in nats per token; 0: never (paper)", min=0)
+    learning_rate: float = each(1.41e-5, "learning rate of the policy (paper: IMDB 1.41e-5; GSM8K 1e-5 for "
+                                "PPO, 1e-4 for CORY)", min=ABOVE_0)
+    critic_learning_rate: float = each(
+        0.0, "learning rate of the value head; 0: the same as the policy's (paper)", min=0)
+    lr_schedule: str = each("constant", "learning-rate schedule: constant (paper), linear, cosine, or your "
+                            "own, given as module:function")
+    mini_batch_size: int = each(
+        256, "maximum number of responses in a backward pass (paper: IMDB 256, GSM8K 2)", min=1)
     gradient_accumulation_steps: int = each(
         1, "backward passes per Adam step (paper: IMDB 1, GSM8K 16)", min=1)
-    num_ppo_epochs: int = each(4, "passes over each rollout (paper: 4)", min=1)
-    init_kl_coef: float = each(
-        0.3, "eta, initial KL coefficient, per nat (paper: IMDB 0.3, GSM8K 0.01)", min=0)
-    kl_penalty: Literal["full", "k1"] = each("full", "full: exact KL (paper, eq. 2); k1: sampled log-ratio")
-    kl_in: Literal["reward", "loss"] = each("reward", "rewards minus KL (paper), or loss plus k3 (GRPO)")
-    kl_controller: str = each("adaptive", "how eta moves: adaptive (TRL), or yours as module:function")
-    kl_target: float = each(6.0, "target KL, nats per response; 0: constant eta (TRL: 6)", min=0)
-    kl_horizon: float = each(10_000.0, "responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
-    gamma: float = each(1.0, "discount per token (paper: 1)", min=0, max=1)
-    lam: float = each(0.95, "GAE lambda (paper: 0.95)", min=0, max=1)
-    cliprange: float = each(0.2, "policy ratio clip (paper: 0.2)", min=ABOVE_0)
-    cliprange_high: float = each(0.0, "the ratio's upper clip; 0: cliprange (paper), above it: DAPO", min=0)
-    cliprange_value: float = each(0.2, "value clip, in units of reward (paper: 0.2)", min=ABOVE_0)
-    vf_coef: float = each(0.1, "beta, weight of the value loss (paper: 0.1)", min=0)
-    max_grad_norm: float = each(0.0, "clip the gradient's norm to this; 0: off (paper: off)", min=0)
+    num_ppo_epochs: int = each(4, "passes over a rollout in its update (paper: 4)", min=1)
+    init_kl_coef: float = each(0.3, "initial value of eta, the weight of the KL penalty, in reward per nat "
+                               "(paper: IMDB 0.3, GSM8K 0.01)", min=0)
+    kl_penalty: Literal["full", "k1"] = each(
+        "full", "estimate of the KL: exact (full; paper, eq. 2) or the log-ratio of the sampled token (k1)")
+    kl_in: Literal["reward", "loss"] = each("reward", "where the KL penalty enters: subtracted from token "
+                                            "rewards (paper), or added to the loss, as k3 (GRPO)")
+    kl_controller: str = each(
+        "adaptive", "how eta changes: adaptive (TRL), or your own, given as module:function")
+    kl_target: float = each(
+        6.0, "the KL that eta is adapted to reach, in nats per response; 0: constant eta (TRL: 6)", min=0)
+    kl_horizon: float = each(
+        10_000.0, "number of responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
+    gamma: float = each(1.0, "discount factor per token (paper: 1)", min=0, max=1)
+    lam: float = each(0.95, "lambda of GAE (paper: 0.95)", min=0, max=1)
+    cliprange: float = each(0.2, "clip range of the policy ratio (paper: 0.2)", min=ABOVE_0)
+    cliprange_high: float = each(
+        0.0, "upper clip range of the policy ratio, as in DAPO; 0: the same as cliprange (paper)", min=0)
+    cliprange_value: float = each(0.2, "clip range of values, in units of reward (paper: 0.2)", min=ABOVE_0)
+    vf_coef: float = each(0.1, "beta, the weight of the value loss (paper: 0.1)", min=0)
+    max_grad_norm: float = each(0.0, "norm to which the gradient is clipped; 0: no clipping (paper)", min=0)
     # evaluation, saving, logging
-    eval_split: Literal["test", "validation"] = setting("test", "validation: to choose settings by")
+    eval_split: Literal["test", "validation"] = setting(
+        "test", "held-out split to evaluate on; choose settings on validation")
     eval_queries: int = setting(256, "held-out queries per evaluation", min=1)
     eval_samples: int = setting(1, "responses to each held-out query per evaluation", min=1)
-    eval_every: int = setting(20, "iterations between evaluations; 0: at start and end", min=0)
-    save_every: int = setting(50, "iterations between checkpoints, after the first; 0: none", min=0)
-    save_best: bool = setting(False, "write best/, the models of the highest held-out combined reward")
-    run_dir: str = setting("", "folder of this run; a new one under runs/ if empty")
+    eval_every: int = setting(
+        20, "iterations between evaluations; 0: evaluate only before and after training", min=0)
+    save_every: int = setting(
+        50, "save a checkpoint after the first iteration and then every N; 0: no checkpoints", min=0)
+    save_best: bool = setting(False, "also write best/: the models whose held-out combined reward, which is "
+                              "reward minus init_kl_coef times KL, was the highest")
+    run_dir: str = setting("", "folder of this run; if empty, a new one under runs/")
     resume: bool = setting(False, "continue the run in run_dir from its last checkpoint")
     wandb: Literal["auto", "online", "offline", "disabled"] = setting(
-        "auto", "auto: online if a W&B key is found, else offline")
+        "auto", "logging to Weights & Biases (W&B); auto: online if an API key is found, else offline")
     wandb_project: str = setting(os.environ.get("WANDB_PROJECT", "cory"), "W&B project")
-    wandb_group: str = setting(os.environ.get("WANDB_RUN_GROUP", ""), "W&B group; if empty: task, method, "
-                               "preset and the settings that differ from the preset")
+    wandb_group: str = setting(os.environ.get("WANDB_RUN_GROUP", ""), "W&B group; if empty, it is made of "
+                               "task, method, preset and the settings that differ from the preset")
 
     @property
     def rows_per_optimizer_step(self) -> int:
@@ -225,9 +255,12 @@ class Config:
 
 @dataclass(frozen=True)
 class ImdbConfig(Config):
-    reward_model: str = setting("lvwerra/distilbert-imdb", "sentiment classifier: folder or Hub name (paper)")
-    min_query_length: int = setting(2, "fewest tokens of a review used as a query (paper: 2)", min=1)
-    max_query_length: int = setting(8, "most tokens of a review used as a query (paper: 8)", min=1)
+    reward_model: str = setting("lvwerra/distilbert-imdb", "sentiment classifier: folder or Hub name (paper: "
+                                "lvwerra/distilbert-imdb)")
+    min_query_length: int = setting(
+        2, "minimum number of a review's first tokens that form a query (paper: 2)", min=1)
+    max_query_length: int = setting(
+        8, "maximum number of a review's first tokens that form a query (paper: 8)", min=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -237,12 +270,13 @@ class ImdbConfig(Config):
 
 @dataclass(frozen=True)
 class Gsm8kConfig(Config):
-    task: str = setting("gsm8k", "gsm8k, or a class of yours as module:Class")
-    checker: str = setting("last_number", "last_number (paper), strict, or yours as module:function")
+    task: str = setting("gsm8k", "gsm8k, or your own class, given as module:Class")
+    checker: str = setting("last_number", "how an answer is read: last_number (paper), strict (the number "
+                           "after ####), or your own, given as module:function")
     one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
 
 
-# Shared by both tasks' `tiny` presets; tuned for PPO on validation queries.
+# Shared by the `tiny` presets of both tasks; tuned for PPO on validation queries.
 TINY = dict(batch_size=128, mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
             lr_schedule="linear", kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2)
 
@@ -270,12 +304,13 @@ def default_group(cfg: Config, preset: dict) -> str:
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project",
                   "wandb_group", "model", "dataset", "reward_model"}
 
-# The groups of --help, by their first setting. One's own settings come after a task's.
-SECTIONS = {"task": "what runs", "lora_rank": "memory", "role_exchange_every": "the agents",
+# The groups of --help, by their first setting. Settings of your own come after a task's.
+SECTIONS = {"task": "what to run", "lora_rank": "memory", "role_exchange_every": "the two agents",
             "batch_size": "rollout", "advantage": "the update",
             "eval_split": "evaluation, saving, logging", "reward_model": "the task", "checker": "the task"}
-ABOUT = """Parentheses say where a setting is from, and its value there: the paper, the code that its authors
-released, or TRL, the library which that code uses. Settings without them are ours."""
+ABOUT = """Parentheses name the source of a setting, and its value there: the paper on CORY, the code that its
+authors released, or TRL, the library that their code uses. Defaults are those of the preset: add --preset
+NAME to see another one's."""
 
 
 class OneLineParser(ArgumentParser):
@@ -301,7 +336,7 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     argv = sys.argv[1:] if argv is None else argv
     parser = OneLineParser(usage="%(prog)s --method cory [--preset NAME] [--SETTING VALUE ...]",
                            description=ABOUT, allow_abbrev=False,
-                           formatter_class=partial(ArgumentDefaultsHelpFormatter, max_help_position=32))
+                           formatter_class=partial(HelpFormatter, max_help_position=32))
     types, hints = {bool: true_or_false, int: int, float: float}, get_type_hints(config_class)
     metavars, section = {bool: "true|false", int: "N", float: "X", str: "NAME"}, parser
     for f in fields(config_class):
@@ -312,7 +347,8 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
         alone = {"nargs": "?", "const": True} if kind is bool else {}
         section.add_argument(f"--{f.name}", type=types.get(kind, os.path.expanduser), choices=words,
                              metavar=None if words else metavars.get(kind),
-                             default=f.default, help=f.metadata.get("help"), **alone)
+                             default=f.default, **alone,
+                             help=f.metadata.get("help", "") + " (default: %(default)s)" * (f.default != ""))
     parser.set_defaults(preset=next(iter(presets)))
     given = parser.parse_args([word for word in argv if word not in ("-h", "--help")])
     if given.resume:

