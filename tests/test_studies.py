@@ -1,7 +1,6 @@
 """The scripts of docs/studies: the grid, statistics by hand, and the methods that only studies use."""
 import json
 import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +30,7 @@ def test_a_grid_skips_resumes_and_reports(tmp_path, monkeypatch, capsys):
     (done.folder / "eval.json").touch()
     Path(f"{far.folder}.log").write_text("c0ffee\nerror: grad_norm is nan: llm1 has diverged\n")
     assert grid.main(["few", "--jobs", "1"]) == 1
-    out, rows = capsys.readouterr().out, pd.read_csv("studies/few/rows.csv")
+    out, rows = capsys.readouterr().out, pd.read_csv("studies/few/rows.csv.gz")
     assert "1 of 2: finished\n2 of 2: failed" in out and "name 'wrong' is not defined" in out
     assert [run.state for run in (done, far, cut, new)] == ["finished", "diverged", "finished", "not started"]
     assert list(rows.diverged) == [False, True, False] and set(rows.reward) == {1} and "alike" not in rows

@@ -1,4 +1,4 @@
-"""Tables of the studies in studies.json whose rows stand beside it, as NAME.csv.
+"""Tables of the studies in studies.json whose rows stand beside it, as NAME.csv.gz.
 
     python docs/studies/table.py > docs/studies/tables.md
 """
@@ -18,6 +18,17 @@ PLANNED = {"combined": ["combined_reward"], "KL at equal reward": ["KL at equal 
            "frontiers": [*EQUAL]}
 # Studies whose tests are a family of their own in Holm's correction; those of all others are one.
 OWN_FAMILY = ("frontier", "smollm2", "batch256", "rates")
+REAL = ("smollm2", "batch256")          # studies on the real data set, not on the bundled generated data
+HEAD = """# Tables of the studies
+
+Made by table.py; [README](README.md) says what the figures are. A star marks a test that was planned before
+the runs and is significant after Holm's correction, a dagger one that was planned and is not; without a mark
+no test was planned. A cell of fewer seeds than its line's says how many.
+"""
+
+
+def read(study: str) -> pd.DataFrame:
+    return pd.read_csv(HERE / f"{study}.csv.gz", dtype={"commit": str}, low_memory=False)
 
 
 class Difference(NamedTuple):
@@ -115,8 +126,8 @@ def ends(rows: pd.DataFrame) -> pd.DataFrame:
 def differences(task: dict, rows: pd.DataFrame) -> dict[tuple, Difference]:
     """{(group, variant, baseline, figure): variant less baseline} of a task's pairs.
 
-    Along frontiers, whose lines go through the ends of a method's runs in a seed (variants `METHOD, ...`), also
-    at each eta alone.
+    A frontier is the line through the ends of a method's runs in a seed (variants `METHOD, ETA`) in the order
+    of KL. Two methods are compared along their frontiers, and at each eta alone.
     """
     end, found = ends(rows), {}
     of_method = end.reset_index().sort_values("kl")
@@ -193,7 +204,7 @@ def share(variants: list[str], rows: pd.DataFrame) -> str:
 
 def judged_table() -> str:
     """Means of a judge's marks and of the reward, with standard errors; what praise and reward correlate."""
-    rows = pd.read_csv(HERE / "judged.csv").drop(columns=["query", "agent"])
+    rows = pd.read_csv(HERE / "judged.csv.gz").drop(columns=["query", "agent"])
     marks = rows.groupby("variant", sort=False)
     cells = marks.mean().map("{:.2f}".format) + " ± " + marks.sem().map("{:.2f}".format)
     table = markdown([["variant", *cells], *cells.reset_index().to_numpy().tolist()])
@@ -202,23 +213,23 @@ def judged_table() -> str:
 
 def main() -> None:
     studies, rows, found = json.loads((HERE / "studies.json").read_text()), {}, {}
-    for name in [name for name in studies if (HERE / f"{name}.csv").exists()]:
-        frame = pd.read_csv(HERE / f"{name}.csv", dtype={"commit": str}, low_memory=False)
+    for name in [name for name in studies if (HERE / f"{name}.csv.gz").exists()]:
+        frame = read(name)
         for task, spec in studies[name]["tasks"].items():
             rows[name, task] = with_extra_variants(spec, frame[frame.task == task])
             found |= {(name, task, *key): x for key, x in differences(spec, rows[name, task]).items()}
     tests = pd.Series({key: x.p for key, x in found.items() if key[-1] in PLANNED[key[2]]})
-    marks = {}                                              # * significant, † not; none: no test was planned
+    marks = {}
     for _, p in tests.groupby(lambda key: key[0] if key[0] in OWN_FAMILY else "all others"):
-        marks |= {key: "*" if adjusted < 0.05 else "†" for key, adjusted in zip(p.index, holm(p), strict=True)}
-    print("# Tables of the studies\n\nMade by table.py; [README](README.md) says what the figures are. Of tests "
-          "planned before the runs, a star\nmarks those that are significant after Holm's correction, a dagger the "
-          "others. Without a mark, none was planned.\n")
+        marks |= dict(zip(p.index, np.where(holm(p) < 0.05, "*", "†"), strict=True))
+    print(HEAD)
     for (name, task), of_task in rows.items():
         spec = studies[name]["tasks"][task]
         pairs = {key: x for key, x in found.items() if key[:2] == (name, task)}
         commits = ", ".join(sorted(of_task.commit.unique()))
-        print(f"## {name}: {task}\n\n{studies[name]['question']} By the code of {commits}.\n")
+        of_data = task.replace("imdb", "real reviews" if name in REAL else "generated reviews").replace(
+            "gsm8k", "generated word problems")
+        print(f"## {name}: {of_data}\n\n{studies[name]['question']} By the code of {commits}.\n")
         print(means_table(of_task))
         print(differences_table(pairs, marks) if pairs else "")
         if "share" in spec:
