@@ -11,7 +11,7 @@ import torch
 from toys import EXPERIMENTS, close, finished, read, settings
 
 from cory.config import parse
-from docs.studies import collapse, grid, methods, table
+from docs.studies import collapse, figures, grid, methods, table
 
 
 def test_a_grid_skips_resumes_and_reports(tmp_path, monkeypatch, capsys):
@@ -58,6 +58,15 @@ def test_tables_are_made_of_the_rows(capsys):
     assert re.sub(number, "", made) == re.sub(number, "", published)
     values = [np.array(re.findall(number, text), dtype=float) for text in (made, published)]
     assert np.allclose(*values, rtol=0, atol=0.011)         # processors round the second digit differently
+
+
+def test_pictures_are_drawn(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.update({path.name: figure}))
+    figures.main(tmp_path / "studies")
+    assert {*drawn} == {"hero.png", "drift.png", "collapse.png", "search.png"}
+    (base, *_), *_ = (line.get_xydata() for line in drawn["hero.png"].axes[1].lines)
+    assert base[0] == 0                                     # the line of a method starts at the base
 
 
 @pytest.mark.parametrize("page", ["../results.md", "details.md"])
