@@ -1,7 +1,6 @@
 """The scripts of docs/studies: the grid, statistics by hand, and the methods that only studies use."""
 import json
 import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import torch
 from toys import EXPERIMENTS, close, finished, read, settings
 
 from cory.config import parse
-from docs.studies import collapse, grid, methods, table
+from docs.studies import collapse, figures, grid, methods, table
 
 
 def test_a_grid_skips_resumes_and_reports(tmp_path, monkeypatch, capsys):
@@ -31,7 +30,7 @@ def test_a_grid_skips_resumes_and_reports(tmp_path, monkeypatch, capsys):
     (done.folder / "eval.json").touch()
     Path(f"{far.folder}.log").write_text("c0ffee\nerror: grad_norm is nan: llm1 has diverged\n")
     assert grid.main(["few", "--jobs", "1"]) == 1
-    out, rows = capsys.readouterr().out, pd.read_csv("studies/few/rows.csv")
+    out, rows = capsys.readouterr().out, pd.read_csv("studies/few/rows.csv.gz")
     assert "1 of 2: finished\n2 of 2: failed" in out and "name 'wrong' is not defined" in out
     assert [run.state for run in (done, far, cut, new)] == ["finished", "diverged", "finished", "not started"]
     assert list(rows.diverged) == [False, True, False] and set(rows.reward) == {1} and "alike" not in rows
@@ -52,16 +51,34 @@ def test_studies_are_made_of_flags_that_there_are():
             parse(*EXPERIMENTS[run.task], run.flags)
 
 
-def test_tables_and_plots_are_made_of_the_rows(tmp_path, monkeypatch, capsys):
-    here = shutil.copytree(table.HERE, tmp_path / "studies", ignore=shutil.ignore_patterns("*.png"))
-    monkeypatch.setattr(table, "HERE", here)
+def test_tables_are_made_of_the_rows(capsys):
     table.main()
-    made, published = capsys.readouterr().out, (here / "tables.md").read_text()
+    made, published = capsys.readouterr().out, (table.HERE / "tables.md").read_text()
     number = r"[+-]?\d+\.\d+"
     assert re.sub(number, "", made) == re.sub(number, "", published)
     values = [np.array(re.findall(number, text), dtype=float) for text in (made, published)]
     assert np.allclose(*values, rtol=0, atol=0.011)         # processors round the second digit differently
-    assert {path.stem for path in here.glob("*.png")} == {*table.PLOTS}
+
+
+def test_pictures_are_drawn(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.update({path.name: figure}))
+    figures.main(tmp_path / "studies")
+    assert {*drawn} == {"hero.png", "drift.png", "collapse.png", "search.png"}
+    (base, *_), *_ = (line.get_xydata() for line in drawn["hero.png"].axes[1].lines)
+    assert base[0] == 0                                     # the line of a method starts at the base
+
+
+@pytest.mark.parametrize("page", ["../results.md", "details.md"])
+def test_a_difference_is_marked_alike_on_every_page(page):
+    def differences(name):
+        number = r"[+-]\d+\.\d\d"
+        text = " ".join((table.HERE / name).read_text().split())
+        return re.findall(rf"({number} \[{number}, {number}\])\\?([*†]?)", text)
+    marks = {}
+    for cell, mark in differences("tables.md"):
+        marks.setdefault(cell, set()).add(mark)
+    assert not [(cell, mark) for cell, mark in differences(page) if mark not in marks.get(cell, {mark})]
 
 
 def test_methods_of_studies_change_the_scores_alone():

@@ -1,6 +1,6 @@
 """Makes the runs of a study in studies.json: each variant at each seed, in a folder of its own.
 
-    python docs/studies/grid.py frontier --jobs 2           # then studies/frontier/rows.csv
+    python docs/studies/grid.py frontier --jobs 2           # then studies/frontier/rows.csv.gz
 
 Each run has one core. Ctrl-C lets every run save and stop. The same command goes on: finished runs are
 skipped, interrupted and failed ones resumed. One that diverged would do so again: it stays in the rows.
@@ -118,11 +118,12 @@ def main(argv: list[str] | None = None) -> int:
     rows = pd.DataFrame([row for run in runs if run.state in ENDED for row in rows_of(run)])
     if len(rows):
         alike = {name for name in rows.loc[:, "commit":"agent"] if rows[name].nunique(dropna=False) == 1}
-        rows.drop(columns=alike - KEPT).to_csv(out / "rows.csv", index=False)
+        rows.drop(columns=alike - KEPT).to_csv(out / "rows.csv.gz", index=False, float_format="%.7g",
+                                               compression={"method": "gzip", "mtime": 0})
     for run in runs:
         if run.state != "finished":
             print(f"{run.state}: {run.folder}: {run.log[-1]}")
-    print(f"{sum(run.state == 'finished' for run in runs)} of {len(runs)} runs finished: {out}/rows.csv")
+    print(f"{sum(run.state == 'finished' for run in runs)} of {len(runs)} runs finished: {out}/rows.csv.gz")
     return int(any(run.state not in ENDED for run in runs))
 
 
