@@ -32,7 +32,6 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
     """
     policy, cfg, B = agent.policy, agent.cfg, len(prompts)
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
-    group_B = torch.arange(B, device=policy.device) // cfg.responses_per_query
     size = rows_at_once(policy, max(map(len, policy.encode(prompts))) + max_new_tokens)
     mine, parts = range(B)[processes().rows(B)], []
     with unsharded(policy, agent.base):
@@ -40,13 +39,11 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
             rows = slice(start, min(start + size, mine.stop))
             with timed(agent.seconds, "sampling"):
                 part = sample(policy, prompts[rows], queries[rows], max_new_tokens, uniform_TB[:, rows])
-                part = replace(part, group_B=group_B[rows])
             with timed(agent.seconds, "scoring"):
                 parts.append(score_rollout(part, policy, agent.base, cfg.kl_penalty, cfg.mini_batch_size,
                                            agent.critic))
-    if processes().size == 1:
-        return join(parts)
-    return join(processes().gather([part.to("cpu") for part in parts])).to(policy.device)
+    rollout = join(processes().gather([part.to("cpu") for part in parts])).to(policy.device)
+    return replace(rollout, group_B=torch.arange(B, device=policy.device) // cfg.responses_per_query)
 
 
 def rows_at_once(model: LanguageModel, length: int) -> int:
