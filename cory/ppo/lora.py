@@ -38,14 +38,16 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> None:
 
     put_adapter(lm, name, PeftConfig.from_pretrained(folder))
     info = set_peft_model_state_dict(lm, load_peft_weights(folder, device="cpu"), name)
-    if missing := adapter_weights(lm, name).keys() & info.missing_keys:
+    if missing := lm.adapters[name].keys() & info.missing_keys:
         raise ValueError(f"{folder} lacks {min(missing)}")
     switch_to(lm, None)
 
 
 def put_adapter(lm: nn.Module, name: str, settings) -> None:
-    """In the paths of an adapter's parameters its name follows a word that its kind begins with, as in
-    `lora_A.llm1.weight`, `lora_magnitude_vector.llm1.weight` (DoRA) or `ia3_l.llm1`.
+    """Adds an adapter, and keeps its weights by path in `lm.adapters[name]`.
+
+    In their paths its name follows a word that its kind begins with, as in `lora_A.llm1.weight`,
+    `lora_magnitude_vector.llm1.weight` (DoRA) or `ia3_l.llm1`.
     """
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
@@ -63,11 +65,6 @@ def remove_adapter(lm: nn.Module, name: str) -> None:
     lm.delete_adapter(name)
     del lm.adapters[name]
     lm.adapter_in_use = name            # whatever is asked for next is another
-
-
-def adapter_weights(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """All parameters of an adapter, by path."""
-    return lm.adapters[name]
 
 
 def without_adapter(layers: nn.Module) -> tuple[float, list[str]]:

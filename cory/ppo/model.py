@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.ppo import formulas
-from cory.ppo.lora import adapter_weights, add_adapter, load_adapter, switch_to, without_adapter
+from cory.ppo.lora import add_adapter, load_adapter, switch_to, without_adapter
 
 
 class LanguageModel(nn.Module):
@@ -62,11 +62,6 @@ class LanguageModel(nn.Module):
         return self.lm.device
 
     @property
-    def context_length(self) -> int | None:
-        """Maximum number of tokens; None where the config does not say."""
-        return getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
-
-    @property
     def layers(self) -> nn.ModuleList:
         """The transformer's: the list that holds most of the parameters."""
         lists = [module for module in self.lm.base_model.modules() if isinstance(module, nn.ModuleList)]
@@ -84,7 +79,7 @@ class LanguageModel(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The adapter's weights by name, or all weights if there is no adapter."""
-        return adapter_weights(self.lm, self.adapter) if self.adapter else dict(self.lm.named_parameters())
+        return self.lm.adapters[self.adapter] if self.adapter else dict(self.lm.named_parameters())
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()

@@ -56,7 +56,8 @@ def rows_at_once(model: LanguageModel, length: int) -> int:
 # --- sampling ---
 def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
     """(token ids, mask), each (B, P), padded on the left with 0."""
-    rows, context = model.encode(prompts), model.context_length or 10**9
+    rows, config = model.encode(prompts), model.lm.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or 10**9         # not every config has it
     embeddings = model.lm.get_input_embeddings().weight.shape[0]
     for text, row in zip(prompts, rows, strict=True):
         if not row or max(row) >= embeddings:
