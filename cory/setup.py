@@ -78,8 +78,7 @@ class Setup:
     def held_out_metrics(self, policies: dict[str, LanguageModel], iteration: int,
                          out: Path | None = None) -> dict[str, dict[str, float]]:
         """Metrics of each policy against its base, and of the team that plays in an iteration; if bases are
-        among the policies, also of the team of bases. With `out`, pass@k and more, and all responses are
-        written there.
+        among the policies, also of the team of bases. `out`: a folder for `evaluate` to write to.
         """
         metrics = {}
         for name, policy in policies.items():

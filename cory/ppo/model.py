@@ -2,8 +2,7 @@
 
 Capitals at the end of a tensor's name are its shape: B rows, P prompt tokens (padded on the left), T response
 tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens gathered from
-many rows, R rows still being sampled; digits are sizes. Masks are 1 for real
-tokens and 0 for padding.
+many rows, R rows still being sampled; digits are sizes. Masks are 1 for real tokens and 0 for padding.
 """
 import copy
 from contextlib import nullcontext
