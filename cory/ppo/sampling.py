@@ -167,22 +167,22 @@ def score_rollout(rollout: Rollout, policy: LanguageModel, reference: LanguageMo
     """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in passes over at most `max_rows` rows,
     whose rounding matches that of the update: initial ratios are nearly 1 even in bfloat16.
     """
-    names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (critic is not None)
-    scored = {name: torch.zeros_like(rollout.mask_BT) for name in names}
+    logp_BT, ref_logp_BT, kl_BT, value_BT = (torch.zeros_like(rollout.mask_BT) for _ in range(4))
     for index in passes(rollout, policy, max_rows):
         rows = take(rollout, index)
         real = rows.mask_BT.nonzero(as_tuple=True)
+        at = index[real[0]], real[1]                        # the same tokens in the whole rollout
         model_inputs = rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT
         hidden_BTH = ref_hidden_BTH = policy.response_hidden(*model_inputs)
         if reference is not policy:
             ref_hidden_BTH = reference.response_hidden(*model_inputs)
-        columns = logprobs_and_kl(policy.logprobs(hidden_BTH[real]), reference.logprobs(ref_hidden_BTH[real]),
-                                  rows.response_BT[real], kl_penalty)
+        logp_BT[at], ref_logp_BT[at], kl_BT[at] = logprobs_and_kl(
+            policy.logprobs(hidden_BTH[real]), reference.logprobs(ref_hidden_BTH[real]),
+            rows.response_BT[real], kl_penalty)
         if critic is not None:
-            columns = *columns, critic(rows, hidden_BTH)[real]
-        for name, x_N in zip(names, columns, strict=True):
-            scored[name][index[real[0]], real[1]] = x_N
-    return replace(rollout, **scored)
+            value_BT[at] = critic(rows, hidden_BTH)[real]
+    return replace(rollout, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT,
+                   value_BT=rollout.value_BT if critic is None else value_BT)
 
 
 def logprobs_and_kl(logp_NV: Tensor, ref_logp_NV: Tensor, token_N: Tensor,
