@@ -140,8 +140,8 @@ class Record:
     def samples(self, iteration: int, steps: list[RoleStep]) -> list[dict]:
         """A few queries, with each role's prompt, response, agent and reward."""
         rows, queries, groups = [], steps[0].rollout.query, steps[0].rollout.group_B.tolist()
-        first = {group: i for i, group in reversed([*enumerate(groups)])}       # the first row of each group
-        for i in sorted(first.values())[:SAMPLES]:
+        firsts = [i for i, group in enumerate(groups) if group not in groups[:i]]
+        for i in firsts[:SAMPLES]:
             row = {"iteration": iteration, "query": queries[i]}
             for step in steps:
                 role, rollout, tokenizer = step.role, step.rollout, step.agent.policy.tokenizer

@@ -18,7 +18,6 @@ from cory.errors import UserError
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-
 def run_folder(cfg: Config) -> Path:
     """`cfg.run_dir`, or a new folder under runs/, named by what runs, when, and the process."""
     what = f"{short_name(cfg.task)}-{short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}".lower()

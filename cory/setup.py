@@ -9,7 +9,7 @@ from transformers import set_seed
 from cory import device
 from cory.config import Config, require_settings_of, short_name
 from cory.distributed import processes
-from cory.evaluate import evaluate, evaluate_in_full, evaluate_team
+from cory.evaluate import evaluate, evaluate_team
 from cory.loading import load_language_model, model_errors, weights_digest
 from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
@@ -78,17 +78,13 @@ class Setup:
     def held_out_metrics(self, policies: dict[str, LanguageModel], iteration: int,
                          out: Path | None = None) -> dict[str, dict[str, float]]:
         """Metrics of each policy against its base, and of the team that plays in an iteration; if bases are
-        among the policies, also of the team of bases. With `out`, pass@k and more, and all responses are
-        written there.
+        among the policies, also of the team of bases. `out`: a folder for `evaluate` to write to.
         """
         metrics = {}
         for name, policy in policies.items():
             base, cfg = self.bases[self.base_of.get(name, name)], self.configs.get(name, self.cfg)
             task = self.for_evaluation(iteration).task
-            if out is None:
-                metrics[name] = evaluate(policy, base, cfg, task)
-            else:
-                metrics[name] = evaluate_in_full(policy, base, cfg, task, out / f"{name}.jsonl")
+            metrics[name] = evaluate(policy, base, cfg, task, out and out / f"{name}.jsonl")
         cast = self.method.cast([*self.configs], max(iteration, 1))
         teams = {"base_team": [self.base_of[name] for name in cast], "team": cast}
         for team, names in teams.items():

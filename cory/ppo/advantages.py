@@ -86,7 +86,8 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_B: Tensor, **_) -> Tensor:
     with the population standard deviation; equal returns give exactly 0. That paper's loss is the mean over
     responses of their means over tokens: `--loss_mean responses`.
     """
-    centred_B = centred(returns(reward_BT, mask_BT), group_B)
+    return_B = returns(reward_BT, mask_BT)
+    centred_B = return_B - group_mean(return_B, group_B)
     std_B = group_mean(centred_B**2, group_B).sqrt()
     return (centred_B / (std_B + 1e-6))[:, None] * mask_BT
 
@@ -96,7 +97,8 @@ def dr_grpo(reward_BT: Tensor, mask_BT: Tensor, group_B: Tensor, **_) -> Tensor:
     """GRPO without the division by the standard deviation (Liu et al., arXiv:2503.20783, sec. 3.2). That
     paper divides the loss by a constant: `--loss_mean constant`.
     """
-    return centred(returns(reward_BT, mask_BT), group_B)[:, None] * mask_BT
+    return_B = returns(reward_BT, mask_BT)
+    return (return_B - group_mean(return_B, group_B))[:, None] * mask_BT
 
 
 def returns(reward_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -111,12 +113,5 @@ def group_sum(x_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def group_mean(x_B: Tensor, group_B: Tensor) -> Tensor:
-    return group_sum(x_B, group_B) / group_sum(torch.ones_like(x_B), group_B)
-
-
-def centred(x_B: Tensor, group_B: Tensor) -> Tensor:
-    """`x - mean_group x`; equal values give exactly 0."""
-    number_B = group_B.unique(return_inverse=True)[1]
-    largest_B = torch.zeros_like(x_B).scatter_reduce(0, number_B, x_B, "amax", include_self=False)[number_B]
-    below_B = x_B - largest_B
-    return below_B - group_mean(below_B, group_B)
+    """For each row the mean over its group, in float64, where the sum of equal float32 numbers is exact."""
+    return group_sum(x_B.double(), group_B) / group_sum(torch.ones_like(group_B), group_B)

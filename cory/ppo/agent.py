@@ -42,12 +42,12 @@ class Agent:
 
     def reset(self) -> None:
         """A new optimizer and the initial KL coefficient; the weights stay."""
-        of_critic, groups = {*self.critic.parameters()} if self.critic else set(), defaultdict(list)
+        groups = defaultdict(list)
         for name, parameter in self.trainable_parameters().items():
             if not parameter.requires_grad:
                 raise UserError("parameter", name, "would never be trained; call requires_grad_(True) on it")
             # no operation can mix sharded tensors with others
-            groups[parameter in of_critic, is_sharded(parameter)].append(parameter)
+            groups[name.startswith("critic."), is_sharded(parameter)].append(parameter)
         groups = [{"params": group, "is_critic": is_critic} for (is_critic, _), group in groups.items()]
         self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
         self.kl_coef = self.cfg.init_kl_coef

@@ -10,12 +10,11 @@ from torch import Tensor
 def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
     """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding.
 
-    Over the whole rollout, so that the size of mini-batches does not change it. In float64, after subtracting
-    the maximum, so that equal values give exactly 0.
+    Over the whole rollout, so that the size of mini-batches does not change it. In float64, where the sum of
+    equal float32 numbers is exact, so that these give exactly 0.
     """
     real = mask_BT.bool()
     x_N = x_BT[real].double()
-    x_N = x_N - x_N.max()
     x_N = x_N - x_N.mean()
     white_N = x_N * torch.rsqrt((x_N**2).mean() + eps)
     return torch.zeros_like(x_BT).masked_scatter(real, white_N.to(x_BT.dtype))

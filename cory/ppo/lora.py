@@ -6,7 +6,6 @@ every agent starts as the base. Another kind of adapter that peft has (DoRA, IA3
 below.
 """
 import warnings
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -38,24 +37,19 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> None:
 
     put_adapter(lm, name, PeftConfig.from_pretrained(folder))
     info = set_peft_model_state_dict(lm, load_peft_weights(folder, device="cpu"), name)
-    if missing := adapter_weights(lm, name).keys() & info.missing_keys:
+    if missing := lm.adapters[name].keys() & info.missing_keys:
         raise ValueError(f"{folder} lacks {min(missing)}")
     switch_to(lm, None)
 
 
 def put_adapter(lm: nn.Module, name: str, settings) -> None:
-    """In the paths of an adapter's parameters its name follows a word that its kind begins with, as in
-    `lora_A.llm1.weight`, `lora_magnitude_vector.llm1.weight` (DoRA) or `ia3_l.llm1`.
-    """
-    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-
+    """Adds an adapter, and keeps its weights by path in `lm.adapters[name]`: all that it brings along."""
+    before = {*lm.parameters()}
     with warnings.catch_warnings(action="ignore"):
         lm.add_adapter(settings, name)
-    prefix, weights = PEFT_TYPE_TO_PREFIX_MAPPING[settings.peft_type], {}
-    for path, p in lm.named_parameters():
-        if any(kind.startswith(prefix) and of == name for kind, of in pairwise(path.split("."))):
-            weights[path] = p
-            p.data = p.data.float()
+    weights = {path: p for path, p in lm.named_parameters() if p not in before}
+    for p in weights.values():
+        p.data = p.data.float()
     lm.adapters = {**getattr(lm, "adapters", {}), name: weights}
 
 
@@ -63,11 +57,6 @@ def remove_adapter(lm: nn.Module, name: str) -> None:
     lm.delete_adapter(name)
     del lm.adapters[name]
     lm.adapter_in_use = name            # whatever is asked for next is another
-
-
-def adapter_weights(lm: nn.Module, name: str) -> dict[str, nn.Parameter]:
-    """All parameters of an adapter, by path."""
-    return lm.adapters[name]
 
 
 def without_adapter(layers: nn.Module) -> tuple[float, list[str]]:

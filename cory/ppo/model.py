@@ -2,8 +2,7 @@
 
 Capitals at the end of a tensor's name are its shape: B rows, P prompt tokens (padded on the left), T response
 tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N response tokens gathered from
-many rows, R rows still being sampled; digits are sizes. Masks are 1 for real
-tokens and 0 for padding.
+many rows, R rows still being sampled; digits are sizes. Masks are 1 for real tokens and 0 for padding.
 """
 import copy
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.ppo import formulas
-from cory.ppo.lora import adapter_weights, add_adapter, load_adapter, switch_to, without_adapter
+from cory.ppo.lora import add_adapter, load_adapter, switch_to, without_adapter
 
 
 class LanguageModel(nn.Module):
@@ -62,11 +61,6 @@ class LanguageModel(nn.Module):
         return self.lm.device
 
     @property
-    def context_length(self) -> int | None:
-        """Maximum number of tokens; None where the config does not say."""
-        return getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
-
-    @property
     def layers(self) -> nn.ModuleList:
         """The transformer's: the list that holds most of the parameters."""
         lists = [module for module in self.lm.base_model.modules() if isinstance(module, nn.ModuleList)]
@@ -84,7 +78,7 @@ class LanguageModel(nn.Module):
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The adapter's weights by name, or all weights if there is no adapter."""
-        return adapter_weights(self.lm, self.adapter) if self.adapter else dict(self.lm.named_parameters())
+        return self.lm.adapters[self.adapter] if self.adapter else dict(self.lm.named_parameters())
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()

@@ -59,8 +59,8 @@ class Rollout:
         return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
 
     def to(self, device: torch.device | str) -> "Rollout":
-        tensors = {name: x for name, x in self.present().items() if isinstance(x, Tensor)}
-        return replace(self, **{name: x.to(device) for name, x in tensors.items()})
+        moved = {name: x.to(device) for name, x in self.present().items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
 PROMPT = ("prompt_BP", "prompt_mask_BP")        # the fields that are padded on the left

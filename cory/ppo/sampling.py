@@ -32,7 +32,6 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
     """
     policy, cfg, B = agent.policy, agent.cfg, len(prompts)
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
-    group_B = torch.arange(B, device=policy.device) // cfg.responses_per_query
     size = rows_at_once(policy, max(map(len, policy.encode(prompts))) + max_new_tokens)
     mine, parts = range(B)[processes().rows(B)], []
     with unsharded(policy, agent.base):
@@ -40,13 +39,11 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
             rows = slice(start, min(start + size, mine.stop))
             with timed(agent.seconds, "sampling"):
                 part = sample(policy, prompts[rows], queries[rows], max_new_tokens, uniform_TB[:, rows])
-                part = replace(part, group_B=group_B[rows])
             with timed(agent.seconds, "scoring"):
                 parts.append(score_rollout(part, policy, agent.base, cfg.kl_penalty, cfg.mini_batch_size,
                                            agent.critic))
-    if processes().size == 1:
-        return join(parts)
-    return join(processes().gather([part.to("cpu") for part in parts])).to(policy.device)
+    rollout = join(processes().gather([part.to("cpu") for part in parts])).to(policy.device)
+    return replace(rollout, group_B=torch.arange(B, device=policy.device) // cfg.responses_per_query)
 
 
 def rows_at_once(model: LanguageModel, length: int) -> int:
@@ -59,7 +56,8 @@ def rows_at_once(model: LanguageModel, length: int) -> int:
 # --- sampling ---
 def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
     """(token ids, mask), each (B, P), padded on the left with 0."""
-    rows, context = model.encode(prompts), model.context_length or 10**9
+    rows, config = model.encode(prompts), model.lm.config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or 10**9         # not every config has it
     embeddings = model.lm.get_input_embeddings().weight.shape[0]
     for text, row in zip(prompts, rows, strict=True):
         if not row or max(row) >= embeddings:
@@ -169,22 +167,22 @@ def score_rollout(rollout: Rollout, policy: LanguageModel, reference: LanguageMo
     """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in passes over at most `max_rows` rows,
     whose rounding matches that of the update: initial ratios are nearly 1 even in bfloat16.
     """
-    names = ["logp_BT", "ref_logp_BT", "kl_BT"] + ["value_BT"] * (critic is not None)
-    scored = {name: torch.zeros_like(rollout.mask_BT) for name in names}
+    logp_BT, ref_logp_BT, kl_BT, value_BT = (torch.zeros_like(rollout.mask_BT) for _ in range(4))
     for index in passes(rollout, policy, max_rows):
         rows = take(rollout, index)
         real = rows.mask_BT.nonzero(as_tuple=True)
+        at = index[real[0]], real[1]                        # the same tokens in the whole rollout
         model_inputs = rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT
         hidden_BTH = ref_hidden_BTH = policy.response_hidden(*model_inputs)
         if reference is not policy:
             ref_hidden_BTH = reference.response_hidden(*model_inputs)
-        columns = logprobs_and_kl(policy.logprobs(hidden_BTH[real]), reference.logprobs(ref_hidden_BTH[real]),
-                                  rows.response_BT[real], kl_penalty)
+        logp_BT[at], ref_logp_BT[at], kl_BT[at] = logprobs_and_kl(
+            policy.logprobs(hidden_BTH[real]), reference.logprobs(ref_hidden_BTH[real]),
+            rows.response_BT[real], kl_penalty)
         if critic is not None:
-            columns = *columns, critic(rows, hidden_BTH)[real]
-        for name, x_N in zip(names, columns, strict=True):
-            scored[name][index[real[0]], real[1]] = x_N
-    return replace(rollout, **scored)
+            value_BT[at] = critic(rows, hidden_BTH)[real]
+    return replace(rollout, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT,
+                   value_BT=rollout.value_BT if critic is None else value_BT)
 
 
 def logprobs_and_kl(logp_NV: Tensor, ref_logp_NV: Tensor, token_N: Tensor,
