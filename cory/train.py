@@ -194,3 +194,7 @@ def train(cfg: Config) -> Record:
                 setup.method.train(agents, record)
             record.finish()
     return record
+
+
+if __name__ == "__main__":
+    raise SystemExit("this is no script: use `python train_imdb.py` or `python train_gsm8k.py`")
