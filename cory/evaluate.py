@@ -11,7 +11,7 @@ from transformers import set_seed
 
 from cory.config import Config
 from cory.distributed import processes
-from cory.log import write_jsonl
+from cory.log import append_jsonl
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout, join, real_ids
 from cory.ppo.sampling import sample, score_rollout
@@ -45,50 +45,66 @@ def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str
     return join(processes().gather(mine))
 
 
-def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,
-             out: Path | None = None) -> dict[str, float]:
+def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task) -> dict[str, float]:
     """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
     asks for them. KL is in nats per response, length in tokens per response, EOS included.
-
-    With `out`, greedily whatever the task, and pass@k and the best of n; all responses are written there.
     """
-    set_seed(EVALUATION_SEED)               # for tasks that draw
-    held_out, samples, length = task.held_out_queries, cfg.eval_samples, cfg.max_response_length
-    queries = [query for query in held_out for _ in range(samples)]
-    sampled = sample_responses(model, task.pioneer_prompts(queries), queries, length, 0, reference)
-    ids = real_ids(sampled.response_BT, sampled.mask_BT)
-    reward_B, parts = task.judge(queries, sampled.text)
-    reward, kl, tokens = reward_B.mean().item(), sampled.kl_B.mean().item(), sum(map(len, ids))
-    metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
-               "length": tokens / len(ids), "truncated": sampled.truncated_B.double().mean().item(),
-               "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
-               "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
-               "base_perplexity": math.exp(min(-sampled.ref_logp_BT.sum().item() / tokens, 700)),
-               "sampling_gap": sampled.sampling_gap}
-    metrics = dict(**metrics, **parts, **task.metrics(queries, sampled.text))
-    if out or task.greedy:
-        greedy = sample_responses(model, task.pioneer_prompts(held_out), held_out, length, None)
-        of_greedy = task.metrics(held_out, greedy.text)
-        metrics |= {f"greedy_{name}": x for name, x in of_greedy.items()}
-    if out:
-        greedy_Q, reward_Qm = task.reward(held_out, greedy.text), reward_B.view(-1, samples).cpu().numpy()
-        metrics |= {"greedy_task_reward": greedy_Q.mean().item()} | of_several(reward_Qm)
-        rows = [{"query": query, "greedy": greedy.text[i], "greedy_reward": greedy_Q[i].item(),
-                 "sampled": sampled.text[i * samples:(i + 1) * samples], "rewards": reward_Qm[i].tolist()}
-                for i, query in enumerate(held_out)]
-        if processes().is_main:
-            write_jsonl(out, rows)
+    metrics, _, _ = evaluate_sampled(model, reference, cfg, task)
+    if task.greedy:
+        metrics |= evaluate_greedy(model, cfg, task)[0]
     return metrics
 
 
-def of_several(reward_Qm: np.ndarray) -> dict[str, float]:
-    """From m responses to each query: pass@k for k = 1, 2, 4, ... up to m (solved: a reward above 0), and the
-    reward of the best of n for n = 4, 16, 32 up to m / 2.
+def evaluate_in_full(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,
+                     out: Path) -> dict[str, float]:
+    """As `evaluate`, with greedy responses whatever the task; pass@k for k = 1, 2, 4, ... (solved: a reward
+    above 0), and the reward of the best of n for n = 4, 16, 32 up to eval_samples / 2. All responses are
+    written to `out`.
     """
-    m = reward_Qm.shape[1]
-    solved = {f"pass@{2**i}": best_of_n(reward_Qm > 0, 2**i) for i in range(m.bit_length())}
-    best = {f"best_of_{n}": best_of_n(reward_Qm, n) for n in (4, 16, 32) if 2 * n <= m}
-    return solved | best
+    metrics, responses, reward_B = evaluate_sampled(model, reference, cfg, task)
+    of_greedy, greedy, greedy_Q = evaluate_greedy(model, cfg, task)
+    metrics |= of_greedy | {"greedy_task_reward": greedy_Q.mean().item()}
+    samples = cfg.eval_samples
+    reward_Qm = reward_B.view(-1, samples).cpu().numpy()
+    for k in (2**i for i in range(samples.bit_length())):
+        metrics[f"pass@{k}"] = best_of_n(reward_Qm > 0, k)
+    for n in (n for n in (4, 16, 32) if 2 * n <= samples):
+        metrics[f"best_of_{n}"] = best_of_n(reward_Qm, n)
+    if processes().is_main:
+        out.unlink(missing_ok=True)
+        append_jsonl(out, [
+            {"query": query, "greedy": greedy.text[i], "greedy_reward": greedy_Q[i].item(),
+             "sampled": responses.text[i * samples:(i + 1) * samples], "rewards": reward_Qm[i].tolist()}
+            for i, query in enumerate(task.held_out_queries)])
+    return metrics
+
+
+def evaluate_sampled(model: LanguageModel, reference: LanguageModel, cfg: Config,
+                     task: Task) -> tuple[dict[str, float], Rollout, torch.Tensor]:
+    """(metrics, responses, their rewards): `eval_samples` in a row for each held-out query."""
+    set_seed(EVALUATION_SEED)               # for tasks that draw
+    asked = [query for query in task.held_out_queries for _ in range(cfg.eval_samples)]
+    prompts, length = task.pioneer_prompts(asked), cfg.max_response_length
+    responses = sample_responses(model, prompts, asked, length, 0, reference)
+    ids = real_ids(responses.response_BT, responses.mask_BT)
+    reward_B, parts = task.judge(asked, responses.text)
+    reward, kl, tokens = reward_B.mean().item(), responses.kl_B.mean().item(), sum(map(len, ids))
+    metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
+               "length": tokens / len(ids), "truncated": responses.truncated_B.double().mean().item(),
+               "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
+               "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
+               "base_perplexity": math.exp(min(-responses.ref_logp_BT.sum().item() / tokens, 700)),
+               "sampling_gap": responses.sampling_gap}
+    return dict(**metrics, **parts, **task.metrics(asked, responses.text)), responses, reward_B
+
+
+def evaluate_greedy(model: LanguageModel, cfg: Config,
+                    task: Task) -> tuple[dict[str, float], Rollout, torch.Tensor]:
+    """(metrics as greedy_NAME, responses, their rewards): one for each held-out query."""
+    queries = task.held_out_queries
+    greedy = sample_responses(model, task.pioneer_prompts(queries), queries, cfg.max_response_length, None)
+    metrics = {f"greedy_{name}": x for name, x in task.metrics(queries, greedy.text).items()}
+    return metrics, greedy, task.reward(queries, greedy.text)
 
 
 def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
@@ -141,3 +157,7 @@ def best_of_n(reward_Qm: np.ndarray, n: int) -> float:
     m = reward_Qm.shape[1]
     weight_m = np.array([math.comb(i, n - 1) / math.comb(m, n) for i in range(m)])
     return float((np.sort(reward_Qm, 1) @ weight_m).mean())
+
+
+if __name__ == "__main__":
+    raise SystemExit("this is no script: use `python -m cory evaluate RUN_DIR`")

@@ -24,10 +24,6 @@ def write_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def write_jsonl(path: Path, rows: list[dict]) -> None:
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
 def append_jsonl(path: Path, rows: list[dict]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -51,7 +47,7 @@ class Logger(AbstractContextManager):
             self.metrics, self.samples = (run_dir / name for name in ("metrics.jsonl", "samples.jsonl"))
             for path in (self.metrics, self.samples):
                 kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
-                write_jsonl(path, kept)
+                write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self.wandb = WandbLog(cfg, agents, run_dir, wandb_id)
         if self.wandb.run:
             for row in read_jsonl(self.metrics):            # W&B ignores those that it has

@@ -9,7 +9,7 @@ from transformers import set_seed
 from cory import device
 from cory.config import Config, require_settings_of, short_name
 from cory.distributed import processes
-from cory.evaluate import evaluate, evaluate_team
+from cory.evaluate import evaluate, evaluate_in_full, evaluate_team
 from cory.loading import load_language_model, model_errors, weights_digest
 from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
@@ -84,7 +84,10 @@ class Setup:
         for name, policy in policies.items():
             base, cfg = self.bases[self.base_of.get(name, name)], self.configs.get(name, self.cfg)
             task = self.for_evaluation(iteration).task
-            metrics[name] = evaluate(policy, base, cfg, task, out and out / f"{name}.jsonl")
+            if out is None:
+                metrics[name] = evaluate(policy, base, cfg, task)
+            else:
+                metrics[name] = evaluate_in_full(policy, base, cfg, task, out / f"{name}.jsonl")
         cast = self.method.cast([*self.configs], max(iteration, 1))
         teams = {"base_team": [self.base_of[name] for name in cast], "team": cast}
         for team, names in teams.items():

@@ -54,7 +54,7 @@ def test_pass_at_k_and_best_of_n_by_hand(tmp_path):
     task.reward = lambda *_: task.judge()[0]
     out, model = tmp_path / "base.jsonl", bigram()
     cfg = settings(max_response_length=5, eval_samples=8)
-    metrics = evaluate.evaluate(model, model, cfg, task, out)
+    metrics = evaluate.evaluate_in_full(model, model, cfg, task, out)
     pass_at = {f"pass@{k}": k / 16 for k in (1, 2, 4, 8)}
     expected = {"greedy_task_reward": 0.5, **pass_at, "best_of_4": 0.5}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
