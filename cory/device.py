@@ -45,6 +45,8 @@ def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     """Adds the block's duration to `seconds[phase]`."""
     start = time.perf_counter()
     yield
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()                # what the block has started on a GPU ends in it
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
 
 

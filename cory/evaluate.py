@@ -62,7 +62,8 @@ def evaluate_in_full(model: LanguageModel, reference: LanguageModel, cfg: Config
     written to `out`.
     """
     metrics, responses, reward_B = evaluate_sampled(model, reference, cfg, task)
-    of_greedy, greedy, greedy_Q = evaluate_greedy(model, cfg, task)
+    of_greedy, greedy = evaluate_greedy(model, cfg, task)
+    greedy_Q = task.reward(task.held_out_queries, greedy.text)
     metrics |= of_greedy | {"greedy_task_reward": greedy_Q.mean().item()}
     samples = cfg.eval_samples
     reward_Qm = reward_B.view(-1, samples).cpu().numpy()
@@ -98,13 +99,12 @@ def evaluate_sampled(model: LanguageModel, reference: LanguageModel, cfg: Config
     return dict(**metrics, **parts, **task.metrics(asked, responses.text)), responses, reward_B
 
 
-def evaluate_greedy(model: LanguageModel, cfg: Config,
-                    task: Task) -> tuple[dict[str, float], Rollout, torch.Tensor]:
-    """(metrics as greedy_NAME, responses, their rewards): one for each held-out query."""
+def evaluate_greedy(model: LanguageModel, cfg: Config, task: Task) -> tuple[dict[str, float], Rollout]:
+    """(metrics as greedy_NAME, responses): one for each held-out query."""
     queries = task.held_out_queries
     greedy = sample_responses(model, task.pioneer_prompts(queries), queries, cfg.max_response_length, None)
     metrics = {f"greedy_{name}": x for name, x in task.metrics(queries, greedy.text).items()}
-    return metrics, greedy, task.reward(queries, greedy.text)
+    return metrics, greedy
 
 
 def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from cory import device
 from cory.checkpoint import load_checkpoint, save_checkpoint
 from cory.config import config_json, load_config
+from cory.device import peak_memory
 from cory.distributed import processes
 from cory.errors import UserError
 from cory.evaluate import examples
@@ -226,7 +226,7 @@ class Record:
         seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
         print(f"{tables('held-out', pd.DataFrame(held_out).T)}\n\n"
               f"{seconds:.2f} s per iteration (median of {done}), "
-              f"peak memory {device.peak_memory(self.setup.device):.2f} GiB\nwritten to {self.run_dir}: "
+              f"peak memory {peak_memory(self.setup.device):.2f} GiB\nwritten to {self.run_dir}: "
               "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
 
 

@@ -16,6 +16,9 @@ from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.sharding import shard
 
+# What logs name otherwise.
+LOGGED = ("iteration", "query", "queries", "samples", "split", "combined_reward", "mean", "team")
+
 
 class Setup:
     """configs: the settings of each agent, by name. bases: frozen models by their names in logs, which
@@ -121,10 +124,10 @@ def require_agents(cfg: Config, configs: dict[str, Config], roles: tuple[str, ..
     cfg.require("method", len(configs) <= len({*roles}) == len(roles), "needs a role for each of its agents, "
                 f"and a name for each role; its roles are {', '.join(roles)}")
     for name in (*configs, *roles):
-        of_logs = name in ("iteration", "query", "mean", "team") or name.startswith("base")
+        of_logs = name in LOGGED or name.startswith("base")
         cfg.require("method", re.fullmatch("[a-z0-9_]+", name) and not of_logs,
                     f"names an agent or a role {name!r}; take a word of small letters, digits and _, but not "
-                    "iteration, query, mean, team or base..., as logs name other things")
+                    f"{', '.join(LOGGED)} or base..., as logs name other things")
     shared = [f.name for f in fields(cfg) if not f.metadata.get("per_agent")]
     for name, agent_cfg in configs.items():
         find_estimator(agent_cfg)

@@ -45,8 +45,8 @@ class Ppo:
     def train(self, agents: list[Agent], record: Record) -> None:
         """The training loop, of PPO with one agent and of CORY (the paper's algorithm 1) with two.
 
-        If an agent has several roles, as with `--share_weights true`, the later rollouts predate its first
-        update: their ratios do not start at 1.
+        An agent that plays several roles, as with `--share_weights true`, is updated on each rollout in turn.
+        The later ones were sampled before its first update, so that their ratios do not start at 1.
         """
         cfg, task = self.cfg, self.task
         if record.done == 0:
@@ -74,7 +74,8 @@ class Ppo:
                     update = self.update(role, agent, rollout, score)
                 steps.append(RoleStep(role, agent, rollout, reward_B, parts, update))
             for agent in agents:
-                agent.adapt_kl_coef([step.rollout.kl_B for step in steps if step.agent is agent])
+                trained = [step for step in steps if step.agent is agent and step.update]
+                agent.adapt_kl_coef([step.rollout.kl_B for step in trained])
 
             record.log(iteration, steps, self.metrics(rollouts, rewards))
             task.learn(rollouts, rewards)
@@ -90,14 +91,15 @@ class Ppo:
             record.save_if_due(iteration)
 
     def cast(self, agents: Sequence, iteration: int) -> list:
-        """Who plays each role in an iteration (1, 2, ...). At an exchange roles move to the next agent, and
-        all state stays with its agent; if there are fewer agents than roles, they take turns.
+        """The agent that plays each role in an iteration (1, 2, ...). At an exchange roles move to the next
+        agent, and all state stays with its agent. With fewer agents than roles, agents take several in turn.
         """
         every = self.cfg.role_exchange_every
         first = (iteration - 1) // every % len(agents) if every else 0
         return [*islice(cycle(agents), first, first + len(self.roles))]
 
     def exchange_follows(self, iteration: int) -> bool:
+        """Whether roles move after an iteration; with `--share_weights true`, whether they would."""
         names = self.agent_names
         return self.cast(names, iteration) != self.cast(names, iteration + 1)
 
@@ -120,12 +122,14 @@ class Ppo:
         return [reward_B.clone() for reward_B in rewards]
 
     def update(self, role: str, agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float]:
-        """Trains the agent that played a role on its scores; returns metrics."""
+        """Trains the agent that played a role on its scores. Returns metrics, or none if it has not been
+        trained: its eta then stays as it is.
+        """
         return ppo_update(agent, rollout, score)
 
     def metrics(self, rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
-        """What else is logged, by name: of an iteration, and of several roles' held-out responses, which have
-        no log-probabilities.
+        """Further metrics to log, by name: of each iteration, and of several roles' held-out responses, whose
+        rollouts have no log-probabilities.
         """
         return {}
 
@@ -154,15 +158,15 @@ class Cory(Ppo):
         return role - 1
 
     def scores(self, rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
-        """r_CORY = r(s0, a1) + r(s0, a2) for both; `--partner_reward` weights what is not an agent's own."""
+        """r_CORY = r(s0, a1) + r(s0, a2) for both; the partner's reward is weighted by `--partner_reward`."""
         require_one_query(rollouts)
         weight = self.cfg.partner_reward
         return [r + weight * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
     def metrics(self, rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
-        """How the last agent uses the response that it has seen: the share of its responses that repeat it;
-        and their mean reward where the response seen earned more than the batch's mean, and elsewhere, both
-        left out if all responses seen earned the same.
+        """How the last agent uses the response that it reads: how often it repeats it, and its mean reward
+        after responses that earned more than their mean, and after the others. These two are left out if all
+        responses that it reads earned the same.
         """
         require_one_query(rollouts)
         last = len(rollouts) - 1

@@ -107,6 +107,17 @@ def test_exchanges_keep_moments_and_kl_coefficients_unless_they_reset_them(whole
         assert any("/adam/" in key for key in exchanged) == has_moments
 
 
+class Frozen(Cory):
+    def update(self, role, agent, rollout, score):
+        return super().update(role, agent, rollout, score) if agent.name == "llm1" else {}
+
+
+def test_an_agent_that_is_not_trained_keeps_its_eta(small_flags, tmp_path):
+    folder = finished(small_flags, tmp_path / "run", "--iterations", 2, "--method", "test_methods:Frozen")
+    agents = torch.load(checkpoints_of(folder)[0], weights_only=True)["agents"]
+    assert agents["llm2"]["kl_coef"] == 0.15 != agents["llm1"]["kl_coef"]
+
+
 def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
     """Adapters of two agents by two seeds and PyTorch's generator in each iteration; then the agents' own
     generators.

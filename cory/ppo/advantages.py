@@ -16,8 +16,8 @@ from cory.config import Config
 def estimator(critic: bool, whiten: bool, grouped: bool = False) -> Callable:
     """Marks a function as an advantage estimator.
 
-    critic: the agent has one, which learns advantage + V. whiten: its advantages are whitened over the batch.
-    grouped: it compares the responses to a query, of which there must be two or more.
+    critic: it needs a critic, which is trained on advantage + V. whiten: its advantages are whitened over the
+    batch. grouped: it compares the responses to one query, so that it needs at least two of them.
     """
     def mark(function: Callable) -> Callable:
         function.critic, function.whiten, function.grouped = critic, whiten, grouped
@@ -28,9 +28,10 @@ def estimator(critic: bool, whiten: bool, grouped: bool = False) -> Callable:
 def find_estimator(cfg: Config) -> Callable[..., Tensor]:
     function = cfg.find("advantage")
     cfg.require("advantage", hasattr(function, "critic"), "does not say whether it has a critic; put "
-                "@estimator(critic=False, whiten=True) of cory.ppo.advantages above it, say")
+                "@estimator(critic=False, whiten=True) of cory.ppo.advantages above it, for example")
     cfg.require("responses_per_query", not function.grouped or cfg.responses_per_query >= 2,
-                f"{cfg.advantage} compares the responses to a query; add --responses_per_query 4, say")
+                f"{cfg.advantage} compares the responses to a query; add, for example, "
+                "--responses_per_query 4")
     return function
 
 

@@ -105,7 +105,7 @@ def adaptive(agent: Agent, kl_N: Tensor) -> float:
     return agent.kl_coef * (1 + error * n / cfg.kl_horizon)
 
 
-# --- learning-rate schedules: a factor at each progress of training, from 0 to just below 1 ---
+# --- learning-rate schedules: from the progress of training, 0 to just below 1, to a factor ---
 def constant(progress: float) -> float:
     return 1.0
 

@@ -116,8 +116,8 @@ class LanguageModel(nn.Module):
         return hidden[:, prompt_BP.shape[1] - 1:]
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V), divided by the temperature, in float32: GPT-2's lie near -100, where bfloat16 numbers are
-        0.5 apart.
+        """(N, V), divided by the temperature; in float32, because GPT-2's logits are near -100, where
+        neighbouring bfloat16 numbers differ by 0.5.
         """
         with torch.autocast(self.device.type, enabled=False):
             logits_NV = self.head(hidden_NH.float())
@@ -150,8 +150,8 @@ class LanguageModel(nn.Module):
 
 class Critic(nn.Module):
     """V(s): a linear value head on the policy's last hidden state (paper, sec. 3), in float32, whose gradient
-    also reaches the transformer. It starts at 0 (the paper does not say). Another critic is a module with
-    this `forward`; `base` is frozen, and has the adapters of all agents.
+    also reaches the transformer. It starts at 0 (the paper does not say). To use another critic, write a
+    module with this `forward`. `base` is frozen and carries the adapters of all agents.
     """
 
     def __init__(self, base: LanguageModel):

@@ -19,8 +19,8 @@ MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
 class Rollout:
     """Queries, prompts and responses under the policy that sampled them, constant over PPO epochs.
 
-    Prompts are padded on the left, all else on the right, with 0. A field that you add has one value for each
-    row, a list or (B,), or for each response token, (B, T), or is None.
+    Prompts are padded on the left, all else on the right, with 0. A field that you add must be None, or have
+    one value for each row (a list, or (B,)) or for each response token ((B, T)).
     """
     query: list[str]            # s0: what a response is to, and is rewarded for, whatever its prompt
     text: list[str]             # decoded responses: all that tasks and the other agent's prompt see

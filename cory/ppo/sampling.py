@@ -49,7 +49,7 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
 def rows_at_once(model: LanguageModel, length: int) -> int:
     """How many rows of this length, in tokens, are sampled together."""
     layers = getattr(model.lm.config.get_text_config(), "num_hidden_layers", 1)
-    row_bytes = 2 * 4 * layers * model.head.in_features * length    # in float32, no head shares its keys
+    row_bytes = 2 * 4 * layers * model.head.in_features * length    # float32, without grouped queries
     return max(1, MAX_CACHE_BYTES[model.device.type] // row_bytes)
 
 
@@ -110,8 +110,8 @@ def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new
 
     DIFFERS: the released code samples with a repetition penalty and trains without.
 
-    R of the B rows are computed. Once a quarter of them have ended, those are dropped. The cache has the same
-    R rows in the same order.
+    Only R of the B rows are still computed. Whenever a quarter of these have ended, they are dropped. The
+    cache has the same R rows in the same order.
     """
     B, device = len(prompts), model.device
     prompt_BP, prompt_mask_BP = encode_prompts(model, prompts, max_new_tokens)
@@ -120,7 +120,7 @@ def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new
     response_BT = torch.zeros(B, max_new_tokens, dtype=torch.long, device=device)
     mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
     truncated_B = torch.ones(B, dtype=torch.bool, device=device)
-    # the rows that are computed, and whether each of them still runs
+    # the rows that are still computed, and whether each of them still runs
     row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
     ids_RL, mask_RL, position_ids_RL = prompt_BP, prompt_mask_BP, positions(prompt_mask_BP)
     cache = DynamicCache()          # keeps all keys of a sliding window, too: the model's mask hides the rest

@@ -3,7 +3,7 @@
     rollout -> token rewards -> advantages -> mini-batches -> loss of each token -> gradient -> Adam
 """
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from statistics import fmean
 from typing import Iterator
@@ -81,12 +81,14 @@ def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
     reward_BT = formulas.token_rewards(score, rollout.kl_BT, mask_BT, in_reward_B)
 
     estimate = find_estimator(cfg)
-    if estimate.grouped and rollout.group_B.unique(return_counts=True)[1].min() < 2:
-        raise UserError("advantage", cfg.advantage, "compares the responses of a group, and one has no other")
-    numbers = rollout.group_B.tolist()
-    if estimate.grouped and len({*zip(numbers, rollout.query, strict=True)}) > len({*numbers}):
-        raise UserError("advantage", cfg.advantage, "compares responses to one query, and a group has two; "
-                        "give rollouts that you join different numbers in group_B")
+    if estimate.grouped:
+        numbers = rollout.group_B.tolist()
+        if min(Counter(numbers).values()) < 2:
+            raise UserError("advantage", cfg.advantage, "compares the responses of a group, and one has no "
+                            "other")
+        if len({*zip(numbers, rollout.query, strict=True)}) > len({*numbers}):
+            raise UserError("advantage", cfg.advantage, "compares responses to one query, and a group has "
+                            "two; give rollouts that you join different numbers in group_B")
     advantage_BT = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=value_BT, group_B=rollout.group_B,
                             gamma=cfg.gamma, lam=cfg.lam, rollout=rollout)
     return_BT = None
