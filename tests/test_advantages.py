@@ -78,7 +78,7 @@ def test_an_estimator_of_ones_own_is_neither_whitened_nor_has_a_critic_unless_it
 
 @pytest.mark.parametrize("name, k, says", [
     ("unmarked", 1, r"advantage is 'test_advantages:unmarked': .* put @estimator\(critic="),
-    ("own", 1, "add --responses_per_query"),
+    ("own", 1, "add, for example, --responses_per_query"),
     ("one_each", 1, r"one_each': must return \(8, 3\), one value a token")])
 def test_estimators_that_cannot_be_are_refused(name, k, says):
     with pytest.raises(UserError, match=says):
