@@ -1,6 +1,6 @@
 """Study `collapse`: the held-out reward at which each agent collapses, and what CORY adds to it.
 
-    python docs/studies/collapse.py                         # of collapse.csv
+    python docs/studies/collapse.py                         # of collapse.csv.gz
 """
 import sys
 from pathlib import Path
@@ -71,7 +71,7 @@ def of_runs(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def main() -> None:
-    rows = pd.read_csv(HERE / "collapse.csv", dtype={"commit": str})
+    rows = pd.read_csv(HERE / "collapse.csv.gz", dtype={"commit": str})
     found = collapses(rows, Limits())
     lines = [["variant", "agents", "reward at collapse", "iteration", "repetition", "perplexity", "length",
               "reward falls", "none"]]
