@@ -1,4 +1,5 @@
 """Language models and classifiers from a local folder or the Hub, and why one cannot be used."""
+import math
 import os
 import re
 import warnings
@@ -172,6 +173,8 @@ def require_usable_model(model: LanguageModel) -> None:
     own_logp_LV = ours.logprobs(own_LH)
     p_LV = (logp_LV.exp() + own_logp_LV.exp()) / 2
     gap = (p_LV * (logp_LV - own_logp_LV).abs()).sum(1).mean().item()       # rounding hardly moves this mean
+    if math.isnan(gap):
+        raise ValueError("its logits are not finite; to mask tokens in `logits` use -1e9, not -inf")
     limit = 0.1 if lm.dtype != torch.float32 else 1e-3 if model.dtype == "float32" else 0.01
     if not gap < limit:
         raise ValueError(f"its log-probabilities differ by {gap:.2g} nats with padding and cached keys: this "

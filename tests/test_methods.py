@@ -1,6 +1,6 @@
 """The methods: PPO, CORY, and those of one's own."""
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,15 +71,18 @@ class Noted(Cory):
         return metrics | {"noted": 2.0} if role == "observer" else metrics
 
 
-def test_tokens_that_are_masked_in_the_logits_are_never_sampled(small_flags, tmp_path, monkeypatch):
+def test_tokens_that_are_masked_in_the_logits_are_never_sampled(small_flags, tmp_path, monkeypatch, capsys):
     """By an edit of `logits`, as README says: also of saved models, and in held-out evaluation."""
     logits, banned = LanguageModel.logits, ord("e")
-    masked = lambda self, hidden: logits(self, hidden).index_fill(-1, torch.tensor([banned]), -1e9)
+    masked = lambda self, hidden: logits(self, hidden).index_fill(1, torch.tensor([banned]), -1e9)
     monkeypatch.setattr(LanguageModel, "logits", masked)
     folder = finished(small_flags, tmp_path / "run", "--iterations", 2)
     said = [row[role] for row in rows(folder, "samples.jsonl") for role in Cory.roles]
     assert "o" in "".join(said) and "e" not in "".join(said)
     assert all(isfinite(x) for row in rows(folder) for x in row.values())
+    monkeypatch.setattr(LanguageModel, "logits", lambda self, hidden: masked(self, hidden) - inf)
+    words = [*small_flags, "--run_dir", tmp_path / "other"]
+    assert "its logits are not finite; where you mask" in error_line(train_imdb.main, words, capsys)
 
 
 def test_one_model_can_play_both_roles(small_flags, tmp_path):

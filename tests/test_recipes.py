@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from toys import finished, read
+from toys import error_line, finished, read
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
 # (text of the file, command line) of each recipe
@@ -43,4 +43,7 @@ def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, ca
         for run_dir in words:                                       # with itself it plays as in the run
             score = read(Path(run_dir, "eval.json"))["team"]["score"]
             assert f"{run_dir} llm1, {run_dir} llm2: {score:.3f}\n" in said
+    if name == "moving":
+        full = [*small, *words, *SHORT, "--kl_penalty", "full", "--run_dir", "full"]
+        assert "kl_penalty is 'full': is not what this measures" in error_line(main, full, capsys)
     sys.modules.pop(name, None)

@@ -95,7 +95,8 @@ class LanguageModel(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """The logits (B, L, V) after each token of rows that are padded on the left."""
-        return self.logits(self.hidden_states(ids, mask, positions(mask))[0])
+        hidden_BLH, _ = self.hidden_states(ids, mask, positions(mask))
+        return self.logits(hidden_BLH.flatten(0, 1)).unflatten(0, ids.shape)
 
     def hidden_states(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache=None) -> tuple:
         """The transformer without its head, with this model's adapter: (last hidden states, cache)."""
@@ -117,7 +118,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """(N, V), divided by the temperature; in float32, because GPT-2's logits are near -100, where
-        neighbouring bfloat16 numbers differ by 0.5.
+        neighbouring bfloat16 numbers differ by 0.5. All are finite: a token that is never sampled has -1e9.
         """
         with torch.autocast(self.device.type, enabled=False):
             logits_NV = self.head(hidden_NH.float())
