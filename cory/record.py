@@ -173,32 +173,42 @@ class Record:
                 write_text(self.run_dir / "best/eval.json", json.dumps(about | metrics, indent=1) + "\n")
 
     def save_if_due(self, iteration: int) -> None:
-        """Writes a checkpoint after iteration 1, every `save_every` iterations, at the end, and after a
-        signal to any process, which then ends the run. After iteration 1 also writes the final models and
-        reads them again, so that what cannot be saved is found at once.
+        """Saves after iteration 1, every `save_every` iterations and at the end; after a signal to any process
+        also ends the run.
         """
         every, signals = self.setup.cfg.save_every, processes().gather(self.signals)
+        is_due = every and (iteration in (1, self.setup.cfg.iterations) or iteration % every == 0)
         if iteration == 1:
             self.require_unchanged()
-        if every and (signals or iteration % every == 0 or iteration in (1, self.setup.cfg.iterations)):
-            for agent in self.agents:
-                given = self.setup.configs[agent.name], self.setup.bases[self.setup.base_of[agent.name]]
-                if (agent.cfg, agent.base) != given:
-                    raise UserError("agent", agent.name, "has another cfg or base than at the start, which "
-                                    "no checkpoint keeps; use --save_every 0")
-            self.require_unchanged()
-            about = {"iterations": self.setup.cfg.iterations, "digests": self.digests_at_start,
-                     "memory": self.memory(), "best": self.best, "wandb_id": self.logger.wandb.id}
-            save_checkpoint(self.run_dir, iteration, self.agents, about)
-            if iteration == 1:
-                require_faithful(self.setup, self.agents)
+        if is_due or every and signals:
+            self.save(iteration)
         if signals:
-            processes().gather([])          # the first process to end ends all: main has saved by now
-            hint = f"go on with: python {sys.argv[0]} --resume --run_dir {shlex.quote(str(self.run_dir))}"
-            hint = hint if every else "nothing is saved, as --save_every 0 asks"
-            self.logger.bar.close()
-            print(f"stopped after iteration {iteration}; {hint}", flush=True)
-            raise SystemExit(128 + signals[0])
+            self.stop(iteration, signals[0])
+
+    def save(self, iteration: int) -> None:
+        """Writes a checkpoint; after iteration 1 also the final models, which it reads again, so that what
+        cannot be saved is found at once.
+        """
+        for agent in self.agents:
+            given = self.setup.configs[agent.name], self.setup.bases[self.setup.base_of[agent.name]]
+            if (agent.cfg, agent.base) != given:
+                raise UserError("agent", agent.name, "has another cfg or base than at the start, which "
+                                "no checkpoint keeps; use --save_every 0")
+        self.require_unchanged()
+        about = {"iterations": self.setup.cfg.iterations, "digests": self.digests_at_start,
+                 "memory": self.memory(), "best": self.best, "wandb_id": self.logger.wandb.id}
+        save_checkpoint(self.run_dir, iteration, self.agents, about)
+        if iteration == 1:
+            require_faithful(self.setup, self.agents)
+
+    def stop(self, iteration: int, number: int) -> None:
+        """Ends the run after a signal, and says how to go on."""
+        processes().gather([])              # the first process to end ends all: main has saved by now
+        hint = f"go on with: python {sys.argv[0]} --resume --run_dir {shlex.quote(str(self.run_dir))}"
+        hint = hint if self.setup.cfg.save_every else "nothing is saved, as --save_every 0 asks"
+        self.logger.bar.close()
+        print(f"stopped after iteration {iteration}; {hint}", flush=True)
+        raise SystemExit(128 + number)
 
     def memory(self) -> dict[str, dict]:
         """Of the method and the task; a checkpoint has each agent's with the agent."""

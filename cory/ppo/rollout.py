@@ -101,7 +101,7 @@ def join(rollouts: list[Rollout]) -> Rollout:
 
 
 def passes(rollout: Rollout, model: LanguageModel, max_rows: int) -> list[Tensor]:
-    """Indices of the rows of each forward pass, in order of length, to keep padding low: at most `max_rows`
+    """Indices of the rows of each forward pass, by their length, to keep padding low: at most `max_rows`
     rows, `MAX_TOKENS_PER_PASS` tokens and `MAX_LOGITS_PER_PASS` logits, or one row.
     """
     max_tokens, max_logits = MAX_TOKENS_PER_PASS[model.device.type], MAX_LOGITS_PER_PASS[model.device.type]
@@ -114,7 +114,7 @@ def passes(rollout: Rollout, model: LanguageModel, max_rows: int) -> list[Tensor
         if count > 1 and (count > max_rows or too_long):
             groups.append(order[start:row])
             start, P, T = row, prompt, response
-    return [*groups, order[start:]]
+    return [*groups, order[start:]][::-1]           # the longest first: the others then reuse its memory
 
 
 def max_length(mask: Tensor) -> int:
