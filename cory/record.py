@@ -173,8 +173,8 @@ class Record:
                 write_text(self.run_dir / "best/eval.json", json.dumps(about | metrics, indent=1) + "\n")
 
     def save_if_due(self, iteration: int) -> None:
-        """Saves after iteration 1, every `save_every` iterations and at the end; after a signal to any process
-        also ends the run.
+        """Saves after iteration 1, every `save_every` iterations and at the end; after a signal to a process,
+        too, which then ends the run.
         """
         every, signals = self.setup.cfg.save_every, processes().gather(self.signals)
         is_due = every and (iteration in (1, self.setup.cfg.iterations) or iteration % every == 0)
