@@ -174,7 +174,7 @@ def require_usable_model(model: LanguageModel) -> None:
     p_LV = (logp_LV.exp() + own_logp_LV.exp()) / 2
     gap = (p_LV * (logp_LV - own_logp_LV).abs()).sum(1).mean().item()       # rounding hardly moves this mean
     if math.isnan(gap):
-        raise ValueError("its logits are not finite; to mask tokens in `logits` use -1e9, not -inf")
+        raise ValueError("its logits are not finite (to mask a token in `logits` use -1e9, not -inf)")
     limit = 0.1 if lm.dtype != torch.float32 else 1e-3 if model.dtype == "float32" else 0.01
     if not gap < limit:
         raise ValueError(f"its log-probabilities differ by {gap:.2g} nats with padding and cached keys: this "

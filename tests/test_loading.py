@@ -133,7 +133,7 @@ BROKEN = {
     "fewer layers": (lambda at: change(at, "config.json", n_layer=1), "does not use"),
     "no bias": (lambda at: add_weights(at, "lm_head.bias"), "contain lm_head.bias"),
     "no head": (lambda at: change(at, "config.json", tie_word_embeddings=False), "lack lm_head"),
-    "a NaN": (lambda at: change(at, "config.json", layer_norm_epsilon=float("nan")), "differ by nan"),
+    "a NaN": (lambda at: change(at, "config.json", layer_norm_epsilon=float("nan")), "logits are not finite"),
     "a pickle": (lambda at: pickle_weights(at, code=Code()), "contains code; use safetensors"),
     "EOS in text": (as_vocabulary, "takes '<.endoftext.>' in a text for that token"),
     "no tokenizer": (lambda at: [file.unlink() for file in at.glob("tokenizer*")], "tokenizer"),

@@ -82,7 +82,7 @@ def test_tokens_that_are_masked_in_the_logits_are_never_sampled(small_flags, tmp
     assert all(isfinite(x) for row in rows(folder) for x in row.values())
     monkeypatch.setattr(LanguageModel, "logits", lambda self, hidden: masked(self, hidden) - inf)
     words = [*small_flags, "--run_dir", tmp_path / "other"]
-    assert "its logits are not finite; to mask tokens" in error_line(train_imdb.main, words, capsys)
+    assert "its logits are not finite (to mask a token" in error_line(train_imdb.main, words, capsys)
 
 
 def test_one_model_can_play_both_roles(small_flags, tmp_path):

@@ -141,9 +141,9 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, in_
 
 @pytest.mark.parametrize("limit, most, expected", [
     # 9 + 6 and 8 + 7 together are 2 x 16 with padding; 40 is too much alone
-    (rollouts.MAX_TOKENS_PER_PASS, 30, [[2, 2, 5], [5, 5, 5], [15], [15], [40]]),
+    (rollouts.MAX_TOKENS_PER_PASS, 30, [[40], [15], [15], [5, 5, 5], [2, 2, 5]]),
     # 7 logits of each response token: three responses of up to 3 tokens
-    (rollouts.MAX_LOGITS_PER_PASS, 9 * 7, [[2, 2, 5], [5, 5, 5], [15], [15], [40]])])
+    (rollouts.MAX_LOGITS_PER_PASS, 9 * 7, [[40], [15], [15], [5, 5, 5], [2, 2, 5]])])
 def test_passes_hold_rows_of_like_length_few_tokens_and_few_logits(limit, most, expected, monkeypatch):
     monkeypatch.setitem(limit, "cpu", most)
     P, T = torch.tensor([3, 1, 9, 2, 3, 8, 30, 1, 2]), torch.tensor([2, 1, 6, 3, 2, 7, 10, 1, 3])
