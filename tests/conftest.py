@@ -23,9 +23,9 @@ SIZES = (
 ).split()
 
 
-def byte_tokenizer(**special) -> PreTrainedTokenizerFast:
-    """256 bytes and one end-of-text token: every string has ids."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def byte_tokenizer(step: int = 1, **special) -> PreTrainedTokenizerFast:
+    """256 bytes, with -1 from the last to the first, and one end-of-text token: every string has ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[::step]
     raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "<|endoftext|>"])}, merges=[]))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     raw.add_special_tokens(["<|endoftext|>"])

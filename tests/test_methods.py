@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import save_model
+from conftest import byte_tokenizer, save_model
 from toys import bigram, error_line, finished, read, require_same_runs, rows, saved_tensors, settings, stopped
 
 import train_imdb
@@ -18,6 +18,7 @@ from cory.ppo import model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.record import Record
+from cory.setup import Setup
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
@@ -160,10 +161,11 @@ def test_seconds_are_an_iterations_own_and_of_all_agents_and_tokens_of_all_roles
 
 
 class Own(Cory):
-    """llm1 is a GPT-2, llm2 a Llama with a rate, an eta and an advantage of its own. The observer reads two
-    responses of the pioneer, and each role has a score of its own.
+    """llm1 is a GPT-2, llm2 a Llama with a tokenizer, a rate, an eta and an advantage of its own. The
+    observer reads two responses of the pioneer, and each role has a score of its own.
     """
-    of_llm2, asked = dict(learning_rate=0.02, init_kl_coef=0.7, advantage="reinforce"), []
+    of_llm2 = dict(learning_rate=0.02, lr_schedule="linear", init_kl_coef=0.7, advantage="reinforce")
+    asked = []
 
     @staticmethod
     def agent_config(cfg, name):
@@ -183,9 +185,9 @@ class Own(Cory):
         return super().metrics(rollouts, rewards) | {"pioneer": torch.tensor(self.pioneer)}
 
 
-def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_flags, tmp_path):
+def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_flags, tmp_path, capsys):
     """Iteration 0 and the two others are evaluated; roles are exchanged after both."""
-    Own.of_llm2["model"] = str(save_model("llama", tmp_path / "llama"))
+    Own.of_llm2["model"] = str(save_model("llama", tmp_path / "llama", byte_tokenizer(-1)))
     whole = finished(small_flags, tmp_path / "whole", "--method", "test_methods:Own", "--iterations", 2,
                 "--eval_every", 1, "--role_exchange_every", 1)
     of_bases, held_out, first, again, second, end = Own.asked
@@ -193,14 +195,16 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     part = stopped(whole, tmp_path / "part")
     train_imdb.main(["--resume", "--run_dir", str(part)])
     require_same_runs(whole, part)
+    longer = ["--resume", "--run_dir", part, "--iterations", 3]
+    assert "the run has 2, and --lr_schedule linear falls" in error_line(train_imdb.main, longer, capsys)
     for row in rows(whole, "samples.jsonl"):
-        assert f"{row['pioneer']}|" in row["observer_prompt"]
+        assert row["query"] == row["pioneer_prompt"] and f"{row['pioneer']}|" in row["observer_prompt"]
     for row in training_rows(whole):
         for agent in ("llm1", "llm2"):
             own = row[f"task_reward/{agent}"] + row[f"role/{agent}"]
             assert row[f"score/{agent}"] == pytest.approx(own)
         assert "value_loss/llm1" in row and "value_loss/llm2" not in row
-        assert row["learning_rate/llm2"] == 0.02 != row["learning_rate/llm1"]
+        assert (row["learning_rate/llm1"], row["learning_rate/llm2"]) == (1e-3, 0.02 / row["iteration"])
     evaluated = [row for row in rows(whole) if "role/llm1" not in row]
     assert [row["eval_pioneer/team"] for row in evaluated] == [0, 0, 1]     # in the roles played
     first, *_, last = evaluated
@@ -250,6 +254,13 @@ TASK = SimpleNamespace(
     reward=lambda queries, texts: torch.tensor([REWARD[text] for text in texts]))
 
 
+def test_printed_examples_are_responses_to_the_tasks_prompts(monkeypatch):
+    monkeypatch.setattr(evaluate, "sample_responses",
+                        lambda model, prompts, *_: SimpleNamespace(text=prompts))
+    lines = evaluate.examples({"base": None}, settings(), TASK, 2).splitlines()
+    assert lines == ["q1", "    base: q1:", "q2", "    base: q2:"]
+
+
 def test_responses_to_different_queries_are_not_paired():
     rollouts = [SimpleNamespace(query=["a", "b"]), SimpleNamespace(query=["b", "c"])]
     for pairs in (Cory(settings(), None).scores, Cory(settings(), None).metrics):
@@ -268,7 +279,16 @@ def test_agents_are_reset_where_roles_really_move():
         return [i for i in range(1, 7) if method.exchange_follows(i)]
 
     assert of(Scheduled) == [2] and of(Ppo) == of(Cory, role_exchange_every=0) == []
-    assert of(Cory, role_exchange_every=2) == [2, 4, 6]
+    for shared in (False, True):                            # then where roles would move
+        assert of(Cory, role_exchange_every=2, share_weights=shared) == [2, 4, 6]
+
+
+def test_what_a_run_began_with_is_all_its_bases():
+    def digest(*seeds):
+        bases = {name: bigram(seed=seed) for name, seed in zip(("base", "base_llm2"), seeds)}
+        return Setup.digests(SimpleNamespace(bases=bases, task=SimpleNamespace(digests=dict)), [])
+
+    assert digest(0, 1) == digest(0, 1) != digest(0, 2) and digest(0, 1) != digest(2, 1)
 
 
 class Three(Cory):

@@ -23,7 +23,7 @@ import train_gsm8k
 import train_imdb
 from cory import loading
 from cory.__main__ import main
-from cory.config import ASSETS, Gsm8kConfig, ImdbConfig
+from cory.config import ASSETS, FREE_ON_RESUME, Gsm8kConfig, ImdbConfig
 from cory.log import read_jsonl
 from cory.ppo.advantages import estimator
 from cory.ppo.rollout import take
@@ -41,6 +41,7 @@ class Toy(Task):
 
     def pioneer_prompts(self, queries):
         self.drawn = random.random() + np.random.rand() + torch.rand(1).item()
+        self.memory["asked"] = self.memory.get("asked", 0) + 1
         return queries
 
     def observer_prompts(self, queries, responses):
@@ -212,6 +213,8 @@ effects = [pytest.param(base, setting, where.split(", "), id=f"{base} {setting}"
 def test_no_setting_is_left_out():
     named = {effect.values[1].partition("=")[0] for effect in effects}
     assert named | ELSEWHERE.keys() == {f.name for f in (*fields(ImdbConfig), *fields(Gsm8kConfig))}
+    # what changes a run is not changed when it is resumed; of models and data the content is compared
+    assert named & FREE_ON_RESUME == {"iterations", "model", "dataset", "reward_model"}
 
 
 def test_agents_may_differ_in_their_model_and_their_update_alone():
@@ -342,6 +345,11 @@ def test_hooks_know_the_iteration_and_whether_it_is_training(run):
     for row in rows(run("chain")):
         known = {x for key, x in row.items() if "_knows" in key}
         assert known == {row["iteration"] + (0.5 if "role/llm1" in row else 0)}
+
+
+def test_a_task_forgets_what_it_is_asked_outside_of_training(run):
+    memory = torch.load(run("chain") / "final/memory.pt", weights_only=True)
+    assert memory["task"]["asked"] == 3
 
 
 def test_samples_are_of_different_queries(run):
