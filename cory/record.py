@@ -139,7 +139,8 @@ class Record:
 
     def samples(self, iteration: int, steps: list[RoleStep]) -> list[dict]:
         """A few queries, with each role's prompt, response, agent and reward."""
-        rows, queries, groups = [], steps[0].rollout.query, steps[0].rollout.group_B.tolist()
+        rows, queries, group_B = [], steps[0].rollout.query, steps[0].rollout.group_B
+        groups = [*range(len(queries))] if group_B is None else group_B.tolist()
         firsts = [i for i, group in enumerate(groups) if group not in groups[:i]]
         for i in firsts[:SAMPLES]:
             row = {"iteration": iteration, "query": queries[i]}

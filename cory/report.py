@@ -35,7 +35,7 @@ KINDS = {"training": ("training", dict(linewidth=1, linestyle=":")),
          "eval": ("held out", dict(linewidth=1.8, marker="o", markersize=4)),
          "eval_greedy": ("held out, greedy", dict(linewidth=1.2, linestyle="--", marker="s", markersize=4))}
 # PPO and CORY have the same colours in every picture; other methods have those that follow.
-PALETTE = {"ppo": "#08519c", "cory": "#d94801", 2: "#238b45", 3: "#6a51a3", 4: "#525252"}
+PALETTE = {"ppo": "#08519c", "cory": "#d94801", 0: "#238b45", 1: "#6a51a3", 2: "#525252", 3: "#c51b8a"}
 GREY = "0.5"
 WIDTH = 100         # of tables, in columns
 

@@ -26,7 +26,7 @@ from cory.errors import UserError
 
 SOURCE = Path(one_page.__file__)
 END = "<|endoftext|>"
-CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789.:"?AIQRĠ'       # few, so that EOS and answers are frequent
+CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789.:"?AIQRĠ'  # few, so that EOS and answers are frequent
 DATA = {"imdb": [{"text": text} for text in ("good film", "a bad film", "it was", "the end")],
         "gsm8k": [{"question": question, "answer": f"#### {answer}"} for question, answer in (
             ("one and one?", 2), ("one and two?", 3), ("five?", 5), ("seven?", 7))]}

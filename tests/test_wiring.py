@@ -85,7 +85,7 @@ class Last(Ppo):
         if not self.training:
             return [rollout]
         last = take(rollout, torch.arange(3, len(queries), 4))
-        return [replace(last, kl_coef_B=torch.arange(len(last.query)) + 1.0)]
+        return [replace(last, kl_coef_B=torch.arange(len(last.query)) + 1.0, group_B=None)]
 
 
 class Pair(Cory):

