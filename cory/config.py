@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from cory.errors import UserError, reading
 
@@ -68,10 +68,13 @@ def setting(default, help: str, min: float = -LARGEST, max: float = LARGEST, per
 
 def has_type(value, kind: type) -> bool:
     """Whether a setting of this type may have this value: a float may be 1, an int neither 1.0 nor True."""
-    if kind not in (bool, int, float, str):                 # one of several words, or a type of your own
-        return True
     accepted = (int, float) if kind is float else kind
     return isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
+
+
+def words_of(kind: type) -> tuple[str, ...]:
+    """The values of a setting that has one of several."""
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 # A setting that each agent has, and in which agents may differ, by a method's `agent_config`.
@@ -200,22 +203,29 @@ class Config:
         if not holds:
             raise UserError(name, getattr(self, name), hint)
 
+    def require_valid(self, name: str, kind: type, low: float, high: float) -> None:
+        """Raises `UserError` unless a setting has its declared type and one of its words, or is in range."""
+        value, require, known, words = getattr(self, name), self.require, NAMED.get(name), words_of(kind)
+        if words:
+            require(name, value in words, f"choose from {', '.join(words)}")
+            return
+        require(name, kind in (bool, int, float, str),
+                f"is declared as {kind}; a setting is bool, int, float, str or a Literal of words")
+        require(name, has_type(value, kind), f"must be of type {kind.__name__}")
+        if known:
+            require(name, value in known or ":" in value,
+                    f"choose from {', '.join(known)}, or name your own as module:Name")
+        if kind in (int, float):
+            require(name, value >= low, "must be above 0" if low == ABOVE_0 else f"must be {low} or more")
+            require(name, value <= high, f"must be {high} or less")
+
     def __post_init__(self):
-        hints, require = get_type_hints(type(self)), self.require
+        kinds, require = get_type_hints(type(self)), self.require
         for f in fields(self):
-            value, kind = getattr(self, f.name), hints[f.name]
-            if isinstance(value, Path):
-                object.__setattr__(self, f.name, value := str(value))
-            require(f.name, has_type(value, kind), f"must be of type {getattr(kind, '__name__', kind)}")
-            own = f.name in NAMED and ":" in value
-            words = () if own else NAMED.get(f.name) or get_args(kind)
-            code = ", or name your own as module:Name" if f.name in NAMED else ""
-            require(f.name, not words or value in words, f"choose from {', '.join(words)}{code}")
-            if kind in (int, float):
-                low, high = f.metadata.get("min", value), f.metadata.get("max", value)
-                least = "above 0" if low == ABOVE_0 else f"{low} or more"
-                require(f.name, value >= low, f"must be {least}")
-                require(f.name, value <= high, f"must be {high} or less")
+            if isinstance(getattr(self, f.name), Path):
+                object.__setattr__(self, f.name, str(getattr(self, f.name)))
+            low, high = f.metadata.get("min", -LARGEST), f.metadata.get("max", LARGEST)
+            self.require_valid(f.name, kinds[f.name], low, high)
         experiment = {"imdb": ImdbConfig, "gsm8k": Gsm8kConfig}.get(self.task, Config)
         require("task", isinstance(self, experiment), f"has its own script, train_{self.task}.py")
         rows = self.rows_per_optimizer_step
@@ -343,7 +353,7 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
         if f.name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[f.name])
         kind = hints[f.name]
-        words = presets if f.name == "preset" else get_args(kind) or None
+        words = presets if f.name == "preset" else words_of(kind) or None
         alone = {"nargs": "?", "const": True} if kind is bool else {}
         section.add_argument(f"--{f.name}", type=types.get(kind, os.path.expanduser), choices=words,
                              metavar=None if words else metavars.get(kind),

@@ -67,9 +67,8 @@ class Logger(AbstractContextManager):
             return
         self.write({"iteration": iteration} | row)
         append_jsonl(self.samples, samples)
-        values = {key.replace("kl_k1/", "kl_full/"): x for key, x in row.items()}
-        shown = {title: " / ".join(f"{values.get(f'{name}/{agent}', nan):.2f}" for agent in self.agents)
-                 for title, name in (("reward", "task_reward"), ("KL", "kl_full"))}
+        shown = {title: " / ".join(f"{row.get(f'{name}/{agent}', nan):.2f}" for agent in self.agents)
+                 for title, name in (("reward", "task_reward"), ("KL", "kl"))}
         gap = max(row.get(f"sampling_gap/{agent}", 0) for agent in self.agents)
         if gap > self.rounding:
             self.say_once("sampling_gap exceeds rounding error: the policy sampled is not the one trained")

@@ -132,7 +132,7 @@ class Agent:
         kl = np.mean([a.kl_T.sum().item() for a in responses])
         kl_error = min(max(kl / cfg.kl_target - 1, -0.2), 0.2) if cfg.kl_target else 0.0
         self.eta *= 1 + kl_error * len(responses) / cfg.kl_horizon                  # keeps KL near its target
-        return {f"kl_{cfg.kl_penalty}": kl} | {name: np.mean(values) for name, values in log.items()}
+        return {"kl": kl} | {name: np.mean(values) for name, values in log.items()}
 
 
 def main(argv):

@@ -26,14 +26,14 @@ from cory.final import require_faithful, save_models
 from cory.log import Logger, read_jsonl, write_text
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, real_ids
-from cory.report import draw_run, held_out_parts, tables
+from cory.report import draw_run, last_held_out, tables
 from cory.setup import Setup
 from cory.tasks.task import Task
 
 SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
 
 
-class RoleStep(NamedTuple):
+class Turn(NamedTuple):
     """What one agent did in one role in one iteration."""
     role: str                       # pioneer, observer, ...
     agent: Agent
@@ -47,7 +47,7 @@ class RoleStep(NamedTuple):
         rollout, reward, cfg = self.rollout, self.reward_B.mean().item(), self.agent.cfg
         kl = rollout.kl_B.mean().item()
         metrics = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
-                   f"kl_{cfg.kl_penalty}": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
+                   "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
                    "length": rollout.mask_BT.sum(1).mean().item(),
                    "truncated": rollout.truncated_B.double().mean().item(),
                    "sampling_gap": rollout.sampling_gap}
@@ -113,44 +113,44 @@ class Record:
         for agent in self.agents:
             agent.seconds.clear()
 
-    def log(self, iteration: int, steps: list[RoleStep], metrics: dict) -> None:
+    def log(self, iteration: int, turns: list[Turn], metrics: dict) -> None:
         """Logs an iteration: each metric as NAME/AGENT, the mean over the roles that the agent played, and
         `role/AGENT`, its first role by number; `metrics` are whatever else the method measured.
         """
         of_agents = defaultdict(list)
-        for role, step in enumerate(steps):
-            of_agents.setdefault(f"role/{step.agent.name}", [role])
-            for name, x in step.metrics(self.task).items():
-                of_agents[f"{name}/{step.agent.name}"].append(x)
+        for role, turn in enumerate(turns):
+            of_agents.setdefault(f"role/{turn.agent.name}", [role])
+            for name, x in turn.metrics(self.task).items():
+                of_agents[f"{name}/{turn.agent.name}"].append(x)
         means = {name: statistics.fmean(xs) for name, xs in of_agents.items()}
         metrics = {name: float(x) for name, x in metrics.items()}
-        row = dict(**means, **metrics, **self.timings(steps))
-        self.logger.iteration(iteration, row, self.samples(iteration, steps))
+        row = dict(**means, **metrics, **self.timings(turns))
+        self.logger.iteration(iteration, row, self.samples(iteration, turns))
 
-    def timings(self, steps: list[RoleStep]) -> dict[str, float]:
+    def timings(self, turns: list[Turn]) -> dict[str, float]:
         """Seconds of the iteration and of its phases, of all agents, and response tokens per second."""
         seconds = time.perf_counter() - self.clock
         of_phases = defaultdict(float)
         for agent in self.agents:
             for phase, x in agent.seconds.items():
                 of_phases[f"seconds_{phase}"] += x
-        tokens = sum(step.rollout.mask_BT.sum().item() for step in steps)
+        tokens = sum(turn.rollout.mask_BT.sum().item() for turn in turns)
         return {"seconds": seconds, **of_phases, "tokens_per_second": tokens / seconds}
 
-    def samples(self, iteration: int, steps: list[RoleStep]) -> list[dict]:
+    def samples(self, iteration: int, turns: list[Turn]) -> list[dict]:
         """A few queries, with each role's prompt, response, agent and reward."""
-        rows, queries, group_B = [], steps[0].rollout.query, steps[0].rollout.group_B
+        rows, queries, group_B = [], turns[0].rollout.query, turns[0].rollout.group_B
         groups = [*range(len(queries))] if group_B is None else group_B.tolist()
         firsts = [i for i, group in enumerate(groups) if group not in groups[:i]]
         for i in firsts[:SAMPLES]:
             row = {"iteration": iteration, "query": queries[i]}
-            for step in steps:
-                role, rollout, tokenizer = step.role, step.rollout, step.agent.policy.tokenizer
+            for turn in turns:
+                role, rollout, tokenizer = turn.role, turn.rollout, turn.agent.policy.tokenizer
                 if i >= len(rollout.query):
                     continue
                 (prompt,) = real_ids(rollout.prompt_BP[i:i + 1], rollout.prompt_mask_BP[i:i + 1])
-                row |= {role: rollout.text[i], f"{role}_agent": step.agent.name,
-                        f"{role}_reward": step.reward_B[i].item(), f"{role}_prompt": tokenizer.decode(prompt)}
+                row |= {role: rollout.text[i], f"{role}_agent": turn.agent.name,
+                        f"{role}_reward": turn.reward_B[i].item(), f"{role}_prompt": tokenizer.decode(prompt)}
                 if rollout.query[i] != queries[i]:
                     row[f"{role}_query"] = rollout.query[i]
             rows.append(row)
@@ -230,7 +230,7 @@ class Record:
         done = rows[-1]["iteration"]
         about = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
                  "samples": cfg.eval_samples}
-        held_out = held_out_parts(rows)
+        held_out = last_held_out(rows)
         write_text(self.run_dir / "eval.json", json.dumps(about | held_out, indent=1) + "\n")
         draw_run(self.run_dir, self.run_dir / "curves.png")
         self.logger.wandb.send(done, lambda wandb: {"curves": wandb.Image(str(self.run_dir / "curves.png"))})

@@ -41,22 +41,22 @@ WIDTH = 100         # of tables, in columns
 
 
 # --- tables ---
-def held_out_parts(rows: list[dict]) -> dict[str, dict[str, float]]:
+def last_held_out(rows: list[dict]) -> dict[str, dict[str, float]]:
     """{base: metrics, agent: ..., "base_team": ..., "team": ...}: the last in metrics.jsonl of each."""
-    parts = {}
+    last = {}
     for row in rows:
-        parts |= of_evaluation(row)
-    return parts
+        last |= of_evaluation(row)
+    return last
 
 
 def of_evaluation(row: dict) -> dict[str, dict[str, float]]:
     """The held-out metrics of a row of metrics.jsonl, by whom they are of."""
-    parts = defaultdict(dict)
+    found = defaultdict(dict)
     for key, value in row.items():
         if key.startswith("eval_"):
             name, _, who = key.removeprefix("eval_").rpartition("/")
-            parts[who][name] = value
-    return parts
+            found[who][name] = value
+    return found
 
 
 def tables(corner: str, frame: pd.DataFrame) -> str:
@@ -93,7 +93,6 @@ def read_curves(run_dir: Path) -> pd.DataFrame:
     width = 2 * (len(rows) // 40) + 1
     training = curves[curves.kind == "training"].groupby("variable").value
     curves.update(training.transform(lambda x: x.rolling(width, center=True, min_periods=1).mean()))
-    curves.metric = curves.metric.replace({"kl_full": "kl", "kl_k1": "kl"})
     return curves[~curves.metric.isin(WITHOUT_PANEL)]
 
 

@@ -40,13 +40,17 @@ class Setup:
               f"model {cfg.model}, data {cfg.dataset}, {self.device}, {cfg.dtype}", flush=True)
         data = task_class.load_data(cfg)
         self.base_of = base_names(self.configs)
-        self.bases = {}
-        for name, base in self.base_of.items():
-            if base not in self.bases:
-                agent_cfg = self.configs[name]
-                self.bases[base] = load_language_model(agent_cfg.model, agent_cfg, self.device)
+        self.bases = self.load_bases()
         self.task = task_class(cfg, data, self.bases["base"])
         self.method = method_class(cfg, self.task)
+
+    def load_bases(self) -> dict[str, LanguageModel]:
+        bases = {}
+        for name, base in self.base_of.items():
+            if base not in bases:
+                cfg = self.configs[name]
+                bases[base] = load_language_model(cfg.model, cfg, self.device)
+        return bases
 
     def new_agents(self) -> list[Agent]:
         """The agents, each with its own policy. Then shrinks the frozen bases: to bfloat16, to shards."""
@@ -60,8 +64,8 @@ class Setup:
         trained = trained_weights(agents)
         print(f"{sum(p.numel() for p in trained):,} parameters to train", flush=True)
         for base in self.bases.values():
-            if not cfg.lora_rank:
-                base.cast_once()                    # after agents have had their copies
+            if not cfg.lora_rank and cfg.dtype == "bfloat16":
+                base.store_in_bfloat16()            # after agents have had their copies
             if cfg.shard:
                 shard(base, cfg, whole=trained)
         return agents

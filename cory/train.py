@@ -15,7 +15,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import ppo_update
-from cory.record import Record, RoleStep
+from cory.record import Record, Turn
 from cory.run_folder import claimed, run_folder, signals_noted
 from cory.setup import Setup
 from cory.tasks.task import Task
@@ -67,17 +67,17 @@ class Ppo:
             rewards = [reward_B for reward_B, _ in judged]
             scores = self.scores(rollouts, rewards)
 
-            steps = []
-            turns = zip(self.roles, cast, rollouts, judged, scores, strict=True)
-            for role, agent, rollout, (reward_B, parts), score in turns:
+            turns = []
+            for role, agent, rollout, (reward_B, parts), score in zip(
+                    self.roles, cast, rollouts, judged, scores, strict=True):
                 with timed(agent.seconds, "update"):
                     update = self.update(role, agent, rollout, score)
-                steps.append(RoleStep(role, agent, rollout, reward_B, parts, update))
+                turns.append(Turn(role, agent, rollout, reward_B, parts, update))
             for agent in agents:
-                trained = [step for step in steps if step.agent is agent and step.update]
-                agent.adapt_kl_coef([step.rollout.kl_B for step in trained])
+                trained = [turn for turn in turns if turn.agent is agent and turn.update]
+                agent.adapt_kl_coef([turn.rollout.kl_B for turn in trained])
 
-            record.log(iteration, steps, self.metrics(rollouts, rewards))
+            record.log(iteration, turns, self.metrics(rollouts, rewards))
             task.learn(rollouts, rewards)
             if self.evaluation_is_due(iteration):
                 record.evaluate(iteration)

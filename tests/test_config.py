@@ -132,6 +132,16 @@ def test_a_value_of_another_type_is_refused(name, value, kind):
         ImdbConfig(**{name: value})
 
 
+def test_a_setting_of_a_type_that_no_flag_has_is_refused():
+    """A flag would give it a text."""
+    @dataclass(frozen=True)
+    class WithNone(ImdbConfig):
+        shown: int | None = config.setting(None, "rows to show")
+
+    with pytest.raises(UserError, match=r"shown is None: is declared as int \| None; a setting is bool, int"):
+        WithNone()
+
+
 def test_a_path_is_a_text_and_a_whole_number_a_float():
     cfg = ImdbConfig(run_dir=Path("runs") / "a", learning_rate=1)
     assert (cfg.run_dir, cfg.learning_rate) == ("runs/a", 1)

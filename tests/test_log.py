@@ -17,7 +17,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from cory.log import Logger, read_jsonl
 
-VALUES = {"task_reward/llm1": 1.0, "kl_k1/llm1": 2.5, "kl_k1/llm2": 3.0, "seconds": 4.0, "copies": 0.5}
+VALUES = {"task_reward/llm1": 1.0, "kl/llm1": 2.5, "kl/llm2": 3.0, "seconds": 4.0, "copies": 0.5}
 HELD_OUT = {"eval_kl/llm1": 0.1, "eval_kl/llm2": 0.3}
 
 
@@ -79,7 +79,7 @@ def test_a_log_has_its_files_and_at_wandb_means_and_the_base_beside_the_agents(f
         {"iteration": i} | row for i in (1, 2, 3) for row in (VALUES, HELD_OUT)]
     assert [len(logged[i].pop("samples").data) for i in (1, 2, 3)] == [1, 2, 3]
     assert logged[2] == {
-        "iteration": 2, "train/task_reward/llm1": 1.0, "train/kl_k1/llm1": 2.5, "train/kl_k1/llm2": 3.0,
+        "iteration": 2, "train/task_reward/llm1": 1.0, "train/kl/llm1": 2.5, "train/kl/llm2": 3.0,
         "train/copies": 0.5, "time/seconds": 4.0, "eval/kl/llm1": 0.1, "eval/kl/llm2": 0.3,
         "eval/kl/mean": 0.2, "eval/kl/base": 0.0, "eval/x/base_team": 0.5}
     of_run = first.wandb.run
@@ -130,8 +130,8 @@ def test_an_agent_that_is_never_trained_is_not_in_the_mean(folder, monkeypatch):
 def test_the_numbers_of_the_bar_fit_80_columns(folder):
     """After 100 of 100 iterations and an hour and a half, with rewards below 0 and two digits of KL."""
     with a_log(folder, wandb="disabled", method="cory") as log:
-        log.iteration(1, {"task_reward/llm1": -1.5, "task_reward/llm2": -1.25, "kl_full/llm1": 16.0,
-                          "kl_full/llm2": 17.5}, [])
+        log.iteration(1, {"task_reward/llm1": -1.5, "task_reward/llm2": -1.25, "kl/llm1": 16.0,
+                          "kl/llm2": 17.5}, [])
         line = tqdm.format_meter(**log.bar.format_dict | {"n": 100, "elapsed": 5400.0, "ncols": 80})
     assert line.endswith("100/100 [1:30:00<00:00, reward=-1.50 / -1.25, KL=16.00 / 17.50]")
     assert len(line) <= 80

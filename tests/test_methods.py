@@ -39,9 +39,9 @@ def test_metrics_stand_under_their_agent(whole):
     for row in found:
         assert row["role/llm2"] == 1 - row["role/llm1"]
         # charged by the first coefficient: the controller moves it, and the metric stays comparable
-        charged = row["task_reward/llm1"] - 0.15 * row["kl_k1/llm1"]
+        charged = row["task_reward/llm1"] - 0.15 * row["kl/llm1"]
         assert row["combined_reward/llm1"] == pytest.approx(charged, rel=1e-5)
-        assert row["iteration"] == 1 or row["kl_k1/llm1"] != row["kl_k1/llm2"]
+        assert row["iteration"] == 1 or row["kl/llm1"] != row["kl/llm2"]
     for name, evaluated in (("base", [0]), ("llm1", [0, 3, 5]), ("llm2", [0, 3, 5]), ("team", [0, 3, 5])):
         assert evaluated == [row["iteration"] for row in rows(whole)
                              if any(key.startswith("eval_") and key.endswith(f"/{name}") for key in row)]

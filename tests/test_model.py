@@ -68,7 +68,7 @@ def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, 
     prompts = ["a film", "one"]
     response = torch.tensor([[1, 2, 3]] * 2)
     before = model.response_hidden(*encode_prompts(model, prompts, 3), response)
-    model.cast_once()
+    model.store_in_bfloat16()
     assert torch.equal(before, model.response_hidden(*encode_prompts(model, prompts, 3), response))
     run = Setup(parse(ImdbConfig, PRESETS, [*small_flags, "--dtype", "bfloat16", "--seed", "5"]), tmp_path)
     (agent, _) = run.new_agents()

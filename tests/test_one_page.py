@@ -125,7 +125,7 @@ def test_without_the_lines_marked_cory_the_page_is_ppo(folder):
 def test_the_page_prints_metrics_and_refuses_what_it_leaves_out(folder, capsys):
     flags = [*flags_of("gsm8k cory", folder), "--iterations", "1", "--task", "gsm8k"]
     one_page.main(flags)
-    pattern = r"(?m)^1 (llm.) kl_k1=0 .* task_reward=[\d.]+ accuracy=[\d.]+ .*\]$"
+    pattern = r"(?m)^1 (llm.) kl=0 .* task_reward=[\d.]+ accuracy=[\d.]+ .*\]$"
     printed = re.findall(pattern, capsys.readouterr().out)
     assert printed == ["llm1", "llm2"]
     for flag, value in (("lora_rank", "8"), ("advantage", "rloo"), ("method", "my:Own"), ("task", "my:Own")):

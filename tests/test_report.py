@@ -26,7 +26,7 @@ def write_run(folder: Path, reward=1.0, base=0.0, length=12, **changes) -> Path:
     first = {"base": held_out(base), "base_llm2": held_out(0.01), "llm1": held_out(0.5),
              "llm2": held_out(0.01), "team": {"copies": 0.1}, "base_team": {"copies": 0.1}}
     last = {"llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
-    rows = [{"iteration": i, "role/llm1": 0, "kl_full/llm1": i / 3, "kl_k1/llm2": 2.0, "spread": 0.1 * i,
+    rows = [{"iteration": i, "role/llm1": 0, "kl/llm1": i / 3, "kl/llm2": 2.0, "spread": 0.1 * i,
              "score/llm1": 1.0, "kl_coef/llm1": 0.1 * i, "kl_coef/llm2": 0.1,
              "seconds": 1.0, "broken": float("nan")} for i in range(1, length + 1)]
     for at, parts, iteration in ((0, first, 0), (len(rows) + 1, last, length)):
@@ -35,7 +35,7 @@ def write_run(folder: Path, reward=1.0, base=0.0, length=12, **changes) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parts = report.held_out_parts(rows)
+    parts = report.last_held_out(rows)
     (folder / "eval.json").write_text(json.dumps({"iteration": 12} | parts))
     return folder
 

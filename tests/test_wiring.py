@@ -163,7 +163,7 @@ def trained(folder: Path) -> list[dict]:
 STAGES = {                  # of an iteration, in order, and what llm1's metrics and the samples say of each
     "draws": "drawn", "queries": "query",
     "responses": "pioneer_prompt pioneer observer_prompt observer length sampling_gap",
-    "rewards": "task_reward kl_full kl_k1 unparsed", "scores": "score",
+    "rewards": "task_reward kl unparsed", "scores": "score",
     "update": "policy_loss value_loss kl_loss entropy approx_kl clip_fraction explained_variance grad_norm"}
 # kl_coef, learning_rate and combined_reward are left out, since they repeat settings.
 
@@ -233,7 +233,7 @@ def stages(folder: Path) -> dict[str, dict]:
         for stage, names in STAGES.items():
             values |= {name: [row[name] for row in samples] for row in samples for name in row}
             found[f"{stage} {iteration}"] = {
-                name.replace("kl_k1", "kl_full"): values[name] for name in names.split() if name in values}
+                name: values[name] for name in names.split() if name in values}
     return found
 
 
@@ -377,14 +377,14 @@ def test_the_adaptive_eta_compounds(run):
         eta = 0.15
         for row in trained(run("chain")):
             assert row[f"kl_coef/{agent}"] == pytest.approx(eta)
-            eta *= 1 + min(max(row[f"kl_k1/{agent}"] / 0.1 - 1, -0.2), 0.2) * 4 / 20
+            eta *= 1 + min(max(row[f"kl/{agent}"] / 0.1 - 1, -0.2), 0.2) * 4 / 20
 
 
 def test_a_controller_has_the_signed_kl_of_each_response_and_gives_the_next_eta(run):
     NOTED.clear()
     found = trained(run("ppo", "--kl_controller test_wiring:doubled --kl_penalty k1 --iterations 3"))
     assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0.3, 0.6])
-    assert [*map(fmean, NOTED)] == pytest.approx([row["kl_k1/llm1"] for row in found], abs=1e-6)
+    assert [*map(fmean, NOTED)] == pytest.approx([row["kl/llm1"] for row in found], abs=1e-6)
     assert min(map(min, NOTED)) < 0 and {*map(len, NOTED)} == {4}
 
 

@@ -135,9 +135,9 @@ class LanguageModel(nn.Module):
         logp_NV = self.logits(hidden_NH).log_softmax(-1)
         return formulas.token_logprobs(logp_NV, token_N), formulas.entropy(logp_NV.exp(), logp_NV)
 
-    def cast_once(self) -> None:
-        """With bfloat16, casts a frozen model's matrices once; autocast would recast them at each call."""
-        for layer in self.lm.modules() if self.dtype == "bfloat16" else ():
+    def store_in_bfloat16(self) -> None:
+        """Casts a frozen model's matrices once; autocast would recast them at each call."""
+        for layer in self.lm.modules():
             if isinstance(layer, (nn.Linear, Conv1D)) and layer is not self.head:
                 layer.weight.data = layer.weight.data.bfloat16()
 

@@ -22,6 +22,7 @@ class Rollout:
     Prompts are padded on the left, all else on the right, with 0. A field that you add must be None, or have
     one value for each row (a list, or (B,)) or for each response token ((B, T)).
     """
+    # sampled
     query: list[str]            # s0: what a response is to, and is rewarded for, whatever its prompt
     text: list[str]             # decoded responses: all that tasks and the other agent's prompt see
     prompt_BP: Tensor           # token ids
@@ -31,6 +32,7 @@ class Rollout:
     sampling_logp_BT: Tensor    # log-probability with which a_t was drawn, nats
     truncated_B: Tensor         # whether the length limit has cut a response
     group_B: Tensor | None = None       # responses with the same number are compared (RLOO, GRPO)
+    # scored
     logp_BT: Tensor | None = None       # log pi_old(a_t | s_t), nats; None without a reference
     ref_logp_BT: Tensor | None = None   # log pi0(a_t | s_t), nats
     kl_BT: Tensor | None = None         # nats: KL(pi_old || pi0) at s_t (full), or log pi_old / pi0 (k1)
@@ -70,14 +72,14 @@ def take(rollout: Rollout, rows: Tensor) -> Rollout:
     """The rows with these indices, trimmed to the longest prompt and the longest response among them."""
     P, T = max_length(rollout.prompt_mask_BP[rows]), max_length(rollout.mask_BT[rows])
 
-    def part(name: str, x: Tensor | list) -> Tensor | list:
+    def cut(name: str, x: Tensor | list) -> Tensor | list:
         if isinstance(x, list):
             return [x[i] for i in rows.tolist()]
         if name in PROMPT:
             return x[rows, -P:]
         return x[rows] if x.dim() == 1 else x[rows, :T]
 
-    return replace(rollout, **{name: part(name, x) for name, x in rollout.present().items()})
+    return replace(rollout, **{name: cut(name, x) for name, x in rollout.present().items()})
 
 
 def join(rollouts: list[Rollout]) -> Rollout:

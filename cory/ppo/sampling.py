@@ -33,16 +33,16 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
     policy, cfg, B = agent.policy, agent.cfg, len(prompts)
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
     size = rows_at_once(policy, max(map(len, policy.encode(prompts))) + max_new_tokens)
-    mine, parts = range(B)[processes().rows(B)], []
+    mine, chunks = range(B)[processes().rows(B)], []
     with unsharded(policy, agent.base):
         for start in mine[::size]:
             rows = slice(start, min(start + size, mine.stop))
             with timed(agent.seconds, "sampling"):
-                part = sample(policy, prompts[rows], queries[rows], max_new_tokens, uniform_TB[:, rows])
+                chunk = sample(policy, prompts[rows], queries[rows], max_new_tokens, uniform_TB[:, rows])
             with timed(agent.seconds, "scoring"):
-                parts.append(score_rollout(part, policy, agent.base, cfg.kl_penalty, cfg.mini_batch_size,
-                                           agent.critic))
-    rollout = join(processes().gather([part.to("cpu") for part in parts])).to(policy.device)
+                chunks.append(score_rollout(chunk, policy, agent.base, cfg.kl_penalty, cfg.mini_batch_size,
+                                            agent.critic))
+    rollout = join(processes().gather([chunk.to("cpu") for chunk in chunks])).to(policy.device)
     return replace(rollout, group_B=torch.arange(B, device=policy.device) // cfg.responses_per_query)
 
 

@@ -31,7 +31,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
     score = processes().from_main(score.to(mask_BT))
     kl_coef = agent.kl_coef if rollout.kl_coef_B is None else rollout.kl_coef_B.mean().item()
     rollout = with_advantages(rollout, score, agent)
-    of_tokens, grad_norms = defaultdict(list), []           # by metric: parts of the tokens of all steps
+    of_tokens, grad_norms = defaultdict(list), []           # by metric: a chunk of tokens for each pass
     for batch in mini_batches(rollout, agent, rng):
         divisor = processes().sum(sum(rows.divisor_B.sum() for rows in batch))
         of_step = [add_gradient(agent, rows, divisor) for rows in batch]
@@ -43,7 +43,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
             agent.optimizer.zero_grad(set_to_none=True)
             break
         grad_norms.append(apply_gradient(agent))
-    metrics = {name: mean_of_all(parts) for name, parts in of_tokens.items()}
+    metrics = {name: mean_of_all(chunks) for name, chunks in of_tokens.items()}
     score_B = score if score.dim() == 1 else (score * mask_BT).sum(1)
     of_update = {"score": score_B.mean().item(), "kl_coef": kl_coef,
                  "grad_norm": fmean(grad_norms or [0.0]),
@@ -57,9 +57,9 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
     return dict(**metrics, **of_update)         # a name in both raises
 
 
-def mean_of_all(parts: list[Tensor]) -> float:
-    """The mean over the tokens of all parts, in all processes."""
-    x_N = torch.cat(parts).double()
+def mean_of_all(chunks: list[Tensor]) -> float:
+    """The mean over the tokens of all chunks, in all processes."""
+    x_N = torch.cat(chunks).double()
     total, tokens = processes().sum(torch.stack([x_N.sum(), x_N.new_tensor(len(x_N))]))
     return (total / tokens).item()
 

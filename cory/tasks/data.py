@@ -35,12 +35,12 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
         # `datasets` would take a folder of this name that another project has left in its cache
         raise UserError("dataset", dataset, "is not a file or folder here; Hub names are OWNER/NAME")
     try:
-        parts, files = read_jsonl_files(path) or read_with_datasets(str(path))
+        of_splits, files = read_jsonl_files(path) or read_with_datasets(str(path))
     except Exception as error:                                  # each file format raises errors of its own
         hint = "pass a .jsonl file, a folder with train.jsonl and test.jsonl, or a Hub name"
         raise UserError("dataset", dataset, f"cannot be read ({str(error)[:200]}); {hint}") from error
     splits = defaultdict(list)
-    for name, rows in parts:
+    for name, rows in of_splits:
         splits[VALIDATION.get(name, name)] += rows
     if rest := [name for name in splits if name not in Data._fields] + other_files(path, files):
         print(f"not read of {dataset}: {', '.join(rest[:5])}{', ...' * (len(rest) > 5)}")
@@ -74,11 +74,11 @@ def is_text(value) -> bool:
     return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)
 
 
-# (split, rows) for each part of the data, and the files that were read
-Parts = tuple[list[tuple[str, list[dict]]], set[Path]]
+# (split, rows) of each file or split, and the files that were read
+RowsAndFiles = tuple[list[tuple[str, list[dict]]], set[Path]]
 
 
-def read_jsonl_files(path: Path) -> Parts | None:
+def read_jsonl_files(path: Path) -> RowsAndFiles | None:
     """The rows of a file or of a folder's files that are named for splits; None where there are none."""
     if path.is_file():
         return [("train", parse_jsonl(path))], {path}
@@ -95,22 +95,23 @@ def parse_jsonl(path: Path) -> list[dict]:
         raise ValueError(f"{path.name}, {error}") from error
 
 
-def read_with_datasets(dataset: str) -> Parts:
-    from datasets import disable_progress_bars, get_dataset_config_names, load_dataset, load_dataset_builder
+def read_with_datasets(dataset: str) -> RowsAndFiles:
+    from datasets import disable_progress_bars, get_dataset_config_names, load_dataset_builder
     disable_progress_bars()
     folder = Path(dataset).resolve()
     if folder.exists() and has_magic(str(folder)):
         raise ValueError("its path has one of * ? [, which `datasets` takes for a pattern: rename it")
     main = Path(dataset) / "main"                               # the Hub's layout: a folder for each subset
     place = str(main if main.is_dir() else dataset)
-    which = place, "main" if "main" in get_dataset_config_names(place) else None
-    parts = [(str(split), rows.to_list()) for split, rows in load_dataset(*which).items()]
-    splits = load_dataset_builder(*which).config.data_files if folder.exists() else {}
-    read = {Path(file): str(split) for split, files in splits.items() for file in files}
+    subset = "main" if "main" in get_dataset_config_names(place) else None
+    builder = load_dataset_builder(place, subset)
+    files_of = builder.config.data_files if folder.exists() else {}
+    read = {Path(file): str(split) for split, files in files_of.items() for file in files}
     for file, split in read.items():
         if split_of(file) in {*Data._fields} - {split}:
             raise ValueError(f"{file.name} would be read as {split}; `datasets` knows lower-case names alone")
-    return parts, {*read}
+    builder.download_and_prepare()
+    return [(str(split), rows.to_list()) for split, rows in builder.as_dataset().items()], {*read}
 
 
 def divided(cfg: Config, splits: dict[str, list]) -> Data:
