@@ -23,8 +23,8 @@ TITLES = {"task_reward": "task reward", "kl": "KL from the base (nats per respon
           "entropy": "entropy (nats per token)", "explained_variance": "explained variance of the critic",
           "kl_coef": "KL coefficient eta", "accuracy": "accuracy", "unparsed": "responses without an answer",
           "observer_copies": "share of copies by the observer",
-          "observer_after_better": "observer's reward after a good response",
-          "observer_after_worse": "observer's reward after a bad response"}
+          "observer_after_better": "observer's reward after better responses",
+          "observer_after_worse": "observer's reward after worse responses"}
 WITHOUT_PANEL = """role task_reward_std length sampling_gap policy_loss value_loss approx_kl kl_loss grad_norm
     clip_fraction learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity truncated
     reward_truncated optimizer_steps seconds seconds_sampling seconds_scoring seconds_update

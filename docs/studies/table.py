@@ -21,7 +21,7 @@ OWN_FAMILY = ("frontier", "smollm2", "batch256", "rates")
 REAL = ("smollm2", "batch256")          # studies on the real data set, not on the bundled generated data
 HEAD = """# Tables of the studies
 
-Made by table.py; [README](README.md) says what the figures are. A star marks a test that was planned before
+Made by table.py; [README](README.md) says how they are computed. A star marks a test that was planned before
 the runs and is significant after Holm's correction, a dagger one that was planned and is not; without a mark
 no test was planned. A cell of fewer seeds than its line's says how many.
 """
