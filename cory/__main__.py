@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         if not (run_dir / "eval.json").exists():
             raise UserError("run_dirs", str(run_dir), "is not finished (no eval.json); wait, or resume it")
     from cory.distributed import launched
-    from cory.record import evaluate_run
+    from cory.evaluate import evaluate_run
     from cory.run_folder import claimed
     with launched({"device": args.device}):
         for run_dir in args.run_dirs:

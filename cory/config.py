@@ -33,7 +33,8 @@ NAMED = {
     "kl_controller": {"adaptive": "cory.ppo.agent:adaptive"},
 }
 
-def find(field: str, name: str):
+
+def find(setting: str, name: str):
     """The object `module:Name`; the module may be in the current folder."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -41,9 +42,9 @@ def find(field: str, name: str):
     try:
         code = importlib.import_module(module)
     except ModuleNotFoundError as error:                # any other error of the module keeps its traceback
-        raise UserError(field, name, f"{error}; name code as module:Name, without .py") from error
+        raise UserError(setting, name, f"{error}; name code as module:Name, without .py") from error
     if not hasattr(code, attribute):
-        raise UserError(field, name, f"{module} has no {attribute}; name code as module:Name, without .py")
+        raise UserError(setting, name, f"{module} has no {attribute}; name code as module:Name, without .py")
     return getattr(code, attribute)
 
 
@@ -205,14 +206,14 @@ class Config:
 
     def require_valid(self, name: str, kind: type, low: float, high: float) -> None:
         """Raises `UserError` unless a setting has its declared type and one of its words, or is in range."""
-        value, require, known, words = getattr(self, name), self.require, NAMED.get(name), words_of(kind)
-        if words:
+        value, require = getattr(self, name), self.require
+        if words := words_of(kind):
             require(name, value in words, f"choose from {', '.join(words)}")
             return
         require(name, kind in (bool, int, float, str),
                 f"is declared as {kind}; a setting is bool, int, float, str or a Literal of words")
         require(name, has_type(value, kind), f"must be of type {kind.__name__}")
-        if known:
+        if known := NAMED.get(name):
             require(name, value in known or ":" in value,
                     f"choose from {', '.join(known)}, or name your own as module:Name")
         if kind in (int, float):
@@ -360,6 +361,7 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
                              default=f.default, **alone,
                              help=f.metadata.get("help", "") + " (default: %(default)s)" * (f.default != ""))
     parser.set_defaults(preset=next(iter(presets)))
+    # a first time for --preset and --resume, whose settings are what --help shows and other flags change
     given = parser.parse_args([word for word in argv if word not in ("-h", "--help")])
     if given.resume:
         if not given.run_dir:
@@ -376,11 +378,21 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
 
 
 # --- config.json ---
-def config_json(cfg: Config, bases: dict[str, str]) -> str:
-    """The settings, their class, and the name in logs of each agent's base, by agent, in order."""
+def config_json(cfg: Config, bases: dict[str, str], configs: dict[str, Config], earlier: str = "") -> str:
+    """The settings, their class, and by agent, in order, the name in logs of its base; the settings that only
+    this agent has; and the commit of this code, after those of the run before it was resumed.
+    """
     module = type(cfg).__module__.replace("__main__", Path(sys.argv[0]).stem)       # of a script, its name
-    about = {"config_class": f"{module}:{type(cfg).__name__}", "agents": bases, "commit": commit()}
+    commits = dict.fromkeys(filter(None, [*earlier.split(", "), commit()]))
+    about = {"config_class": f"{module}:{type(cfg).__name__}", "agents": bases,
+             "agent_settings": own_settings(cfg, configs), "commit": ", ".join(commits)}
     return json.dumps(about | asdict(cfg), indent=1) + "\n"
+
+
+def own_settings(cfg: Config, configs: dict[str, Config]) -> dict[str, dict]:
+    """{agent: {setting: value}} of the values that are not those of `cfg`."""
+    shared = asdict(cfg).items()
+    return {name: dict(asdict(own).items() - shared) for name, own in configs.items() if own != cfg}
 
 
 def commit() -> str:
@@ -399,7 +411,7 @@ def read_config(run_dir: Path) -> dict:
     with reading(path):
         saved = json.loads(path.read_text(encoding="utf-8-sig"))
         config_class = saved["config_class"]
-    return asdict(find("config_class", config_class)()) | saved
+    return asdict(find("config_class", config_class)()) | {"agent_settings": {}} | saved
 
 
 def load_config(run_dir: Path, config_class: type[Config] | None = None) -> Config:
@@ -410,13 +422,18 @@ def load_config(run_dir: Path, config_class: type[Config] | None = None) -> Conf
     if config_class and config_class.__name__ != own_class.__name__:
         raise UserError("run_dir", str(run_dir), f"holds a run of {saved['task']}; use its own script")
     names = [f.name for f in fields(own_class)]
-    for name in saved.keys() - {*names, "config_class", "agents", "commit"}:
+    for name in saved.keys() - {*names, "config_class", "agents", "agent_settings", "commit"}:
         raise UserError(name, saved[name], f"is no setting; edit {run_dir}/config.json")
     return own_class(**{name: saved[name] for name in names})
 
 
-def require_settings_of(run_dir: Path, cfg: Config) -> None:
+def require_settings_of(run_dir: Path, cfg: Config, configs: dict[str, Config]) -> None:
     """Raises `UserError` where a run that is resumed would go on with other settings."""
     for name, old in asdict(load_config(run_dir, type(cfg))).items():
         cfg.require(name, name in FREE_ON_RESUME or getattr(cfg, name) == old,
                     f"the run has {old!r}; leave this setting out, or start afresh")
+    before = read_config(run_dir)["agent_settings"]
+    for agent, own in configs.items():
+        for name, old in (asdict(cfg) | before.get(agent, {})).items():
+            own.require(name, name in FREE_ON_RESUME or getattr(own, name) == old,
+                        f"the {agent} of the run has {old!r}; undo that edit, or start afresh")

@@ -32,8 +32,7 @@ class Processes:
 
     def rows(self, n: int) -> slice:
         """Which of n rows are this process's: n / size of them, or one more."""
-        first, end = (-(-i * n // self.size) for i in (self.rank, self.rank + 1))
-        return slice(first, end)
+        return slice(self.rank * n // self.size, (self.rank + 1) * n // self.size)
 
     def gather(self, items: list) -> list:
         if self.size == 1:

@@ -1,24 +1,87 @@
 """Held-out evaluation: responses to the bare queries of held-out rows, with fixed random numbers."""
+import copy
+import json
 import math
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from shutil import get_terminal_size
 from statistics import fmean
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from transformers import set_seed
 
-from cory.config import Config
+from cory.config import Config, load_config
 from cory.distributed import processes
-from cory.log import append_jsonl
+from cory.log import append_jsonl, write_text
+from cory.ppo.formulas import score_of_responses
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout, join, real_ids
 from cory.ppo.sampling import sample, score_rollout
+from cory.report import tables
+from cory.setup import Setup
 from cory.sharding import unsharded
 from cory.tasks.task import Task
 
 EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations
+
+
+def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
+    """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
+    saved = load_config(run_dir)
+    cfg = replace(saved, resume=False, device=device, dtype=dtype or saved.dtype, eval_samples=samples,
+                  eval_queries=queries or saved.eval_queries)
+    setup = Setup(cfg, run_dir)
+    at_end = torch.load(run_dir / "final/state.pt", weights_only=True,
+                        map_location={"cuda:0": str(setup.device)})
+    setup.require_digests(at_end["digests"], [], "is not what the run was trained with; write where that is "
+                          f"now into {run_dir}/config.json")
+    setup.method.memory, setup.task.memory = at_end["memory"]["method"], at_end["memory"]["task"]
+    policies = setup.bases | {name: setup.final_model(name) for name in setup.configs}
+    folder = run_dir / "evaluation"
+    folder.mkdir(exist_ok=True)
+    iteration = json.loads((run_dir / "eval.json").read_text())["iteration"]
+    metrics = held_out_metrics(setup, policies, iteration, folder)
+    if processes().is_main:
+        results = {"iteration": iteration, "queries": cfg.eval_queries, "samples": samples, **metrics}
+        write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
+    print(f"{tables(run_dir.name, pd.DataFrame(metrics).T)}\nresponses and metrics: {folder}", flush=True)
+
+
+def held_out_metrics(setup: Setup, policies: dict[str, LanguageModel], iteration: int,
+                     out: Path | None = None) -> dict[str, dict[str, float]]:
+    """Metrics of each policy against its base, and of the team that plays in an iteration; if bases are among
+    the policies, also of the team of bases. `out`: a folder for the responses, with all that
+    `evaluate_in_full` measures.
+    """
+    metrics = {}
+    for name, policy in policies.items():
+        base, cfg = setup.bases[setup.base_of.get(name, name)], setup.configs.get(name, setup.cfg)
+        task = for_evaluation(setup.method, iteration).task
+        if out is None:
+            metrics[name] = evaluate(policy, base, cfg, task)
+        else:
+            metrics[name] = evaluate_in_full(policy, base, cfg, task, out / f"{name}.jsonl")
+    cast = setup.method.cast([*setup.configs], max(iteration, 1))
+    teams = {"base_team": [setup.base_of[name] for name in cast], "team": cast}
+    for team, names in teams.items():
+        if len(cast) > 1 and policies.keys() >= {*names}:
+            team_policies = [policies[name] for name in names]
+            metrics[team] = evaluate_team(for_evaluation(setup.method, iteration), team_policies)
+    return metrics
+
+
+def for_evaluation(method: Any, iteration: int) -> Any:
+    """The method and its task with copies of their memory: what evaluation puts there is forgotten."""
+    copied = copy.copy(method)
+    copied.task = copy.copy(method.task)
+    copied.memory, copied.task.memory = copy.deepcopy((method.memory, method.task.memory))
+    for hooked in (copied, copied.task):
+        hooked.iteration, hooked.training = iteration, False
+    return copied
 
 
 def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str], length: int,
@@ -120,12 +183,9 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
 
     rollouts = method.respond(policies, queries, sample_in_turn)
     rewards = [method.task.reward(rollout.query, rollout.text) for rollout in rollouts]
-    scores = method.scores(rollouts, rewards)
-    of_roles = []
-    for score, rollout in zip(scores, rollouts, strict=True):
-        of_responses = score.dim() == 1
-        score_B = score if of_responses else (score.to(rollout.mask_BT) * rollout.mask_BT).sum(1)
-        of_roles.append(score_B.mean().item())
+    scores = method.scores(rollouts, [reward_B.clone() for reward_B in rewards])
+    of_roles = [score_of_responses(score, rollout.mask_BT).mean().item()
+                for score, rollout in zip(scores, rollouts, strict=True)]
     return dict(score=fmean(of_roles), **method.metrics(rollouts, rewards))
 
 

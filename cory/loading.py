@@ -181,11 +181,13 @@ def require_usable_model(model: LanguageModel) -> None:
                          "kind of model cannot be sampled here")
 
 
-def weights_digest(weights: Iterable[Tensor]) -> str:
-    """A digest of a few numbers of each weight, which tells models apart."""
+def digest(weights: Iterable[Tensor], about) -> str:
+    """A digest that tells models apart: of a few numbers of each weight, rounded to bfloat16, and of whatever
+    else is given, such as the token ids of a text.
+    """
     flat = (full_tensor(w.detach()).flatten() for w in weights)
-    few = torch.cat([w[::max(1, len(w) // 8)].double().cpu() for w in flat])
-    return sha256(few.numpy().tobytes()).hexdigest()
+    few = torch.cat([w[::max(1, len(w) // 8)].bfloat16().double().cpu() for w in flat])
+    return sha256(few.numpy().tobytes() + repr(about).encode()).hexdigest()
 
 
 @contextmanager

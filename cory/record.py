@@ -7,7 +7,6 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -17,11 +16,11 @@ from torch import Tensor
 from transformers import set_seed
 
 from cory.checkpoint import load_checkpoint, save_checkpoint
-from cory.config import config_json, load_config
+from cory.config import config_json, read_config
 from cory.device import peak_memory
 from cory.distributed import processes
 from cory.errors import UserError
-from cory.evaluate import examples
+from cory.evaluate import examples, for_evaluation, held_out_metrics
 from cory.final import require_faithful, save_models
 from cory.log import Logger, read_jsonl, write_text
 from cory.ppo.agent import Agent
@@ -66,11 +65,17 @@ class Record:
         self.best = float("-inf")
         self.done, wandb_id = self.resume() if cfg.resume else (0, "")
         if processes().is_main:
-            # until it has finished again
-            (self.run_dir / "eval.json").unlink(missing_ok=True)
-            shutil.rmtree(self.run_dir / "evaluation", ignore_errors=True)
-            write_text(self.run_dir / "config.json", config_json(replace(cfg, resume=False), setup.base_of))
+            self.begin_folder()
         self.logger = Logger(cfg, [*setup.configs], self.run_dir, self.done, wandb_id)
+
+    def begin_folder(self) -> None:
+        """Writes config.json, and removes what is only true of a run that has ended."""
+        setup, path = self.setup, self.run_dir / "config.json"
+        earlier = read_config(self.run_dir)["commit"] if setup.cfg.resume else ""
+        write_text(path, config_json(replace(setup.cfg, resume=False), setup.base_of, setup.configs, earlier))
+        (self.run_dir / "eval.json").unlink(missing_ok=True)
+        if self.done < setup.cfg.iterations:
+            shutil.rmtree(self.run_dir / "evaluation", ignore_errors=True)
 
     def resume(self) -> tuple[int, str]:
         """Restores the last checkpoint's state. Returns (iterations done, W&B id), or (0, "")."""
@@ -86,19 +91,16 @@ class Record:
                     f"the run has {before}, and --lr_schedule {', '.join(falling)} falls over them")
         cfg.require("iterations", cfg.iterations > done or cfg.iterations == done == before,
                     f"the run has done {done}; ask for more")
-        self.require_digests(state["digests"], "name the one of config.json, wherever it is now")
+        self.setup.require_digests(state["digests"], self.agents, "is not what the run began with; name the "
+                                   "one of config.json, wherever it is now")
         self.method.memory, self.task.memory = state["memory"]["method"], state["memory"]["task"]
         self.best = state["best"]
         return done, state["wandb_id"]
 
-    def require_digests(self, other: dict[str, str], hint: str) -> None:
-        """Raises `UserError` where a model or the data are not those that the run began with."""
-        for name, digest in self.digests_at_start.items():
-            self.setup.cfg.require(name, other[name] == digest, f"is not what the run began with; {hint}")
-
     def require_unchanged(self) -> None:
-        self.require_digests(self.setup.digests(self.agents), "frozen weights have changed: KL has another "
-                             "reference, and no checkpoint keeps it")
+        self.setup.require_digests(
+            self.digests_at_start, self.agents, "is not what the run began with; frozen weights have "
+            "changed: KL has another reference, and no checkpoint keeps it")
 
     def begin(self, iteration: int) -> None:
         """Starts the iteration's clock, and seeds the global generators, for tasks and methods that draw from
@@ -139,9 +141,8 @@ class Record:
 
     def samples(self, iteration: int, turns: list[Turn]) -> list[dict]:
         """A few queries, with each role's prompt, response, agent and reward."""
-        rows, queries, group_B = [], turns[0].rollout.query, turns[0].rollout.group_B
-        groups = [*range(len(queries))] if group_B is None else group_B.tolist()
-        firsts = [i for i, group in enumerate(groups) if group not in groups[:i]]
+        rows, queries = [], turns[0].rollout.query
+        firsts = [i for i, query in enumerate(queries) if query not in queries[:i]]
         for i in firsts[:SAMPLES]:
             row = {"iteration": iteration, "query": queries[i]}
             for turn in turns:
@@ -162,7 +163,7 @@ class Record:
         """
         self.require_unchanged()
         bases = self.setup.bases if iteration == 0 else {}
-        metrics = self.setup.held_out_metrics(bases | {a.name: a.policy for a in self.agents}, iteration)
+        metrics = held_out_metrics(self.setup, bases | {a.name: a.policy for a in self.agents}, iteration)
         row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
         self.logger.evaluation(iteration, row)
         combined = statistics.fmean(metrics[agent.name]["combined_reward"] for agent in self.agents)
@@ -221,11 +222,12 @@ class Record:
         self.logger.bar.close()
         save_models(self.run_dir / "final", self.agents)
         models = self.setup.bases | {agent.name: agent.policy for agent in self.agents}
-        responses = examples(models, cfg, self.setup.for_evaluation(cfg.iterations).task)
+        responses = examples(models, cfg, for_evaluation(self.method, cfg.iterations).task)
         print(f"\nheld-out queries, and a response of each model:\n{responses}\n")
         if not processes().is_main:
             return
-        torch.save(self.memory(), self.run_dir / "final/memory.pt")             # for `evaluate`
+        for_evaluate = {"memory": self.memory(), "digests": self.digests_at_start}
+        torch.save(for_evaluate, self.run_dir / "final/state.pt")
         rows = read_jsonl(self.run_dir / "metrics.jsonl")
         done = rows[-1]["iteration"]
         about = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
@@ -239,22 +241,3 @@ class Record:
               f"{seconds:.2f} s per iteration (median of {done}), "
               f"peak memory {peak_memory(self.setup.device):.2f} GiB\nwritten to {self.run_dir}: "
               "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
-
-
-def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
-    """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
-    saved = load_config(run_dir)
-    cfg = replace(saved, resume=False, device=device, dtype=dtype or saved.dtype, eval_samples=samples,
-                  eval_queries=queries or saved.eval_queries)
-    setup, done = Setup(cfg, run_dir), json.loads((run_dir / "eval.json").read_text())["iteration"]
-    memory = torch.load(run_dir / "final/memory.pt", weights_only=True,
-                        map_location={"cuda:0": str(setup.device)})
-    setup.method.memory, setup.task.memory = memory["method"], memory["task"]
-    policies = setup.bases | {name: setup.final_model(name) for name in setup.configs}
-    folder = run_dir / "evaluation"
-    folder.mkdir(exist_ok=True)
-    metrics = setup.held_out_metrics(policies, done, folder)
-    if processes().is_main:
-        results = {"iteration": done, "queries": cfg.eval_queries, "samples": samples, **metrics}
-        write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
-    print(f"{tables(run_dir.name, pd.DataFrame(metrics).T)}\nresponses and metrics: {folder}", flush=True)

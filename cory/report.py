@@ -224,11 +224,14 @@ def require_comparable(run_dirs: list[Path], by: list[str]) -> None:
     names, settings = [*map(str, run_dirs)], pd.DataFrame(map(read_config, run_dirs)).astype(str)
     for name in {*by} - {*settings}:
         raise UserError("by", name, "is not a setting; config.json lists them")
-    free = FREE | {"method", "agents", "commit", *by}
+    free = FREE | {"method", "agents", "agent_settings", "commit", *by}
     differ = settings.columns[settings.nunique(dropna=False) > 1].difference([*free])
     if len(differ):
         raise UserError("run_dirs", names, f"differ in {', '.join(differ)}; make a group of each value with "
                         f"--by {' '.join([*by, *differ])}")
+    if settings.groupby(["method", *by]).agent_settings.nunique().max() > 1:
+        raise UserError("run_dirs", names, "differ in their agents' own settings: see agent_settings in "
+                        "config.json")
     if settings.duplicated(["method", *by, "seed"]).any():
         raise UserError("run_dirs", names, "have the same seed twice in a group; drop one")
 

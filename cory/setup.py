@@ -1,5 +1,4 @@
 """What the settings of a run name: the method, the task with its data, the bases; and its agents."""
-import copy
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -9,8 +8,7 @@ from transformers import set_seed
 from cory import device
 from cory.config import Config, require_settings_of, short_name
 from cory.distributed import processes
-from cory.evaluate import evaluate, evaluate_in_full, evaluate_team
-from cory.loading import load_language_model, model_errors, weights_digest
+from cory.loading import TEXT, digest, load_language_model, model_errors
 from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
@@ -27,8 +25,6 @@ class Setup:
 
     def __init__(self, cfg: Config, run_dir: Path):
         cfg, self.device = device.resolve_auto(cfg)
-        if cfg.resume:
-            require_settings_of(run_dir, cfg)
         device.prepare_device(cfg, self.device)
         set_seed(cfg.seed)                              # for tasks and methods that draw as they are made
         self.cfg, self.run_dir = cfg, run_dir
@@ -36,6 +32,8 @@ class Setup:
         names = method_class.agent_names[:1] if cfg.share_weights else method_class.agent_names
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
         require_agents(cfg, self.configs, method_class.roles)
+        if cfg.resume:
+            require_settings_of(run_dir, cfg, self.configs)
         print(f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
               f"model {cfg.model}, data {cfg.dataset}, {self.device}, {cfg.dtype}", flush=True)
         data = task_class.load_data(cfg)
@@ -82,41 +80,19 @@ class Setup:
         """The final policy of an agent, of a finished run."""
         return self.saved_model(name, self.run_dir / "final" / name)
 
-    def held_out_metrics(self, policies: dict[str, LanguageModel], iteration: int,
-                         out: Path | None = None) -> dict[str, dict[str, float]]:
-        """Metrics of each policy against its base, and of the team that plays in an iteration; if bases are
-        among the policies, also of the team of bases. `out`: a folder for `evaluate` to write to.
-        """
-        metrics = {}
-        for name, policy in policies.items():
-            base, cfg = self.bases[self.base_of.get(name, name)], self.configs.get(name, self.cfg)
-            task = self.for_evaluation(iteration).task
-            if out is None:
-                metrics[name] = evaluate(policy, base, cfg, task)
-            else:
-                metrics[name] = evaluate_in_full(policy, base, cfg, task, out / f"{name}.jsonl")
-        cast = self.method.cast([*self.configs], max(iteration, 1))
-        teams = {"base_team": [self.base_of[name] for name in cast], "team": cast}
-        for team, names in teams.items():
-            if len(cast) > 1 and policies.keys() >= {*names}:
-                team_policies = [policies[name] for name in names]
-                metrics[team] = evaluate_team(self.for_evaluation(iteration), team_policies)
-        return metrics
-
-    def for_evaluation(self, iteration: int):
-        """The method and its task with copies of their memory: what evaluation puts there is forgotten."""
-        method = copy.copy(self.method)
-        method.task = copy.copy(self.task)
-        method.memory, method.task.memory = copy.deepcopy((self.method.memory, self.task.memory))
-        for hooked in (method, method.task):
-            hooked.iteration, hooked.training = iteration, False
-        return method
-
     def digests(self, agents: list[Agent]) -> dict[str, str]:
-        """Of the frozen weights of all bases, and of what the task reads, by the setting that names it."""
-        trained = trained_weights(agents)
-        weights = [p for base in self.bases.values() for p in base.lm.parameters() if p not in trained]
-        return {"model": weights_digest(weights)} | self.task.digests()
+        """Of all bases, without the weights that agents train, and of what the task reads, by the setting
+        that names it.
+        """
+        trained, bases = trained_weights(agents), self.bases.values()
+        weights = [p for base in bases for p in base.lm.parameters() if p not in trained]
+        tokens = [(base.encode([TEXT]), sorted(base.end_ids)) for base in bases]
+        return {"model": digest(weights, tokens)} | self.task.digests()
+
+    def require_digests(self, expected: dict[str, str], agents: list[Agent], hint: str) -> None:
+        """Raises `UserError` where a model or the data are not those of these digests."""
+        for name, found in self.digests(agents).items():
+            self.cfg.require(name, found == expected[name], hint)
 
 
 def trained_weights(agents: list[Agent]) -> set:
@@ -146,7 +122,7 @@ def require_agents(cfg: Config, configs: dict[str, Config], roles: tuple[str, ..
 
 def base_names(configs: dict[str, Config]) -> dict[str, str]:
     """{agent: its base in logs}: `base` is the first agent's; `base_llm2`, another first used by llm2."""
-    columns = {}
+    base_of_model = {}
     for name, cfg in configs.items():
-        columns.setdefault(cfg.model, f"base_{name}" if columns else "base")
-    return {name: columns[cfg.model] for name, cfg in configs.items()}
+        base_of_model.setdefault(cfg.model, f"base_{name}" if base_of_model else "base")
+    return {name: base_of_model[cfg.model] for name, cfg in configs.items()}

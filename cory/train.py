@@ -65,7 +65,7 @@ class Ppo:
             # PPO: r(s0, a1)              CORY: r(s0, a1) + r(s0, a2), for both
             judged = [task.judge(rollout.query, rollout.text) for rollout in rollouts]
             rewards = [reward_B for reward_B, _ in judged]
-            scores = self.scores(rollouts, rewards)
+            scores = self.scores(rollouts, [reward_B.clone() for reward_B in rewards])
 
             turns = []
             for role, agent, rollout, (reward_B, parts), score in zip(
@@ -117,9 +117,9 @@ class Ppo:
 
     def scores(self, rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
         """What each role is trained on: a number for each response, (B,), or for each of its tokens, (B, T);
-        `rewards`, (B,), are the task's own.
+        `rewards`, (B,), are copies of the task's own.
         """
-        return [reward_B.clone() for reward_B in rewards]
+        return rewards
 
     def update(self, role: str, agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float]:
         """Trains the agent that played a role on its scores. Returns metrics, or none if it has not been

@@ -58,12 +58,6 @@ def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     assert first["task_reward/llm1"] != first["task_reward/llm2"] != seeing["task_reward/llm2"]
 
 
-def test_what_a_method_does_to_its_scores_is_not_done_to_the_rewards():
-    (score_B,) = Ppo(None, None).scores([], [reward_B := torch.ones(2)])
-    score_B *= 2
-    assert reward_B.tolist() == [1, 1]
-
-
 class Noted(Cory):
     """One metric of the observer's update alone."""
 

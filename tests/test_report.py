@@ -141,8 +141,9 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(report, "draw_comparison", lambda *_: None)
     first, again = write_run(tmp_path / "a"), write_run(tmp_path / "b", device="cuda", wandb="offline")
     other = write_run(tmp_path / "c", gamma=0.9, kl_target=0.0)
+    own = write_run(tmp_path / "d", seed=1, agent_settings={"llm2": {"gamma": 0.9}})
     for words, says in (([first, again], "have the same seed"), ([first, first], "have the same seed"),
-                        ([first, other], "in gamma, kl_target;"),
+                        ([first, other], "in gamma, kl_target;"), ([first, own], "see agent_settings"),
                         ([first, "--by", "gama"], "by is 'gama': is not a setting")):
         assert says in error_line(main, ["report", *words], capsys)
     main(["report", str(first), str(write_run(tmp_path / "p", method="my:Chain", kl_target=6.0))])

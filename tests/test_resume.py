@@ -225,9 +225,39 @@ def test_models_and_data_may_move_but_not_change(copy, small, tmp_path, capsys):
         assert f"{name} is '{folder}': is not what the run began with" in refused(
             capsys, copy, "--iterations", 4, *moved)
         save_file(before, path, {"format": "pt"})
+    path = model / "generation_config.json"
+    before = path.read_text()
+    path.write_text('{"eos_token_id": [0, 5]}')
+    assert f"model is '{model}': is not what" in refused(capsys, copy, "--iterations", 4, *moved)
+    path.write_text(before)
     with (data / "train.jsonl").open("a") as file:
         file.write('{"text": "one more"}\n')
     assert f"dataset is '{data}': is not what" in refused(capsys, copy, "--iterations", 4, *moved)
+    assert "is not what the run was trained with" in error_line(main, ["evaluate", copy], capsys)
+
+
+OWN = {"llm2": 0.01}                # learning rates
+
+
+class Differ(Cory):
+    @staticmethod
+    def agent_config(cfg, name):
+        return replace(cfg, learning_rate=OWN.get(name, cfg.learning_rate))
+
+
+def test_a_run_goes_on_with_each_agents_own_settings_and_says_by_which_code(
+        small_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("cory.config.commit", lambda: "first")
+    run = finished(small_flags, tmp_path / "run", "--method", "test_resume:Differ", "--iterations", 1)
+    assert read(run / "config.json")["agent_settings"] == {"llm2": {"learning_rate": 0.01}}
+    for rate in (0.02, None):
+        monkeypatch.setitem(OWN, "llm2", rate or read(run / "config.json")["learning_rate"])
+        assert "the llm2 of the run has 0.01" in refused(capsys, run, "--iterations", 2)
+    monkeypatch.setitem(OWN, "llm2", 0.01)
+    for commit in ("second", "second"):
+        monkeypatch.setattr("cory.config.commit", lambda: commit)
+        resume(run)
+    assert read(run / "config.json")["commit"] == "first, second"
 
 
 def test_whoever_may_read_the_settings_may_read_the_final_model(saved):
@@ -281,6 +311,8 @@ def test_what_was_evaluated_before_a_run_goes_on_is_removed_and_says_of_which_it
     assert not (copy / "evaluation").exists()
     main(["evaluate", str(copy), "--samples", "1", "--device", "cpu"])
     assert read(copy / "evaluation/results.json")["iteration"] == 3
+    resume(copy)                                            # already at its end
+    assert (copy / "evaluation").exists()
 
 
 def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):

@@ -185,6 +185,8 @@ def test_learning_rates_are_those_of_the_schedule(name, factors):
         agent.set_learning_rate(iteration)
         rates = {group["is_critic"]: group["lr"] for group in agent.optimizer.param_groups}
         assert rates == pytest.approx({False: 0.1 * factor, True: 0.2 * factor}, rel=1e-5)
+        agent.reset()
+        assert rates == {group["is_critic"]: group["lr"] for group in agent.optimizer.param_groups}
 
 
 @pytest.mark.parametrize("edit, error", [

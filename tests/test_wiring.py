@@ -65,12 +65,13 @@ class Harder(Toy):
 
 
 class Chain(Cory):
-    """Three agents. Scores rise by 1 each time that they are asked for; a metric is drawn."""
+    """Three agents. Scores rise by 1 each time that they are asked for, in place; a metric is drawn."""
     agent_names, roles = ("llm1", "llm2", "llm3"), ("first", "second", "third")
 
     def scores(self, rollouts, rewards):
         self.memory["asked"] = self.memory.get("asked", 0) + 1
-        return [score + self.memory["asked"] for score in super().scores(rollouts, rewards)]
+        rewards[2] += self.memory["asked"]
+        return super().scores(rollouts, rewards)
 
     def metrics(self, rollouts, rewards):
         return super().metrics(rollouts, rewards) | {
@@ -348,8 +349,8 @@ def test_hooks_know_the_iteration_and_whether_it_is_training(run):
 
 
 def test_a_task_forgets_what_it_is_asked_outside_of_training(run):
-    memory = torch.load(run("chain") / "final/memory.pt", weights_only=True)
-    assert memory["task"]["asked"] == 3
+    state = torch.load(run("chain") / "final/state.pt", weights_only=True)
+    assert state["memory"]["task"]["asked"] == 3
 
 
 def test_samples_are_of_different_queries(run):

@@ -20,14 +20,14 @@ class Agent:
     base: what its KL is measured against. kl_coef: eta. draws: random generators created so far.
 
     memory: whatever else it must remember, kept by checkpoints: numbers, text, tensors, collections of these.
-    seconds: spent on sampling, scoring and updates in this iteration.
+    seconds: spent on sampling, scoring and updates in this iteration. iteration: whose learning rate it has.
     """
     __slots__ = ("name", "cfg", "index", "base", "policy", "critic", "optimizer", "kl_coef", "draws",
-                 "memory", "seconds")
+                 "memory", "seconds", "iteration")
 
     def __init__(self, name: str, base: LanguageModel, cfg: Config, index: int):
         self.name, self.cfg, self.index, self.base = name, cfg, index, base
-        self.draws, self.memory, self.seconds = 0, {}, {}
+        self.draws, self.memory, self.seconds, self.iteration = 0, {}, {}, 1
         with torch.random.fork_rng(devices=[]):         # initial weights depend on run seed and agent alone
             torch.manual_seed(int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0]))
             self.policy = base.new_policy(name, cfg)
@@ -48,8 +48,9 @@ class Agent:
                 raise UserError("parameter", name, "would never be trained; call requires_grad_(True) on it")
             # no operation can mix sharded tensors with others
             groups[name.startswith("critic."), is_sharded(parameter)].append(parameter)
-        groups = [{"params": group, "is_critic": is_critic} for (is_critic, _), group in groups.items()]
-        self.optimizer = torch.optim.Adam(groups, lr=self.cfg.learning_rate, fused=True)
+        of_adam = [{"params": group, "is_critic": is_critic} for (is_critic, _), group in groups.items()]
+        self.optimizer = torch.optim.Adam(of_adam, fused=True)
+        self.set_learning_rate(self.iteration)
         self.kl_coef = self.cfg.init_kl_coef
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
@@ -74,7 +75,7 @@ class Agent:
 
     def set_learning_rate(self, iteration: int) -> None:
         """Sets the learning rates of iteration 1, 2, ...: `rate * schedule((iteration - 1) / iterations)`."""
-        cfg = self.cfg
+        cfg, self.iteration = self.cfg, iteration
         factor = cfg.find("lr_schedule")((iteration - 1) / cfg.iterations)
         cfg.require("lr_schedule", math.isfinite(factor), f"gives {factor} in iteration {iteration}")
         for group in self.optimizer.param_groups:

@@ -85,6 +85,11 @@ def token_rewards(score: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef_B: Tens
     return reward_BT.scatter_add(1, last_B1, score[:, None].to(reward_BT))
 
 
+def score_of_responses(score: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B,): a score of each token, (B, T), is summed over its response."""
+    return score if score.dim() == 1 else (score.to(mask_BT) * mask_BT).sum(1)
+
+
 def policy_loss(log_ratio_BT: Tensor, advantage_BT: Tensor, low: float, high: float,
                 **_) -> tuple[Tensor, Tensor]:
     """Clipped surrogate (Schulman et al. 2017, eq. 7; the paper's eq. 11): the loss of each token, and where

@@ -44,8 +44,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
             break
         grad_norms.append(apply_gradient(agent))
     metrics = {name: mean_of_all(chunks) for name, chunks in of_tokens.items()}
-    score_B = score if score.dim() == 1 else (score * mask_BT).sum(1)
-    of_update = {"score": score_B.mean().item(), "kl_coef": kl_coef,
+    of_update = {"score": formulas.score_of_responses(score, mask_BT).mean().item(), "kl_coef": kl_coef,
                  "grad_norm": fmean(grad_norms or [0.0]),
                  "learning_rate": agent.optimizer.param_groups[0]["lr"]}
     if cfg.max_approx_kl:
@@ -113,12 +112,14 @@ def mini_batches(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> It
     cfg, B, device = agent.cfg, len(rollout.mask_BT), rollout.mask_BT.device
     for _ in range(cfg.num_ppo_epochs):
         order = torch.from_numpy(rng.permutation(B)).to(device)
-        for rows in order.split(cfg.rows_per_optimizer_step):
-            if len(rows) < processes().size:
+        for step in order.split(cfg.rows_per_optimizer_step):
+            if len(step) < processes().size:
                 raise UserError("rollout", B, "leaves a step with fewer rows than there are processes")
-            of_step = take(rollout, rows[processes().rows(len(rows))])
-            groups = as_many_as_others(passes(of_step, agent.policy, cfg.mini_batch_size))
-            yield [take(of_step, group) for group in groups]
+            mine = take(rollout, step[processes().rows(len(step))])
+            of_passes = passes(mine, agent.policy, cfg.mini_batch_size)
+            if cfg.shard:
+                of_passes = as_many_as_others(of_passes)
+            yield [take(mine, index) for index in of_passes]
 
 
 def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
@@ -128,14 +129,14 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
         loss = policy_loss [--loss] + kl_coef k3 [--kl_in loss] + vf_coef value_loss [with a critic]
 
     logp_BT, entropy_BT, value_BT: of the present policy and critic, differentiable; on padding logp_BT is the
-    rollout's. The loss is averaged as `--loss_mean` says, a metric over the real tokens of the update.
+    rollout's. The loss is averaged as `--loss_mean` says, a metric over the real tokens of the update. `rows`
+    are some of a step's rows, by their lengths: nothing here may relate one row to another.
     """
     cfg, high = agent.cfg, agent.cfg.cliprange_high or agent.cfg.cliprange
-    policy_loss_BT, clipped_BT = cfg.find("loss")(
+    loss_BT, is_clipped_BT = cfg.find("loss")(
         log_ratio_BT=logp_BT - rows.logp_BT, advantage_BT=rows.advantage_BT, mask_BT=rows.mask_BT,
         low=cfg.cliprange, high=high)
-    loss_BT = policy_loss_BT
-    metrics = {"policy_loss": policy_loss_BT, "entropy": entropy_BT, "clip_fraction": clipped_BT,
+    metrics = {"policy_loss": loss_BT, "entropy": entropy_BT, "clip_fraction": is_clipped_BT,
                "approx_kl": formulas.kl_k3(rows.logp_BT, logp_BT)}         # of KL(pi_old || pi)
     if cfg.kl_in == "loss":
         kl_loss_BT = formulas.kl_k3(logp_BT, rows.ref_logp_BT)

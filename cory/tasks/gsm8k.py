@@ -44,8 +44,11 @@ class Gsm8k(Task):
                 for query, response in zip(queries, responses, strict=True)]
 
     def answer_in(self, response: str) -> Decimal | None:
-        """A checker of your own returns a number, its text, or None."""
-        return decimal(str(self.checker(response)))
+        """What `--checker` reads in a response: a number, its text, or None; not whether it is right."""
+        answer = self.checker(response)
+        self.cfg.require("checker", not isinstance(answer, bool), "must return the answer, as a number, its "
+                         "text, or None; it is compared with the right one here")
+        return decimal(str(answer))
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
         return [float(self.answer_in(response) == self.gold[query])

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from cory.config import LARGEST, ImdbConfig
-from cory.loading import TEXT, load_pretrained, model_errors, weights_digest
+from cory.loading import TEXT, digest, load_pretrained, model_errors
 from cory.ppo.model import LanguageModel
 from cory.tasks.data import Data
 from cory.tasks.task import Task
@@ -82,7 +82,9 @@ class Imdb(Task):
         self.reward_model = SentimentReward(cfg.reward_model, model.device, max_tokens)
 
     def digests(self) -> dict[str, str]:
-        return super().digests() | {"reward_model": weights_digest(self.reward_model.model.parameters())}
+        classifier = self.reward_model
+        about = classifier.encode([TEXT])["input_ids"], classifier.positive, classifier.max_length
+        return super().digests() | {"reward_model": digest(classifier.model.parameters(), about)}
 
     def query(self, review: str, rng: random.Random) -> str:
         """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, inclusive.

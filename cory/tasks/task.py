@@ -51,9 +51,9 @@ class Task:
         raise NotImplementedError
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float] | Tensor | tuple:
-        """The task reward of each response, which depends on its own query and response alone. A response
-        counts as solved if it is above 0. May also return (rewards, parts): by name, further numbers for each
-        response, such as the terms of a sum, whose means are logged.
+        """The task reward of each response, which depends on its own query and response alone: each process
+        asks for its own rows. A response counts as solved if it is above 0. May also return (rewards, parts):
+        by name, further numbers for each response, such as the terms of a sum, whose means are logged.
         """
         raise NotImplementedError
 
