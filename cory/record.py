@@ -141,8 +141,9 @@ class Record:
 
     def samples(self, iteration: int, turns: list[Turn]) -> list[dict]:
         """A few queries, with each role's prompt, response, agent and reward."""
-        rows, queries = [], turns[0].rollout.query
-        firsts = [i for i, query in enumerate(queries) if query not in queries[:i]]
+        rows, queries, group_B = [], turns[0].rollout.query, turns[0].rollout.group_B
+        groups = [*range(len(queries))] if group_B is None else group_B.tolist()
+        firsts = [i for i, group in enumerate(groups) if group not in groups[:i]]
         for i in firsts[:SAMPLES]:
             row = {"iteration": iteration, "query": queries[i]}
             for turn in turns:
