@@ -175,7 +175,8 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
     the method's metrics of these.
     """
     set_seed(EVALUATION_SEED)               # for tasks and methods that draw
-    queries, length, calls = method.task.held_out_queries, method.cfg.max_response_length, count(1)
+    queries, length = method.task.held_out_queries, method.cfg.max_response_length
+    calls = count(1)
 
     def sample_in_turn(policy: LanguageModel, prompts: list[str], queries: list[str]) -> Rollout:
         # with equal seeds, identical agents would respond identically
@@ -191,10 +192,11 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
 
 def examples(models: dict[str, LanguageModel], cfg: Config, task: Task, count: int = 3) -> str:
     """Held-out queries, each with a response of each model, in lines cut to the terminal's width."""
-    queries, width, lines = task.held_out_queries[:count], get_terminal_size().columns, []
+    queries = task.held_out_queries[:count]
     prompts = task.pioneer_prompts(queries)
     texts = {name: sample_responses(model, prompts, queries, cfg.max_response_length, 0).text
              for name, model in models.items()}
+    lines, width = [], get_terminal_size().columns
     for i, query in enumerate(queries):
         lines += [query, *(f"    {name}: {' '.join(said[i].split())}" for name, said in texts.items())]
     return "\n".join(line.replace("\n", " ")[:width] for line in lines)

@@ -158,8 +158,9 @@ def finish(figure: Figure, panels: Sequence, out: Path) -> None:
 # --- several runs compared ---
 def read_held_out(run_dir: Path, by: Sequence[str] = ()) -> pd.DataFrame:
     """A row for each held-out evaluation of each model or team; `part` is base, agent or team."""
-    config, path, rows = read_config(run_dir), run_dir / "metrics.jsonl", []
+    config, path = read_config(run_dir), run_dir / "metrics.jsonl"
     bases, settings = config["agents"].values(), {name: config[name] for name in by}
+    rows = []
     for row in read_jsonl(path) if path.exists() else []:
         for who, metrics in of_evaluation(row).items():
             part = "base" if who in bases else "agent" if who in config["agents"] else "team"

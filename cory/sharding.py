@@ -22,7 +22,8 @@ def shard(model, cfg: Config, whole: Collection[nn.Parameter] = ()) -> None:
     matrices = {p for p in layers.parameters() if p.dim() > 1}.difference(whole)
     policy = MixedPrecisionPolicy(torch.bfloat16 if cfg.dtype == "bfloat16" else None,
                                   reduce_dtype=torch.float32, cast_forward_inputs=False)
-    mesh, rest = init_device_mesh(model.device.type, (processes().size,)), {*base.parameters()} - matrices
+    mesh = init_device_mesh(model.device.type, (processes().size,))
+    rest = {*base.parameters()} - matrices
     for module in (*layers, base):
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=rest)
         module.set_gradient_divide_factor(1.0)          # a sum, not a mean

@@ -109,14 +109,16 @@ def passes(rollout: Rollout, model: LanguageModel, max_rows: int) -> list[Tensor
     max_tokens, max_logits = MAX_TOKENS_PER_PASS[model.device.type], MAX_LOGITS_PER_PASS[model.device.type]
     length_B2 = torch.stack([rollout.prompt_mask_BP.sum(1), rollout.mask_BT.sum(1).long()], 1)
     order = length_B2.sum(1).argsort(stable=True)
-    groups, start, P, T = [], 0, 0, 0
+    of_passes = []
+    start = P = T = 0
     for row, (prompt, response) in enumerate(length_B2[order].tolist()):
-        P, T, count = max(P, prompt), max(T, response), row - start + 1
+        count = row - start + 1
+        P, T = max(P, prompt), max(T, response)
         too_long = count * (P + T) > max_tokens or count * T * model.head.out_features > max_logits
         if count > 1 and (count > max_rows or too_long):
-            groups.append(order[start:row])
+            of_passes.append(order[start:row])
             start, P, T = row, prompt, response
-    return [*groups, order[start:]][::-1]           # the longest first: the others then reuse its memory
+    return [*of_passes, order[start:]][::-1]           # the longest first: the others then reuse its memory
 
 
 def max_length(mask: Tensor) -> int:

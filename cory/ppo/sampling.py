@@ -33,7 +33,8 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
     policy, cfg, B = agent.policy, agent.cfg, len(prompts)
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
     size = rows_at_once(policy, max(map(len, policy.encode(prompts))) + max_new_tokens)
-    mine, chunks = range(B)[processes().rows(B)], []
+    mine = range(B)[processes().rows(B)]
+    chunks = []
     with unsharded(policy, agent.base):
         for start in mine[::size]:
             rows = slice(start, min(start + size, mine.stop))

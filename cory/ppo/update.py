@@ -132,7 +132,8 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
     rollout's. The loss is averaged as `--loss_mean` says, a metric over the real tokens of the update. `rows`
     are some of a step's rows, by their lengths: nothing here may relate one row to another.
     """
-    cfg, high = agent.cfg, agent.cfg.cliprange_high or agent.cfg.cliprange
+    cfg = agent.cfg
+    high = cfg.cliprange_high or cfg.cliprange
     loss_BT, is_clipped_BT = cfg.find("loss")(
         log_ratio_BT=logp_BT - rows.logp_BT, advantage_BT=rows.advantage_BT, mask_BT=rows.mask_BT,
         low=cfg.cliprange, high=high)
