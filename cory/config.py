@@ -391,8 +391,8 @@ def config_json(cfg: Config, bases: dict[str, str], configs: dict[str, Config], 
 
 def own_settings(cfg: Config, configs: dict[str, Config]) -> dict[str, dict]:
     """{agent: {setting: value}} of the values that are not those of `cfg`."""
-    shared = asdict(cfg).items()
-    return {name: dict(asdict(own).items() - shared) for name, own in configs.items() if own != cfg}
+    return {name: {setting: x for setting, x in asdict(own).items() if x != getattr(cfg, setting)}
+            for name, own in configs.items() if own != cfg}
 
 
 def commit() -> str:

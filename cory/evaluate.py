@@ -37,8 +37,9 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
     setup = Setup(cfg, run_dir)
     at_end = torch.load(run_dir / "final/state.pt", weights_only=True,
                         map_location={"cuda:0": str(setup.device)})
-    setup.require_digests(at_end["digests"], [], "is not what the run was trained with; write where that is "
-                          f"now into {run_dir}/config.json")
+    found = setup.digests([], rounded=True)
+    setup.require_digests(found, at_end["digests"], "is not what the run was trained with (weights, tokens "
+                          f"or rows differ); write where that is into {run_dir}/config.json")
     setup.method.memory, setup.task.memory = at_end["memory"]["method"], at_end["memory"]["task"]
     policies = setup.bases | {name: setup.final_model(name) for name in setup.configs}
     folder = run_dir / "evaluation"

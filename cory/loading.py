@@ -181,12 +181,13 @@ def require_usable_model(model: LanguageModel) -> None:
                          "kind of model cannot be sampled here")
 
 
-def digest(weights: Iterable[Tensor], about) -> str:
-    """A digest that tells models apart: of a few numbers of each weight, rounded to bfloat16, and of whatever
-    else is given, such as the token ids of a text.
+def digest(weights: Iterable[Tensor], about, rounded: bool = False) -> str:
+    """A digest that tells models apart: of a few numbers of each weight, rounded to bfloat16 if asked for,
+    and of whatever else is given, such as the token ids of a text.
     """
     flat = (full_tensor(w.detach()).flatten() for w in weights)
-    few = torch.cat([w[::max(1, len(w) // 8)].bfloat16().double().cpu() for w in flat])
+    few = torch.cat([w[::max(1, len(w) // 8)].double().cpu() for w in flat])
+    few = few.bfloat16().double() if rounded else few
     return sha256(few.numpy().tobytes() + repr(about).encode()).hexdigest()
 
 

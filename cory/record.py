@@ -91,16 +91,16 @@ class Record:
                     f"the run has {before}, and --lr_schedule {', '.join(falling)} falls over them")
         cfg.require("iterations", cfg.iterations > done or cfg.iterations == done == before,
                     f"the run has done {done}; ask for more")
-        self.setup.require_digests(state["digests"], self.agents, "is not what the run began with; name the "
-                                   "one of config.json, wherever it is now")
+        self.setup.require_digests(self.digests_at_start, state["digests"], "is not what the run began with "
+                                   "(weights, tokens or rows differ); name that one, wherever it is")
         self.method.memory, self.task.memory = state["memory"]["method"], state["memory"]["task"]
         self.best = state["best"]
         return done, state["wandb_id"]
 
     def require_unchanged(self) -> None:
-        self.setup.require_digests(
-            self.digests_at_start, self.agents, "is not what the run began with; frozen weights have "
-            "changed: KL has another reference, and no checkpoint keeps it")
+        found = self.setup.digests(self.agents)
+        self.setup.require_digests(found, self.digests_at_start, "is not what the run began with; frozen "
+                                   "weights have changed: KL has another reference, which no checkpoint keeps")
 
     def begin(self, iteration: int) -> None:
         """Starts the iteration's clock, and seeds the global generators, for tasks and methods that draw from
@@ -225,9 +225,9 @@ class Record:
         models = self.setup.bases | {agent.name: agent.policy for agent in self.agents}
         responses = examples(models, cfg, for_evaluation(self.method, cfg.iterations).task)
         print(f"\nheld-out queries, and a response of each model:\n{responses}\n")
+        for_evaluate = {"memory": self.memory(), "digests": self.setup.digests(self.agents, rounded=True)}
         if not processes().is_main:
             return
-        for_evaluate = {"memory": self.memory(), "digests": self.digests_at_start}
         torch.save(for_evaluate, self.run_dir / "final/state.pt")
         rows = read_jsonl(self.run_dir / "metrics.jsonl")
         done = rows[-1]["iteration"]

@@ -151,7 +151,8 @@ def finish(figure: Figure, panels: Sequence, out: Path) -> None:
         ax.spines[["top", "right"]].set_visible(False)
         handles |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     fit = int(11 * figure.get_figwidth() / (8 + max(map(len, handles))))    # columns
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=min(4, fit), frameon=False)
+    ncols = max(1, min(4, fit))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=ncols, frameon=False)
     figure.savefig(out, dpi=110)
 
 
@@ -223,7 +224,7 @@ def draw_comparison(rows: pd.DataFrame, by: Sequence[str], out: Path) -> Figure:
 def require_comparable(run_dirs: list[Path], by: list[str]) -> None:
     """Runs must differ in method, `by` and seed alone."""
     names, settings = [*map(str, run_dirs)], pd.DataFrame(map(read_config, run_dirs)).astype(str)
-    for name in {*by} - {*settings}:
+    for name in {*by} - {*settings} | {*by} & {"agents", "agent_settings", "commit", "config_class"}:
         raise UserError("by", name, "is not a setting; config.json lists them")
     free = FREE | {"method", "agents", "agent_settings", "commit", *by}
     differ = settings.columns[settings.nunique(dropna=False) > 1].difference([*free])

@@ -80,19 +80,23 @@ class Setup:
         """The final policy of an agent, of a finished run."""
         return self.saved_model(name, self.run_dir / "final" / name)
 
-    def digests(self, agents: list[Agent]) -> dict[str, str]:
-        """Of all bases, without the weights that agents train, and of what the task reads, by the setting
-        that names it.
+    def digests(self, agents: list[Agent], rounded: bool = False) -> dict[str, str]:
+        """Of each base, without the weights that agents train, and of what the task reads, by setting.
+        rounded: of weights as bfloat16, which are the same in every precision that a base is loaded in.
         """
-        trained, bases = trained_weights(agents), self.bases.values()
-        weights = [p for base in bases for p in base.lm.parameters() if p not in trained]
-        tokens = [(base.encode([TEXT]), sorted(base.end_ids)) for base in bases]
-        return {"model": digest(weights, tokens)} | self.task.digests()
+        trained, of_bases = trained_weights(agents), {}
+        for name, base in self.bases.items():
+            weights = base.lm.named_parameters(remove_duplicate=False)      # with a head that is tied
+            frozen = [p for _, p in weights if p not in trained]
+            of_bases[name] = digest(frozen, (base.encode([TEXT]), sorted(base.end_ids)), rounded)
+        return of_bases | self.task.digests()
 
-    def require_digests(self, expected: dict[str, str], agents: list[Agent], hint: str) -> None:
+    def require_digests(self, found: dict[str, str], expected: dict[str, str], hint: str) -> None:
         """Raises `UserError` where a model or the data are not those of these digests."""
-        for name, found in self.digests(agents).items():
-            self.cfg.require(name, found == expected[name], hint)
+        for name, value in found.items():
+            users = [agent for agent, base in self.base_of.items() if base == name]
+            cfg, setting = (self.configs[users[0]], "model") if users else (self.cfg, name)
+            cfg.require(setting, value == expected.get(name), hint)
 
 
 def trained_weights(agents: list[Agent]) -> set:

@@ -280,7 +280,8 @@ def test_agents_are_reset_where_roles_really_move():
 def test_what_a_run_began_with_is_all_its_bases():
     def digest(*seeds):
         bases = {name: bigram(seed=seed) for name, seed in zip(("base", "base_llm2"), seeds)}
-        return Setup.digests(SimpleNamespace(bases=bases, task=SimpleNamespace(digests=dict)), [])
+        found = Setup.digests(SimpleNamespace(bases=bases, task=SimpleNamespace(digests=dict)), [])
+        return [*found.values()]
 
     assert digest(0, 1) == digest(0, 1) != digest(0, 2) and digest(0, 1) != digest(2, 1)
 

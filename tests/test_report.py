@@ -73,7 +73,7 @@ def test_a_run_has_a_panel_for_what_varies_and_a_line_for_each_agent_and_the_tea
     assert llm1 == [[0, 0.5], [12, 1.0]] and llm2 == [[0, 0.01], [12, 1.1]]
     assert lines_of(figure, "copies") == [[[0, 0.1], [12, 0.3]], [[0, 0.1], [1, 0.1]]]
     assert lines_of(figure, "held-out reward against KL")[-1] == [[0.1, 0.01], [11, 1.1]]
-    assert [[i, 2.0] for i in range(1, 13)] in lines_of(figure, kl)                 # kl_k1 of llm2
+    assert [[i, 2.0] for i in range(1, 13)] in lines_of(figure, kl)                 # of llm2
     assert [[i, pytest.approx(i / 3)] for i in range(1, 13)] in lines_of(figure, kl)   # short: not smoothed
     long = write_run(tmp_path / "long", length=40)
     figure = report.draw_run(long, tmp_path / "p.png")
@@ -144,7 +144,8 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys, monkeypatch)
     own = write_run(tmp_path / "d", seed=1, agent_settings={"llm2": {"gamma": 0.9}})
     for words, says in (([first, again], "have the same seed"), ([first, first], "have the same seed"),
                         ([first, other], "in gamma, kl_target;"), ([first, own], "see agent_settings"),
-                        ([first, "--by", "gama"], "by is 'gama': is not a setting")):
+                        ([first, "--by", "gama"], "by is 'gama': is not a setting"),
+                        ([first, "--by", "agents"], "by is 'agents': is not a setting")):
         assert says in error_line(main, ["report", *words], capsys)
     main(["report", str(first), str(write_run(tmp_path / "p", method="my:Chain", kl_target=6.0))])
     assert "CHAIN LLM1" in capsys.readouterr().out

@@ -46,9 +46,10 @@ class Gsm8k(Task):
     def answer_in(self, response: str) -> Decimal | None:
         """What `--checker` reads in a response: a number, its text, or None; not whether it is right."""
         answer = self.checker(response)
-        self.cfg.require("checker", not isinstance(answer, bool), "must return the answer, as a number, its "
-                         "text, or None; it is compared with the right one here")
-        return decimal(str(answer))
+        number = decimal(str(answer))
+        self.cfg.require("checker", number is not None or answer is None or isinstance(answer, str),
+                         f"gives {answer!r}, and must give a number, its text, or None, right or wrong")
+        return number
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
         return [float(self.answer_in(response) == self.gold[query])

@@ -36,7 +36,7 @@ class Task:
         return divided(cfg, load_columns(cfg.dataset, cls.columns))
 
     def digests(self) -> dict[str, str]:
-        """Of what a resumed run must find unchanged, by the setting that names it."""
+        """Of what must be unchanged when a run is resumed or evaluated, by the setting that names it."""
         return {"dataset": self.data_digest}
 
     def query(self, row, rng: random.Random) -> str:
