@@ -99,8 +99,9 @@ class Record:
 
     def require_unchanged(self) -> None:
         found = self.setup.digests(self.agents)
-        self.setup.require_digests(found, self.digests_at_start, "is not what the run began with; frozen "
-                                   "weights have changed: KL has another reference, which no checkpoint keeps")
+        self.setup.require_digests(
+            found, self.digests_at_start, "is not what the run began with; frozen weights have changed: KL "
+            "has another reference, which no checkpoint keeps")
 
     def begin(self, iteration: int) -> None:
         """Starts the iteration's clock, and seeds the global generators, for tasks and methods that draw from
