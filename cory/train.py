@@ -5,6 +5,7 @@ from itertools import cycle, islice
 from statistics import fmean
 from typing import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from cory.config import Config
@@ -74,8 +75,9 @@ class Ppo:
                     update = self.update(role, agent, rollout, score)
                 turns.append(Turn(role, agent, rollout, reward_B, parts, update))
             for agent in agents:
-                trained = [turn for turn in turns if turn.agent is agent and turn.update]
-                agent.adapt_kl_coef([turn.rollout.kl_B for turn in trained])
+                kl_B = [turn.rollout.kl_B for turn in turns if turn.agent is agent and turn.update]
+                if kl_B:
+                    agent.kl_coef = agent.cfg.find("kl_controller")(agent, torch.cat(kl_B))
 
             record.log(iteration, turns, self.metrics(rollouts, rewards))
             task.learn(rollouts, rewards)

@@ -8,6 +8,7 @@ from toys import agent_of, bigram, close
 
 from cory.errors import UserError
 from cory.ppo import formulas as f
+from cory.ppo.agent import adaptive
 
 
 def test_token_rewards_puts_the_score_on_each_rows_last_real_token():
@@ -94,13 +95,10 @@ def test_adaptive_controller_by_hand():
     # horizon 10000, n 200 + 56.  kl 7: error 1/6;  kl 60: clipped to 0.2;  kl 0: clipped to -0.2
     for kl, error in ((7.0, 1 / 6), (60.0, 0.2), (0.0, -0.2)):
         agent.kl_coef = 0.3
-        agent.adapt_kl_coef([torch.full((200,), kl), torch.full((56,), kl)])
-        assert agent.kl_coef == pytest.approx(0.3 * (1 + error * 256 / 10_000))
-    agent.adapt_kl_coef([])                                     # of an agent that has not played
+        assert adaptive(agent, torch.full((256,), kl)) == pytest.approx(0.3 * (1 + error * 256 / 10_000))
     agent.cfg = replace(agent.cfg, kl_target=0.0)
-    agent.adapt_kl_coef([torch.zeros(256)])
-    assert agent.kl_coef == pytest.approx(0.3 * (1 - 0.2 * 256 / 10_000))
+    assert adaptive(agent, torch.zeros(256)) == 0.3
     # -0.2 * 256 / 51.2 = -1: nothing would be left
     agent.cfg = replace(agent.cfg, kl_target=6.0, kl_horizon=51.2)
     with pytest.raises(UserError, match="kl_horizon is 51.2: must exceed 0.2 x 256 responses"):
-        agent.adapt_kl_coef([torch.zeros(256)])
+        adaptive(agent, torch.zeros(256))

@@ -82,13 +82,6 @@ class Agent:
             own_rate = group["is_critic"] and cfg.critic_learning_rate > 0
             group["lr"] = factor * (cfg.critic_learning_rate if own_rate else cfg.learning_rate)
 
-    def adapt_kl_coef(self, kl_B: list[Tensor]) -> None:
-        """One step of `--kl_controller` on the KL of an iteration's responses, (B,) in nats for each of the
-        agent's rollouts.
-        """
-        if kl_B:
-            self.kl_coef = self.cfg.find("kl_controller")(self, torch.cat(kl_B))
-
 
 def adaptive(agent: Agent, kl_N: Tensor) -> float:
     """The next eta by the adaptive controller of Ziegler et al. 2019, sec. 2.2; constant if `kl_target` is 0.
