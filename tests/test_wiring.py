@@ -275,7 +275,8 @@ def test_layers_are_computed_again_in_the_backward_pass_if_asked(run, monkeypatc
 
 # --- what a run says of itself ---
 @pytest.mark.parametrize("base, flags", [
-    ("ppo", ""), ("cory", ""), ("cory", "--iterations 1 --share_weights=true"), ("chain", "")])
+    ("ppo", ""), ("cory", ""), ("cory", "--iterations 1 --share_weights=true"), ("chain", ""),
+    ("ppo", "--iterations 1 --lora_rank=2 --dtype=bfloat16")])
 def test_evaluate_gives_what_the_run_itself_gave(base, flags, run):
     """Roles are exchanged before the last iteration, and after it."""
     folder = run(base, flags)
