@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -140,6 +141,13 @@ def test_a_setting_of_a_type_that_no_flag_has_is_refused():
 
     with pytest.raises(UserError, match=r"shown is None: is declared as int \| None; a setting is bool, int"):
         WithNone()
+
+
+def test_the_commit_is_that_of_the_code_wherever_it_runs(tmp_path, monkeypatch):
+    ask = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    of_code = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+    monkeypatch.chdir(tmp_path)
+    assert config.commit().removesuffix("-dirty") == of_code
 
 
 def test_a_path_is_a_text_and_a_whole_number_a_float():
