@@ -177,14 +177,21 @@ def score_rollout(rollout: Rollout, policy: LanguageModel, reference: LanguageMo
         hidden_BTH = ref_hidden_BTH = policy.response_hidden(*model_inputs)
         if reference is not policy:
             ref_hidden_BTH = reference.response_hidden(*model_inputs)
-        logp_NV, ref_logp_NV = policy.logprobs(hidden_BTH[real]), reference.logprobs(ref_hidden_BTH[real])
-        logp_BT[at] = formulas.token_logprobs(logp_NV, rows.response_BT[real])
-        ref_logp_BT[at] = formulas.token_logprobs(ref_logp_NV, rows.response_BT[real])
-        if kl_penalty == "full":
-            kl_BT[at] = formulas.kl_full(logp_NV, ref_logp_NV)
-        else:
-            kl_BT[at] = formulas.kl_k1(logp_BT[at], ref_logp_BT[at])
+        # in one call, so that no (N, V) is kept into the next pass
+        logp_BT[at], ref_logp_BT[at], kl_BT[at] = logprobs_and_kl(
+            policy.logprobs(hidden_BTH[real]), reference.logprobs(ref_hidden_BTH[real]),
+            rows.response_BT[real], kl_penalty)
         if critic is not None:
             value_BT[at] = critic(rows, hidden_BTH)[real]
     return replace(rollout, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT,
                    value_BT=rollout.value_BT if critic is None else value_BT)
+
+
+def logprobs_and_kl(logp_NV: Tensor, ref_logp_NV: Tensor, token_N: Tensor,
+                    kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from all log-probabilities."""
+    logp_N = formulas.token_logprobs(logp_NV, token_N)
+    ref_logp_N = formulas.token_logprobs(ref_logp_NV, token_N)
+    if kl_penalty == "full":
+        return logp_N, ref_logp_N, formulas.kl_full(logp_NV, ref_logp_NV)
+    return logp_N, ref_logp_N, formulas.kl_k1(logp_N, ref_logp_N)
