@@ -154,11 +154,15 @@ def test_seconds_are_an_iterations_own_and_of_all_agents_and_tokens_of_all_roles
     assert found["tokens_per_second"] * found["seconds"] == pytest.approx(2 * 3 + 2 * 5)
 
 
+doubled = lambda agent, kl_N: 2 * agent.kl_coef
+
+
 class Own(Cory):
-    """llm1 is a GPT-2, llm2 a Llama with a tokenizer, a rate, an eta and an advantage of its own. The
-    observer reads two responses of the pioneer, and each role has a score of its own.
+    """llm1 is a GPT-2, llm2 a Llama with a tokenizer, a rate, an eta, its controller and an advantage of its
+    own. The observer reads two responses of the pioneer, and each role has a score of its own.
     """
-    of_llm2 = dict(learning_rate=0.02, lr_schedule="linear", init_kl_coef=0.7, advantage="reinforce")
+    of_llm2 = dict(learning_rate=0.02, lr_schedule="linear", init_kl_coef=0.7, advantage="reinforce",
+                   kl_controller="test_methods:doubled")
     asked = []
 
     @staticmethod
@@ -199,6 +203,7 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
             assert row[f"score/{agent}"] == pytest.approx(own)
         assert "value_loss/llm1" in row and "value_loss/llm2" not in row
         assert (row["learning_rate/llm1"], row["learning_rate/llm2"]) == (1e-3, 0.02 / row["iteration"])
+        assert row["kl_coef/llm1"] < 0.2 and row["kl_coef/llm2"] == 0.7 * row["iteration"]      # in two
     evaluated = [row for row in rows(whole) if "role/llm1" not in row]
     assert [row["eval_pioneer/team"] for row in evaluated] == [0, 0, 1]     # in the roles played
     first, *_, last = evaluated
