@@ -250,10 +250,11 @@ def test_a_run_goes_on_with_each_agents_own_settings_and_says_by_which_code(
     monkeypatch.setattr("cory.config.commit", lambda: "first")
     run = finished(small_flags, tmp_path / "run", "--method", "test_resume:Differ", "--iterations", 1)
     assert read(run / "config.json")["agent_settings"] == {"llm2": {"learning_rate": 0.01}}
-    for rate in (0.02, None):
-        monkeypatch.setitem(OWN, "llm2", rate or read(run / "config.json")["learning_rate"])
-        assert "the llm2 of the run has 0.01" in refused(capsys, run, "--iterations", 2)
-    monkeypatch.setitem(OWN, "llm2", 0.01)
+    shared = read(run / "config.json")["learning_rate"]
+    for agent, rate, old in (("llm2", 0.02, 0.01), ("llm2", shared, 0.01), ("llm1", 0.02, shared)):
+        with monkeypatch.context() as edit:
+            edit.setitem(OWN, agent, rate)
+            assert f"the {agent} of the run has {old}" in refused(capsys, run, "--iterations", 2)
     for commit in ("second", "second"):
         monkeypatch.setattr("cory.config.commit", lambda: commit)
         resume(run)
