@@ -310,9 +310,8 @@ def test_each_held_out_sample_has_random_numbers_of_its_own_and_a_greedy_respons
 
 def test_evaluate_finds_the_runs_base_in_any_precision(run):
     """With LoRA in bfloat16 a base is stored in it, and its head is no longer tied to the embedding."""
-    for flags in ("--lora_rank=2", "--lora_rank=0"):
-        folder = run("ppo", f"--iterations 1 {flags} --dtype=bfloat16")
-        main(["evaluate", str(folder), "--device", "cpu", "--samples", "1", "--dtype", "float32"])
+    folder = run("ppo", "--iterations 1 --lora_rank=2 --dtype=bfloat16")
+    main(["evaluate", str(folder), "--device", "cpu", "--samples", "1", "--dtype", "float32"])
 
 
 def test_evaluate_computes_in_the_precision_asked_for(run):
