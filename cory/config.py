@@ -411,7 +411,7 @@ def read_config(run_dir: Path) -> dict:
     with reading(path):
         saved = json.loads(path.read_text(encoding="utf-8-sig"))
         config_class = saved["config_class"]
-    return asdict(find("config_class", config_class)()) | {"agent_settings": {}} | saved
+    return asdict(find("config_class", config_class)()) | {"agent_settings": {}, "commit": ""} | saved
 
 
 def load_config(run_dir: Path, config_class: type[Config] | None = None) -> Config:

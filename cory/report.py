@@ -224,9 +224,10 @@ def draw_comparison(rows: pd.DataFrame, by: Sequence[str], out: Path) -> Figure:
 def require_comparable(run_dirs: list[Path], by: list[str]) -> None:
     """Runs must differ in method, `by` and seed alone."""
     names, settings = [*map(str, run_dirs)], pd.DataFrame(map(read_config, run_dirs)).astype(str)
-    for name in {*by} - {*settings} | {*by} & {"agents", "agent_settings", "commit", "config_class"}:
+    of_run = {"agents", "agent_settings", "commit"}
+    for name in {*by} - ({*settings} - of_run - {"config_class"}):
         raise UserError("by", name, "is not a setting; config.json lists them")
-    free = FREE | {"method", "agents", "agent_settings", "commit", *by}
+    free = FREE | of_run | {"method", *by}
     differ = settings.columns[settings.nunique(dropna=False) > 1].difference([*free])
     if len(differ):
         raise UserError("run_dirs", names, f"differ in {', '.join(differ)}; make a group of each value with "

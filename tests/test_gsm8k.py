@@ -35,7 +35,7 @@ def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest():
     assert marked.reward(queries, responses).tolist() == [0, 1, 0, 0, 0]
     assert marked.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.8}
     assert text.reward(queries[:2], [f"{gold[0]}.0", f"x {gold[1]}"]).tolist() == [1, 0]
-    with pytest.raises(UserError, match="checker is 'builtins:bool': gives True, and must give a number"):
+    with pytest.raises(UserError, match="checker is 'builtins:bool': gives True; it must give the answer"):
         gsm8k(checker="builtins:bool").reward(queries, responses)
 
 

@@ -48,7 +48,7 @@ class Gsm8k(Task):
         answer = self.checker(response)
         number = decimal(str(answer))
         self.cfg.require("checker", number is not None or answer is None or isinstance(answer, str),
-                         f"gives {answer!r}, and must give a number, its text, or None, right or wrong")
+                         f"gives {answer!r}; it must give the answer: a number, its text, or None")
         return number
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
