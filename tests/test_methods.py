@@ -309,13 +309,23 @@ class OfTokens(Cory):
         return [torch.ones(4, 2)] * 2
 
 
+class InPlace(Cory):
+    def scores(self, rollouts, rewards):
+        rewards[1] += 5
+        return super().scores(rollouts, rewards)
+
+
+SAID = {"q1:": "bad", "q2:": "good", "q3:": "good", "q4:": "bad",
+        "q1 bad:": "best", "q2 good:": " good", "q3 good:": "bad", "q4 bad:": "good"}
+USES = {"observer_copies": 0.25, "observer_after_better": 0.5, "observer_after_worse": 2.0}
+
+
 @pytest.mark.parametrize("method, said, expected", [
     # means: 0.5 and 1.25; the scores count half of the partner's. copies: q2 alone.
     # The pioneer is better than its mean at q2, q3: (1 + 0) / 2; worse at q1, q4: (3 + 1) / 2
-    (Cory, {"q1:": "bad", "q2:": "good", "q3:": "good", "q4:": "bad",
-            "q1 bad:": "best", "q2 good:": " good", "q3 good:": "bad", "q4 bad:": "good"},
-     {"score": (1.125 + 1.5) / 2, "observer_copies": 0.25, "observer_after_better": 0.5,
-      "observer_after_worse": 2.0}),
+    (Cory, SAID, USES | {"score": (1.125 + 1.5) / 2}),
+    # 5 more for the observer are 2.5 for the pioneer, and change no reward
+    (InPlace, SAID, USES | {"score": (1.125 + 2.5 + 1.5 + 5) / 2}),
     # the last reads the second alone, and is compared with it: rewards 1, 0, 1 and scores 1.5, 1, 1.5;
     # equal rewards have no sides
     (Three, {f"q{i}{shown}:": text for i in range(1, 5)
