@@ -31,19 +31,17 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
     score = processes().from_main(score.to(mask_BT))
     kl_coef = agent.kl_coef if rollout.kl_coef_B is None else rollout.kl_coef_B.mean().item()
     rollout = with_advantages(rollout, score, agent)
-    of_tokens, grad_norms = defaultdict(list), []           # by metric: a chunk of tokens for each pass
+    sums, grad_norms = defaultdict(float), []               # of each metric, over the tokens of all steps
     for batch in mini_batches(rollout, agent, rng):
         divisor = processes().sum(sum(rows.divisor_B.sum() for rows in batch))
-        of_step = [add_gradient(agent, rows, divisor) for rows in batch]
-        for metrics in of_step:
-            for name, x_N in metrics.items():
-                of_tokens[name].append(x_N)
-        moved = [metrics["approx_kl"] for metrics in of_step]
-        if cfg.max_approx_kl and mean_of_all(moved) > cfg.max_approx_kl:
+        of_step = defaultdict(float)
+        for rows in batch:
+            add(of_step, add_gradient(agent, rows, divisor))
+        add(sums, of_step)
+        if cfg.max_approx_kl and means(of_step)["approx_kl"] > cfg.max_approx_kl:
             agent.optimizer.zero_grad(set_to_none=True)
             break
         grad_norms.append(apply_gradient(agent))
-    metrics = {name: mean_of_all(chunks) for name, chunks in of_tokens.items()}
     of_update = {"score": formulas.score_of_responses(score, mask_BT).mean().item(), "kl_coef": kl_coef,
                  "grad_norm": fmean(grad_norms or [0.0]),
                  "learning_rate": agent.optimizer.param_groups[0]["lr"]}
@@ -53,14 +51,19 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
         real = mask_BT.bool()
         of_update["explained_variance"] = formulas.explained_variance(rollout.value_BT[real],
                                                                       rollout.return_BT[real])
-    return dict(**metrics, **of_update)         # a name in both raises
+    return dict(**means(sums), **of_update)     # a name in both raises
 
 
-def mean_of_all(chunks: list[Tensor]) -> float:
-    """The mean over the tokens of all chunks, in all processes."""
-    x_N = torch.cat(chunks).double()
-    total, tokens = processes().sum(torch.stack([x_N.sum(), x_N.new_tensor(len(x_N))]))
-    return (total / tokens).item()
+def add(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    for name, x in more.items():
+        sums[name] += x
+
+
+def means(sums: dict[str, Tensor]) -> dict[str, float]:
+    """Metrics as means over the tokens of all processes, from their sums and the number of tokens."""
+    totals = dict(zip(sums, processes().sum(torch.stack([*sums.values()])).tolist(), strict=True))
+    tokens = totals.pop("tokens")
+    return {name: total / tokens for name, total in totals.items()}
 
 
 def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
@@ -151,7 +154,9 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
 
 
 def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor) -> dict[str, Tensor]:
-    """Adds the gradient of `sum_t weight_t loss_t / divisor` of some rows. Returns metrics, (N,) each."""
+    """Adds the gradient of `sum_t weight_t loss_t / divisor` of some rows. Returns the sum of each metric
+    over their tokens, and as `tokens` the number of these.
+    """
     policy = agent.policy
     real = rows.mask_BT.nonzero(as_tuple=True)              # one GPU sync
     hidden_BTH = policy.response_hidden(rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT)
@@ -162,7 +167,8 @@ def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor) -> dict[str, Tens
     loss_BT, metrics = losses(agent, rows, logp_BT, entropy_BT, value_BT)
     policy.activate()               # if another adapter was asked for meanwhile: layers may be recomputed
     ((loss_BT[real] * rows.weight_BT[real]).sum() / divisor).backward()
-    return {name: x_BT.detach()[real] for name, x_BT in metrics.items()}
+    of_tokens = dict(**metrics, tokens=rows.mask_BT)
+    return {name: x_BT.detach()[real].double().sum() for name, x_BT in of_tokens.items()}
 
 
 def apply_gradient(agent: Agent) -> float:
