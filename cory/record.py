@@ -170,11 +170,12 @@ class Record:
         self.logger.evaluation(iteration, row)
         combined = statistics.fmean(metrics[agent.name]["combined_reward"] for agent in self.agents)
         if self.setup.cfg.save_best and iteration > 0 and combined > self.best:
-            self.best = combined
-            save_models(self.run_dir / "best", self.agents)
+            self.best, folder = combined, self.run_dir / "best"
+            (folder / "eval.json").unlink(missing_ok=True)      # absent while the models are being written
+            save_models(folder, self.agents)
             if processes().is_main:
-                about = {"iteration": iteration, "combined_reward": combined}
-                write_text(self.run_dir / "best/eval.json", json.dumps(about | metrics, indent=1) + "\n")
+                about = {"iteration": iteration, "combined_reward": combined, **metrics}
+                write_text(folder / "eval.json", json.dumps(about, indent=1, default=float) + "\n")
 
     def save_if_due(self, iteration: int) -> None:
         """Saves after iteration 1, every `save_every` iterations and at the end; after a signal to a process,

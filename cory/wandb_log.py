@@ -54,14 +54,14 @@ class WandbLog:
         if row["iteration"] == 0:
             self.constants = {key: x for key, x in row.items() if "/base" in key}
         self.trained |= {agent for agent in self.agents if f"grad_norm/{agent}" in row}
-        of_trained = defaultdict(list)
-        for key, x in row.items():
-            name, _, who = key.rpartition("/")
-            if key.startswith("eval_") and who in (self.trained or self.agents):
-                of_trained[f"{name}/mean"].append(x)
-        means = {name: fmean(xs) for name, xs in of_trained.items()}
-        constants = self.constants if any(key.startswith("eval_") for key in row) else {}
-        values = {in_section(key): x for key, x in (constants | row | means).items()}
+        if any(key.startswith("eval_") for key in row):
+            of_trained = defaultdict(list)
+            for key, x in row.items():
+                name, _, who = key.rpartition("/")
+                if who in (self.trained or self.agents):
+                    of_trained[f"{name}/mean"].append(x)
+            row = self.constants | row | {name: fmean(xs) for name, xs in of_trained.items()}
+        values = {in_section(key): x for key, x in row.items()}
         self.send(row["iteration"], lambda _: values)
 
     def finish(self, failed: bool) -> None:

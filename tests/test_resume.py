@@ -32,6 +32,7 @@ from cory.__main__ import main
 from cory.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from cory.config import ASSETS
 from cory.errors import UserError
+from cory.final import save_models
 from cory.run_folder import SIGNALS, signals_noted
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
@@ -287,8 +288,14 @@ def test_a_policy_that_no_final_model_would_restore_is_refused_after_the_first_i
     train_imdb.main([*map(str, [*words, *unsaved])])
 
 
-def test_the_best_models_so_far_are_kept(small_flags, tmp_path):
-    """With their metrics; the best is found again by a run that is resumed."""
+def test_the_best_models_so_far_are_kept(small_flags, tmp_path, monkeypatch):
+    """With their metrics, of any kind of number; the best is found again by a run that is resumed."""
+    def save_models_alone(folder, agents):
+        assert not (folder / "eval.json").exists()              # of the models that are replaced
+        save_models(folder, agents)
+
+    monkeypatch.setattr("cory.record.save_models", save_models_alone)
+    monkeypatch.setattr(Imdb, "metrics", lambda self, queries, responses: {"half": np.float32(0.5)})
     run = finished(small_flags, tmp_path / "run", "--save_best", "--eval_split", "validation",
                    "--eval_every", 1, "--learning_rate", 0.02)
     agents = ("llm1", "llm2")

@@ -275,6 +275,16 @@ def test_an_update_ends_where_the_policy_has_moved_too_far():
     assert steps == [1, 4]
 
 
+def test_a_metric_that_losses_gives_for_some_rows_only_is_refused(monkeypatch):
+    def edited(agent, rows, *present):
+        loss_BT, metrics = losses(agent, rows, *present)
+        return loss_BT, metrics | ({"long": rows.mask_BT} if rows.mask_BT.shape[1] > 4 else {})
+
+    monkeypatch.setattr(update, "losses", edited)
+    with pytest.raises(UserError, match=r"metrics is \['long'\]: are of some rows only"):
+        ppo_update(*ragged(mini_batch_size=2), SCORE)
+
+
 def test_a_critic_that_would_never_be_trained_is_refused(monkeypatch):
     monkeypatch.setattr("cory.ppo.agent.Critic", lambda base: nn.Linear(7, 1).requires_grad_(False))
     with pytest.raises(UserError, match="parameter is 'critic.weight': would never be trained"):

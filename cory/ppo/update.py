@@ -3,7 +3,7 @@
     rollout -> token rewards -> advantages -> mini-batches -> loss of each token -> gradient -> Adam
 """
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 from statistics import fmean
 from typing import Iterator
@@ -31,13 +31,13 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
     score = processes().from_main(score.to(mask_BT))
     kl_coef = agent.kl_coef if rollout.kl_coef_B is None else rollout.kl_coef_B.mean().item()
     rollout = with_advantages(rollout, score, agent)
-    sums, grad_norms = defaultdict(float), []               # of each metric, over the tokens of all steps
+    sums, grad_norms = {}, []                               # of each metric, over the tokens of all steps
     for batch in mini_batches(rollout, agent, rng):
         divisor = processes().sum(sum(rows.divisor_B.sum() for rows in batch))
-        of_step = defaultdict(float)
+        of_step = {}
         for rows in batch:
-            add(of_step, add_gradient(agent, rows, divisor))
-        add(sums, of_step)
+            of_step = added(of_step, add_gradient(agent, rows, divisor))
+        sums = added(sums, of_step)
         if cfg.max_approx_kl and means(of_step)["approx_kl"] > cfg.max_approx_kl:
             agent.optimizer.zero_grad(set_to_none=True)
             break
@@ -54,9 +54,12 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
     return dict(**means(sums), **of_update)     # a name in both raises
 
 
-def add(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
-    for name, x in more.items():
-        sums[name] += x
+def added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums of the same metrics, or at first only `more`."""
+    if sums and sums.keys() != more.keys():
+        raise UserError("metrics", sorted(sums.keys() ^ more.keys()), "are of some rows only; `losses` must "
+                        "return the same metrics for all")
+    return {name: sums.get(name, 0.0) + x for name, x in more.items()}
 
 
 def means(sums: dict[str, Tensor]) -> dict[str, float]:
