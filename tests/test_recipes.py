@@ -1,4 +1,4 @@
-"""Each python file of docs/recipes.md runs for two iterations, by the command that stands below it."""
+"""Each python file of README and of docs/recipes.md runs for two iterations, by the command below it."""
 import importlib
 import re
 import runpy
@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 from toys import error_line, finished, read
 
-PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+HOME = Path(__file__).parents[1]
+PAGES = (HOME / "README.md").read_text() + (HOME / "docs" / "recipes.md").read_text()
 # (text of the file, command line) of each recipe
 RECIPES = {re.match(r"# (\w+)\.py\n", body)[1]: (body, shlex.split(command)) for body, command in re.findall(
-    r"```python\n(.*?)```\n\n(?: {4}python \w+\.py\n)? {4}python (.*?)\n", PAGE, re.DOTALL)}
+    r"```python\n(.*?)```\n\n(?: {4}python \w+\.py\n)? {4}python (.*?)\n", PAGES, re.DOTALL)}
 SHORT = "--iterations 2 --eval_every 0 --save_every 2".split()
 
 
-def test_every_file_of_the_page_has_its_command():
-    assert len(RECIPES) == PAGE.count("```python\n")
+def test_every_file_of_the_pages_has_its_command():
+    assert len(RECIPES) == PAGES.count("```python\n")
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -25,7 +26,7 @@ def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, ca
     text, (script, *words) = RECIPES[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))        # of the judge's process
+    monkeypatch.setenv("PYTHONPATH", str(HOME))        # of the judge's process
     Path(f"{name}.py").write_text(text)
     if name == "mention":
         runpy.run_path("mention.py", run_name="__main__")           # writes its data
