@@ -59,10 +59,9 @@ def signals_noted(received: list[int]) -> Iterator[None]:
     own = os.getpid()
 
     def note(number: int, frame) -> None:
-        if os.getpid() != own:
-            if number != signal.SIGINT:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+        if os.getpid() != own:                                  # right after the fork
+            forget()
+            os.kill(os.getpid(), number)
             return
         if received and processes().size == 1:                  # torchrun repeats the first one
             raise KeyboardInterrupt
@@ -71,11 +70,17 @@ def signals_noted(received: list[int]) -> Iterator[None]:
                 os.write(2, b"\nfinishing this iteration first\n")     # a `print` may be interrupted
         received.append(int(number))
 
+    def forget() -> None:
+        # a handler in Python would not run while a worker waits in C
+        for number in previous:
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+
     is_main = threading.current_thread() is threading.main_thread()
     heard = [number for number in SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, note) for number in heard}
+    os.register_at_fork(after_in_child=forget)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        while previous:
+            signal.signal(*previous.popitem())

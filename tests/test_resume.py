@@ -383,6 +383,12 @@ def test_a_pool_of_forked_workers_ends_and_survives_ctrl_c(small_flags, tmp_path
     assert [row["score/llm1"] for row in rows(tmp_path / "run") if "score/llm1" in row][1] > 0
 
 
+def test_signals_act_on_forked_workers_without_python_which_may_wait_in_c():
+    with signals_noted([]), multiprocessing.get_context("fork").Pool(1) as pool:
+        found = pool.map(signal.getsignal, [signal.SIGINT, signal.SIGTERM])
+    assert found == [signal.SIG_IGN, signal.SIG_DFL]
+
+
 def test_a_closed_terminal_is_a_signal_unless_it_is_ignored(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with signals_noted(received := []):
