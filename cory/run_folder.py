@@ -56,13 +56,7 @@ def signals_noted(received: list[int]) -> Iterator[None]:
     Processes forked in the block, as the workers of a pool are, do not note signals: they are ended by all
     but Ctrl-C, which a terminal sends to them as well, and which leaves them to the iteration.
     """
-    own = os.getpid()
-
     def note(number: int, frame) -> None:
-        if os.getpid() != own:                                  # right after the fork
-            forget()
-            os.kill(os.getpid(), number)
-            return
         if received and processes().size == 1:                  # torchrun repeats the first one
             raise KeyboardInterrupt
         if not received and processes().is_main:
@@ -70,15 +64,22 @@ def signals_noted(received: list[int]) -> Iterator[None]:
                 os.write(2, b"\nfinishing this iteration first\n")     # a `print` may be interrupted
         received.append(int(number))
 
+    # A worker's signals wait until it has no handler in Python, which would not run while it waits in C.
+    def block() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, previous)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, previous)
+
     def forget() -> None:
-        # a handler in Python would not run while a worker waits in C
         for number in previous:
             signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+        unblock()
 
     is_main = threading.current_thread() is threading.main_thread()
     heard = [number for number in SIGNALS if is_main and signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, note) for number in heard}
-    os.register_at_fork(after_in_child=forget)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=forget)
     try:
         yield
     finally:
