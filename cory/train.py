@@ -95,6 +95,7 @@ class Ppo:
     def cast(self, agents: Sequence, iteration: int) -> list:
         """The agent that plays each role in an iteration (1, 2, ...). At an exchange roles move to the next
         agent, and all state stays with its agent. With fewer agents than roles, agents take several in turn.
+        It must not depend on when it is called: it is asked for other iterations, too, and for agents' names.
         """
         every = self.cfg.role_exchange_every
         first = (iteration - 1) // every % len(agents) if every else 0
@@ -111,8 +112,9 @@ class Ppo:
 
     def respond(self, cast: list, queries: list[str], sample: Callable) -> list[Rollout]:
         """A response in each role. `sample(agent, prompts, queries)` returns a `Rollout`: responses to the
-        prompts, which are rewarded as responses to the queries. In held-out evaluation policies are cast, and
-        a rollout has no log-probabilities.
+        prompts, which are rewarded as responses to the queries afterwards; a prompt that depends on a reward
+        asks for it by `self.task.reward`. In held-out evaluation policies are cast, and a rollout has no
+        log-probabilities.
         """
         (agent,) = cast
         return [sample(agent, self.task.pioneer_prompts(queries), queries)]

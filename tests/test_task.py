@@ -75,7 +75,7 @@ def test_what_is_missing_is_a_tenth_of_train_which_does_not_train_on_it(given, c
     data = divided(settings(), splits)
     assert data == divided(settings(seed=1), splits)
     train, validation, test = map(len, data)
-    said = f"{train} rows to train on, {validation} of validation, {test} of test\n"
+    said = f"{train} rows for training, {validation} for validation, {test} for testing\n"
     assert capsys.readouterr().out == 2 * said
     drawn = data.validation if given else data.validation + data.test
     assert len(data.validation) == 15 and len(drawn) == (15 if given else 15 + 13)      # of 150, then of 135

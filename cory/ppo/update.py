@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cory.config import Config
 from cory.distributed import processes
 from cory.errors import UserError
 from cory.ppo import formulas
@@ -87,13 +88,7 @@ def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
 
     estimate = find_estimator(cfg)
     if estimate.grouped:
-        numbers = rollout.group_B.tolist()
-        if min(Counter(numbers).values()) < 2:
-            raise UserError("advantage", cfg.advantage, "compares the responses of a group, and one has no "
-                            "other")
-        if len({*zip(numbers, rollout.query, strict=True)}) > len({*numbers}):
-            raise UserError("advantage", cfg.advantage, "compares responses to one query, and a group has "
-                            "two; give rollouts that you join different numbers in group_B")
+        require_groups(rollout, cfg)
     advantage_BT = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=value_BT, group_B=rollout.group_B,
                             gamma=cfg.gamma, lam=cfg.lam, rollout=rollout)
     return_BT = None
@@ -111,6 +106,16 @@ def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
     weight_BT, divisor_B = formulas.loss_weights(mask_BT, cfg.loss_mean, cfg.max_response_length)
     return replace(rollout, kl_coef_B=kl_coef_B, advantage_BT=advantage_BT, return_BT=return_BT,
                    weight_BT=weight_BT, divisor_B=divisor_B)
+
+
+def require_groups(rollout: Rollout, cfg: Config) -> None:
+    """Raises `UserError` unless each group has several responses, all to the same query."""
+    numbers = rollout.group_B.tolist()
+    if min(Counter(numbers).values()) < 2:
+        raise UserError("advantage", cfg.advantage, "compares the responses of a group, and one has no other")
+    if len({*zip(numbers, rollout.query, strict=True)}) > len({*numbers}):
+        raise UserError("advantage", cfg.advantage, "compares responses to one query, and a group has two; "
+                        "give rollouts that you join different numbers in group_B")
 
 
 def mini_batches(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> Iterator[list[Rollout]]:

@@ -129,8 +129,8 @@ def divided(cfg: Config, splits: dict[str, list]) -> Data:
                              ("batch_size", cfg.batch_size // cfg.responses_per_query, splits["train"])):
         cfg.require(name, len(rows) >= need, f"{cfg.dataset} leaves only {len(rows)} rows for its {need} "
                     "queries; lower it or provide more data")
-    print(f"{len(splits['train'])} rows to train on, {len(splits['validation'])} of validation, "
-          f"{len(splits['test'])} of test")
+    print(f"{len(splits['train'])} rows for training, {len(splits['validation'])} for validation, "
+          f"{len(splits['test'])} for testing")
     if repeated := sum(row in trained_on for row in held_out):
         print(f"{repeated} of {len(held_out)} {cfg.eval_split} rows also occur in the training data")
     return Data(**splits)
