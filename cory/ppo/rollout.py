@@ -11,8 +11,8 @@ from cory.ppo.model import LanguageModel
 # How rows are divided into forward passes affects results only by rounding.
 # Tokens per pass, padding included; the CPU's value was the fastest measured on 2 cores.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
-# Logits per pass; an update holds up to five such tensors, of 32 MiB on a CPU and 512 on a GPU.
-MAX_LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**27}
+# Logits per pass; an update holds up to five such tensors, of 48 MiB on a CPU and 512 on a GPU.
+MAX_LOGITS_PER_PASS = {"cpu": 3 * 2**22, "cuda": 2**27}
 
 
 @dataclass(frozen=True)
