@@ -389,6 +389,17 @@ def test_signals_act_on_forked_workers_without_python_which_may_wait_in_c():
     assert found == [signal.SIG_IGN, signal.SIG_DFL]
 
 
+def test_a_signal_ends_a_worker_also_while_it_is_being_forked():
+    armed = [True]
+    os.register_at_fork(after_in_child=lambda: armed and os.kill(os.getpid(), signal.SIGTERM))
+    with signals_noted([]):                                 # whose own hook in the child comes after that one
+        worker = multiprocessing.get_context("fork").Process(target=len, args=("",))
+        worker.start()
+        worker.join()
+    armed.clear()
+    assert worker.exitcode == -signal.SIGTERM
+
+
 def test_a_closed_terminal_is_a_signal_unless_it_is_ignored(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with signals_noted(received := []):

@@ -56,7 +56,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
 
 
 def added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums of the same metrics, or at first only `more`."""
+    """Adds further sums to those so far, which must be of the same metrics."""
     if sums and sums.keys() != more.keys():
         raise UserError("metrics", sorted(sums.keys() ^ more.keys()), "are of some rows only; `losses` must "
                         "return the same metrics for all")
