@@ -9,7 +9,6 @@ import pandas as pd
 from matplotlib import colormaps
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from scipy.stats import t
 
 from cory.config import FREE, read_config, short_name
 from cory.errors import UserError
@@ -189,6 +188,9 @@ def draw_comparison(rows: pd.DataFrame, by: Sequence[str], out: Path) -> Figure:
     A curve is a mean over seeds of the mean over a run's agents, at iterations that all seeds have; its band
     is a 95% t-interval. A method has its own line and marker, and with `by` each value a colour.
     """
+    # imported here because a run, which draws no comparison, would hold 25 MiB for it
+    from scipy.stats import t
+
     metrics, settings = ["task_reward", "kl", "combined_reward"], ["method", *by]
     agents, bases = rows[rows.part == "agent"], rows[rows.part == "base"][metrics].drop_duplicates()
     of_runs = agents.groupby([*settings, "run", "iteration"], sort=False)[metrics].mean()

@@ -1,6 +1,6 @@
 """Makes the runs of a study in studies.json: each variant at each seed, in a folder of its own.
 
-    python docs/studies/grid.py frontier --jobs 2    # runs the study, then writes studies/frontier/rows.csv.gz
+    python docs/studies/grid.py frontier --jobs 2   # runs the study, then writes studies/frontier/rows.csv.gz
 
 Each run has one core. Ctrl-C lets every run save and stop. The same command goes on: finished runs are
 skipped, interrupted and failed ones resumed. One that diverged would do so again: it stays in the rows.
