@@ -192,7 +192,7 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
 
 
 def examples(models: dict[str, LanguageModel], cfg: Config, task: Task, count: int = 3) -> str:
-    """Held-out queries, each with a response of each model, in lines cut to the terminal's width."""
+    """Held-out queries, each with a response from each model, in lines cut to the terminal's width."""
     queries = task.held_out_queries[:count]
     prompts = task.pioneer_prompts(queries)
     texts = {name: sample_responses(model, prompts, queries, cfg.max_response_length, 0).text

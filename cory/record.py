@@ -226,7 +226,7 @@ class Record:
         save_models(self.run_dir / "final", self.agents)
         models = self.setup.bases | {agent.name: agent.policy for agent in self.agents}
         responses = examples(models, cfg, for_evaluation(self.method, cfg.iterations).task)
-        print(f"\nheld-out queries, and a response of each model:\n{responses}\n")
+        print(f"\nheld-out queries, and each model's response:\n{responses}\n")
         for_evaluate = {"memory": self.memory(), "digests": self.setup.digests(self.agents, rounded=True)}
         if not processes().is_main:
             return

@@ -46,5 +46,5 @@ def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, ca
             assert f"{run_dir} llm1, {run_dir} llm2: {score:.3f}\n" in said
     if name == "moving":
         full = [*small, *words, *SHORT, "--kl_penalty", "full", "--run_dir", "full"]
-        assert "kl_penalty is 'full': is not what this measures" in error_line(main, full, capsys)
+        assert "kl_penalty is 'full': is not supported by this method" in error_line(main, full, capsys)
     sys.modules.pop(name, None)

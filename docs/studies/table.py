@@ -21,9 +21,10 @@ OWN_FAMILY = ("frontier", "smollm2", "batch256", "rates")
 REAL = ("smollm2", "batch256")          # studies on the real data set, not on the bundled generated data
 HEAD = """# Tables of the studies
 
-Made by table.py; [README](README.md) says how they are computed. A star marks a test that was planned before
-the runs and is significant after Holm's correction, a dagger one that was planned and is not; without a mark
-no test was planned. A cell of fewer seeds than its line's says how many.
+`table.py` generates these tables; [README](README.md) says how the numbers are computed, and what the
+variants are. A star (\\*) marks a planned test that is significant after Holm's correction, and a dagger (†)
+a planned test that is not significant; for a difference without a mark no test was planned. If a cell is
+based on fewer seeds than the rest of its row, their number is given in parentheses.
 """
 
 
@@ -124,7 +125,7 @@ def ends(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def differences(task: dict, rows: pd.DataFrame) -> dict[tuple, Difference]:
-    """{(group, variant, baseline, figure): variant less baseline} of a task's pairs.
+    """{(group, variant, baseline, figure): variant minus baseline} of a task's pairs.
 
     A frontier is the line through the ends of a method's runs in a seed (variants `METHOD, ETA`) in the order
     of KL. Two methods are compared along their frontiers, and at each eta alone.
@@ -152,7 +153,7 @@ def with_extra_variants(task: dict, rows: pd.DataFrame) -> pd.DataFrame:
     extra = rows[rows.variant.isin(task.get("agents", []))]
     extra = [extra.assign(variant=extra.variant + ", " + extra.agent)]
     for n in task.get("until", []):
-        extra.append(rows[rows.iteration <= n].assign(variant=rows.variant + f", until {n}"))
+        extra.append(rows[rows.iteration <= n].assign(variant=rows.variant + f", up to iteration {n}"))
     return pd.concat([rows, *extra])
 
 
@@ -191,7 +192,7 @@ def differences_table(found: dict[tuple, Difference], marks: dict[tuple, str]) -
     cells = {(key[-3:-1], key[-1]): f"{x}{marks.get(key, '')}"
              + f" ({x.seeds})" * (x.seeds < seeds[key[-3:-1]]) for key, x in found.items()}
     lines = [[*pair, seeds[pair], *(cells.get((pair, figure), "") for figure in figures)] for pair in pairs]
-    return markdown([["variant", "less", "seeds", *figures], *lines])
+    return markdown([["variant", "minus", "seeds", *figures], *lines])
 
 
 def share(variants: list[str], rows: pd.DataFrame) -> str:
@@ -208,7 +209,7 @@ def judged_table() -> str:
     marks = rows.groupby("variant", sort=False)
     cells = marks.mean().map("{:.2f}".format) + " ± " + marks.sem().map("{:.2f}".format)
     table = markdown([["variant", *cells], *cells.reset_index().to_numpy().tolist()])
-    return f"{table}\nPraise and reward: correlation {rows.praise.corr(rows.reward):.2f}.\n"
+    return f"{table}\nThe correlation between praise and reward is {rows.praise.corr(rows.reward):.2f}.\n"
 
 
 def main() -> None:
@@ -226,19 +227,23 @@ def main() -> None:
     for (name, task), of_task in rows.items():
         spec = studies[name]["tasks"][task]
         pairs = {key: x for key, x in found.items() if key[:2] == (name, task)}
-        commits = ", ".join(sorted(of_task.commit.unique()))
+        commits = ", ".join(sorted(of_task.commit.str[:10].unique()))
         of_data = task.replace("imdb", "real reviews" if name in REAL else "generated reviews").replace(
             "gsm8k", "generated word problems")
-        print(f"## {name}: {of_data}\n\n{studies[name]['question']} By the code of {commits}.\n")
+        print(f"## {name}: {of_data}\n\n{studies[name]['question']} Commits of the code: {commits}.\n")
         print(means_table(of_task))
         print(differences_table(pairs, marks) if pairs else "")
         if "share" in spec:
-            print(f"Share of the gap that the partner's reward makes: {share(spec['share'], of_task)}.\n")
+            print("Share of the gap in combined reward between PPO with equally many responses and CORY that "
+                  f"is due to the partner's reward: {share(spec['share'], of_task)}.\n")
         if "draws" in spec:
             more = draws_of(of_task).eval("ppo - cory")
-            print(f"PPO is above CORY in {sum(more > 0)} of {len(more)} draws; median {more.median():.2f}.\n")
-    about = "Marks of 1 to 5 by a language model for 30 responses each of smollm2 (seed 400, eta 0.05)"
-    print(f"## judged\n\n{about}, ± standard errors.\n\n{judged_table()}")
+            print("The combined reward of PPO with equally many responses is above CORY's in "
+                  f"{sum(more > 0)} of {len(more)} draws; the median difference is {more.median():.2f}.\n")
+    print("## judged\n\nMean ratings, from 1 to 5, that a language model gave to 30 responses of each "
+          "variant of `smollm2`\n(seed 400, eta 0.05), ± standard errors. *Praise* is how positive a "
+          "response is.\n\n"
+          + judged_table())
 
 
 if __name__ == "__main__":
