@@ -20,7 +20,7 @@ class Agent:
     base: what its KL is measured against. kl_coef: eta. draws: random generators created so far.
 
     memory: whatever else it must remember, kept by checkpoints: numbers, text, tensors, collections of these.
-    seconds: spent on sampling, scoring and updates in this iteration. iteration: whose learning rate it has.
+    seconds: spent on sampling, scoring and updates in this iteration. iteration: the present one.
     """
     __slots__ = ("name", "cfg", "index", "base", "policy", "critic", "optimizer", "kl_coef", "draws",
                  "memory", "seconds", "iteration")
@@ -88,7 +88,8 @@ def adaptive(agent: Agent, kl_N: Tensor) -> float:
 
         error = clip(KL / target - 1, -0.2, 0.2)        eta <- eta (1 + error N / horizon)
 
-    KL is the mean of the N responses' KL, in nats. A controller of your own has these arguments.
+    KL is the mean of the N responses' KL, in nats. A controller of your own has these arguments, and may use
+    `agent.iteration`.
     """
     cfg, n = agent.cfg, len(kl_N)
     if not cfg.kl_target:

@@ -228,9 +228,9 @@ def main() -> None:
         spec = studies[name]["tasks"][task]
         pairs = {key: x for key, x in found.items() if key[:2] == (name, task)}
         commits = ", ".join(sorted(of_task.commit.str[:10].unique()))
-        of_data = task.replace("imdb", "real reviews" if name in REAL else "generated reviews").replace(
-            "gsm8k", "generated word problems")
-        print(f"## {name}: {of_data}\n\n{studies[name]['question']} Commits of the code: {commits}.\n")
+        data = task.replace("imdb", "real reviews" if name in REAL else "generated reviews")
+        data = data.replace("gsm8k", "generated word problems").replace("base of", "base pretrained for")
+        print(f"## {name}: {data}\n\n{studies[name]['question']} Commits of the code: {commits}.\n")
         print(means_table(of_task))
         print(differences_table(pairs, marks) if pairs else "")
         if "share" in spec:
