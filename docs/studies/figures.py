@@ -14,7 +14,7 @@ from scipy.stats import t
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from docs.studies.table import HERE, collapsed, draws_of, ends, lines_of, read, value_at
 
-LABELS = {"ppo, twice the batch": "PPO, equally many responses", "ppo": "PPO, half as many responses",
+LABELS = {"ppo, twice the batch": "PPO, same number of responses", "ppo": "PPO, half as many responses",
           "cory": "CORY"}
 COLORS = {"ppo, twice the batch": "#08519c", "ppo": "#6baed6", "cory": "#d94801"}
 MARKERS = {"ppo, twice the batch": "s", "ppo": "D", "cory": "o"}

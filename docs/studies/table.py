@@ -23,8 +23,8 @@ HEAD = """# Tables of the studies
 
 `table.py` generates these tables; [README](README.md) says how the numbers are computed, and what the
 variants are. A star (\\*) marks a planned test that is significant after Holm's correction, and a dagger (†)
-a planned test that is not significant; for a difference without a mark no test was planned. If a cell is
-based on fewer seeds than the rest of its row, their number is given in parentheses.
+a planned test that is not significant; no test was planned for differences without a mark. If a cell is based
+on fewer seeds than the rest of its row, the number of seeds is given in parentheses.
 """
 
 
@@ -230,15 +230,15 @@ def main() -> None:
         commits = ", ".join(sorted(of_task.commit.str[:10].unique()))
         data = task.replace("imdb", "real reviews" if name in REAL else "generated reviews")
         data = data.replace("gsm8k", "generated word problems").replace("base of", "base pretrained for")
-        print(f"## {name}: {data}\n\n{studies[name]['question']} Commits of the code: {commits}.\n")
+        print(f"## {name}: {data}\n\n{studies[name]['question']} Code commits: {commits}.\n")
         print(means_table(of_task))
         print(differences_table(pairs, marks) if pairs else "")
         if "share" in spec:
-            print("Share of the gap in combined reward between PPO with equally many responses and CORY that "
-                  f"is due to the partner's reward: {share(spec['share'], of_task)}.\n")
+            print("The partner's reward accounts for this share of the gap in combined reward between CORY "
+                  f"and PPO with the same number of responses: {share(spec['share'], of_task)}.\n")
         if "draws" in spec:
             more = draws_of(of_task).eval("ppo - cory")
-            print("The combined reward of PPO with equally many responses is above CORY's in "
+            print("The combined reward of PPO with the same number of responses is above CORY's in "
                   f"{sum(more > 0)} of {len(more)} draws; the median difference is {more.median():.2f}.\n")
     print("## judged\n\nMean ratings, from 1 to 5, that a language model gave to 30 responses of each "
           "variant of `smollm2`\n(seed 400, eta 0.05), ± standard errors. *Praise* is how positive a "
