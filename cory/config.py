@@ -29,6 +29,7 @@ NAMED = {
                   for name in ("gae", "rloo", "grpo", "dr_grpo", "reinforce")},
     "checker": {name: f"cory.tasks.gsm8k:{name}" for name in ("last_number", "strict")},
     "loss": {"ppo": "cory.ppo.formulas:policy_loss"},
+    "critic": {"linear": "cory.ppo.model:Critic"},
     "lr_schedule": {name: f"cory.ppo.agent:{name}" for name in ("constant", "linear", "cosine")},
     "kl_controller": {"adaptive": "cory.ppo.agent:adaptive"},
 }
@@ -135,6 +136,8 @@ class Config:
     # the update
     advantage: str = each("gae", "advantage estimator: gae (paper), rloo, grpo, dr_grpo, reinforce, or your "
                           "own, given as module:function")
+    critic: str = each("linear", "critic: linear (a value head on the policy's last hidden state; paper), or "
+                       "your own, given as module:Class")
     loss: str = each("ppo", "policy loss: ppo (paper), or your own, given as module:function")
     loss_mean: Literal["tokens", "responses", "constant"] = each(
         "tokens", "average the loss over tokens (TRL), over each response's tokens and then over responses "
@@ -144,7 +147,7 @@ class Config:
     learning_rate: float = each(1.41e-5, "learning rate of the policy (paper: IMDB 1.41e-5; GSM8K 1e-5 for "
                                 "PPO, 1e-4 for CORY)", min=ABOVE_0)
     critic_learning_rate: float = each(
-        0.0, "learning rate of the value head; 0: the same as the policy's (paper)", min=0)
+        0.0, "learning rate of the critic; 0: the same as the policy's (paper)", min=0)
     lr_schedule: str = each("constant", "learning-rate schedule: constant (paper), linear, cosine, or your "
                             "own, given as module:function")
     mini_batch_size: int = each(
@@ -258,7 +261,8 @@ class Config:
             ("--kl_target above 0", own_controller or self.kl_target, "kl_horizon"),
             ("--init_kl_coef above 0", own_controller or self.init_kl_coef or not self.kl_target,
              "kl_target"),
-            ("a critic, as with --advantage gae", critic, "lam vf_coef cliprange_value critic_learning_rate"),
+            ("a critic, as with --advantage gae", critic,
+             "critic lam vf_coef cliprange_value critic_learning_rate"),
             ("--advantage gae or reinforce", critic or self.advantage == "reinforce", "gamma"),
             ("--vf_coef above 0", self.vf_coef, "cliprange_value critic_learning_rate")]
         return {name: what for what, holds, names in needs if not holds for name in names.split()}

@@ -24,9 +24,9 @@ from cory.errors import exit_on_user_error
 from cory.loading import load_language_model
 
 SMALL = dict(iterations=6, batch_size=8, mini_batch_size=4, learning_rate=1e-4)     # a minute on two cores
-ONLY = dict(device="cpu", dtype="float32", lora_rank=0, chat_template=False, shard=False, advantage="gae",
-            share_weights=False, reset_on_exchange=False, kl_in="reward", loss="ppo", loss_mean="tokens",
-            cliprange_high=0, max_approx_kl=0, kl_controller="adaptive", save_every=0, wandb="disabled")
+ONLY = dict(device="cpu", dtype="float32", lora_rank=0, chat_template=False, shard=False, wandb="disabled",
+            advantage="gae", critic="linear", loss="ppo", loss_mean="tokens", kl_controller="adaptive",
+            kl_in="reward", cliprange_high=0, max_approx_kl=0, share_weights=False, reset_on_exchange=False)
 
 
 def train(cfg):

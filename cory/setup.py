@@ -115,7 +115,7 @@ def require_agents(cfg: Config, configs: dict[str, Config], roles: tuple[str, ..
     shared = [f.name for f in fields(cfg) if not f.metadata.get("per_agent")]
     for name, agent_cfg in configs.items():
         find_estimator(agent_cfg)
-        for setting in ("lr_schedule", "kl_controller", "loss"):
+        for setting in ("lr_schedule", "kl_controller", "loss", "critic"):
             agent_cfg.find(setting)
         for setting in shared:
             alike = getattr(agent_cfg, setting) == getattr(cfg, setting)

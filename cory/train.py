@@ -77,7 +77,7 @@ class Ppo:
             for agent in agents:
                 kl_B = [turn.rollout.kl_B for turn in turns if turn.agent is agent and turn.update]
                 if kl_B:
-                    agent.kl_coef = agent.cfg.find("kl_controller")(agent, torch.cat(kl_B))
+                    agent.adapt_kl_coef(torch.cat(kl_B))
 
             record.log(iteration, turns, self.metrics(rollouts, rewards))
             task.learn(rollouts, rewards)
@@ -111,10 +111,10 @@ class Ppo:
         return iteration == cfg.iterations or cfg.eval_every > 0 and iteration % cfg.eval_every == 0
 
     def respond(self, cast: list, queries: list[str], sample: Callable) -> list[Rollout]:
-        """A response in each role. `sample(agent, prompts, queries)` returns a `Rollout`: responses to the
-        prompts, which are rewarded as responses to the queries afterwards; a prompt that depends on a reward
-        asks for it by `self.task.reward`. In held-out evaluation policies are cast, and a rollout has no
-        log-probabilities.
+        """A response in each role to each of the queries; in training, a query stands `responses_per_query`
+        times in a row. `sample(agent, prompts, queries)` returns a `Rollout`: responses to the prompts, which
+        are rewarded as responses to the queries afterwards; a prompt that depends on a reward asks for it by
+        `self.task.reward`. In held-out evaluation policies are cast, and a rollout has no log-probabilities.
         """
         (agent,) = cast
         return [sample(agent, self.task.pioneer_prompts(queries), queries)]

@@ -21,7 +21,9 @@ def test_gae_by_hand_on_ragged_rows():
     #        A2 = 1.5;  A1 = 2.35 + 0.45*1.5 = 3.025;  A0 = 1.4 + 0.45*3.025 = 2.76125
     # row 1: d1 = 4 - 2 = 2 (the episode ends: V of padding is not looked at);  d0 = 1 + 0.9*2 - 0.5 = 2.3
     #        A0 = 2.3 + 0.45*2 = 3.2
-    close(gae(reward, value, mask, gamma=0.9, lam=0.5), [[2.76125, 3.025, 1.5], [3.2, 2.0, 0.0]])
+    advantage, learned = gae(reward, value, mask, gamma=0.9, lam=0.5)
+    close(advantage, [[2.76125, 3.025, 1.5], [3.2, 2.0, 0.0]])
+    close(learned, [[3.26125, 4.025, 3.0], [3.7, 4.0, 0.0]])                # A + V
 
 
 def test_reinforce_by_hand():
@@ -68,6 +70,16 @@ def unmarked(reward_BT, **_):
     return reward_BT
 
 
+@estimator(critic=True, whiten=False)
+def no_target(reward_BT, **_):
+    return reward_BT
+
+
+@estimator(critic=False, whiten=False)
+def no_critic(reward_BT, **_):
+    return reward_BT, reward_BT
+
+
 def test_an_estimator_of_ones_own_is_neither_whitened_nor_has_a_critic_unless_it_says_so():
     agent = agent_of(bigram(), advantage="test_advantages:own", responses_per_query=4, init_kl_coef=0.0)
     rollout = with_advantages(collect_rollout(agent, ["a"] * 8, ["a"] * 8, 3), torch.arange(8.0), agent)
@@ -79,6 +91,8 @@ def test_an_estimator_of_ones_own_is_neither_whitened_nor_has_a_critic_unless_it
 @pytest.mark.parametrize("name, k, says", [
     ("unmarked", 1, r"advantage is 'test_advantages:unmarked': .* put @estimator\(critic="),
     ("own", 1, "add, for example, --responses_per_query"),
+    ("no_target", 1, "no_target': must return advantages, or with a critic a pair"),
+    ("no_critic", 1, "no_critic': must return advantages, or with a critic a pair"),
     ("one_each", 1, r"one_each': must return \(8, 3\), one value a token")])
 def test_estimators_that_cannot_be_are_refused(name, k, says):
     with pytest.raises(UserError, match=says):

@@ -30,15 +30,16 @@ def test_the_ids_of_a_chat_prompt_are_its_templates_own():
     assert chat.encode(["ab", "ab"]) == [[sop, user, *text, bot]] * 2
 
 
-def test_first_weights_depend_on_seed_and_agent_alone(monkeypatch):
-    """Those of an adapter and of a critic of one's own; no agent moves PyTorch's generator."""
-    monkeypatch.setattr("cory.ppo.agent.Critic", lambda base: torch.nn.Linear(7, 1))
+seven = lambda base: torch.nn.Linear(7, 1)
 
+
+def test_first_weights_depend_on_seed_and_agent_alone():
+    """Those of an adapter and of a critic of one's own; no agent moves PyTorch's generator."""
     def drawn(seed: int, index: int) -> torch.Tensor:
         base = tiny_gpt2()
         torch.manual_seed(seed + index)
         before = torch.get_rng_state()
-        agent = Agent("llm1", base, settings(lora_rank=2, seed=seed), index)
+        agent = Agent("llm1", base, settings(lora_rank=2, critic="test_model:seven", seed=seed), index)
         assert torch.equal(before, torch.get_rng_state())
         lora_a = next(p for name, p in agent.policy.weights().items() if "lora_A" in name)
         return torch.cat([lora_a.flatten(), agent.critic.weight.flatten()])

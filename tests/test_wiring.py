@@ -26,6 +26,7 @@ from cory.__main__ import main
 from cory.config import ASSETS, FREE_ON_RESUME, Gsm8kConfig, ImdbConfig
 from cory.log import read_jsonl
 from cory.ppo.advantages import estimator
+from cory.ppo.model import Critic
 from cory.ppo.rollout import take
 from cory.tasks.task import Task
 from cory.train import Cory, Ppo
@@ -102,9 +103,17 @@ def doubled(agent, kl_N):
     return 2 * agent.kl_coef
 
 
-with_critic = estimator(critic=True, whiten=False)(lambda mask_BT, **_: 7 * mask_BT)
+with_critic = estimator(critic=True, whiten=False)(lambda mask_BT, **_: (7 * mask_BT, mask_BT))
 whitened = estimator(critic=False, whiten=True)(lambda mask_BT, **_: 7 * mask_BT)
 five = lambda response: 5
+
+
+class Nine(Critic):
+    def __init__(self, base):
+        super().__init__(base)
+        torch.nn.init.constant_(self.linear.bias, 9)
+
+
 plain = lambda log_ratio_BT, advantage_BT, **_: (-advantage_BT * log_ratio_BT, log_ratio_BT > 9)
 
 TOY = ("--seed 1 --task test_wiring:Toy --dataset {data} --model {lm} --iterations 2 --eval_every 0 "
@@ -181,7 +190,7 @@ EFFECTS = {                 # by base, and by where they act first; `-`: nowhere
         "lora_rank=2 advantage=reinforce learning_rate=0.1 critic_learning_rate=0.1 mini_batch_size=1 "
         "gradient_accumulation_steps=2 num_ppo_epochs=1 kl_in=loss gamma=0.5 lam=0.1 cliprange=0.001 "
         "cliprange_high=0.001 cliprange_value=0.001 vf_coef=1 max_grad_norm=0.01 loss=test_wiring:plain "
-        "max_approx_kl=1e-9",
+        "critic=test_wiring:Nine max_approx_kl=1e-9",
     ("short", "update 1"): "loss_mean=constant",
     ("ppo", "rewards 2"): "kl_penalty=k1",
     ("ppo", "update 2"):
@@ -394,6 +403,16 @@ def test_a_controller_has_the_signed_kl_of_each_response_and_gives_the_next_eta(
     assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0.3, 0.6])
     assert [*map(fmean, NOTED)] == pytest.approx([row["kl/llm1"] for row in found], abs=1e-6)
     assert min(map(min, NOTED)) < 0 and {*map(len, NOTED)} == {4}
+
+
+below_0, nothing = lambda agent, kl_N: -0.1, lambda agent, kl_N: None
+
+
+@pytest.mark.parametrize("name, gives", [("below_0", -0.1), ("nothing", None)])
+def test_an_eta_that_cannot_be_is_refused(name, gives, run, capsys):
+    with pytest.raises(SystemExit):
+        run("ppo", f"--kl_controller test_wiring:{name}")
+    assert f"gives eta = {gives} after iteration 1; it must be 0 or above" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, has_critic, loss", [("with_critic", True, -7), ("whitened", False, 0)])

@@ -2,8 +2,8 @@
 
 `--advantage` names one of these or one of your own, marked by `@estimator`. It is called with keywords:
 reward_BT, mask_BT, value_BT (None without a critic), group_B, gamma, lam, and the whole `rollout`. Responses
-with the same number in group_B are compared. It returns the advantages, (B, T), 0 on padding; or a pair of
-these and of what the critic learns, (B, T), in place of advantage + V.
+with the same number in group_B are compared. It returns the advantages, (B, T), 0 on padding; with a critic,
+a pair of these and of what the critic learns, (B, T).
 """
 from typing import Callable
 
@@ -16,7 +16,7 @@ from cory.config import Config
 def estimator(critic: bool, whiten: bool, grouped: bool = False) -> Callable:
     """Marks a function as an advantage estimator.
 
-    critic: it needs a critic, which is trained on advantage + V. whiten: its advantages are whitened over the
+    critic: it needs a critic, and also returns what this learns. whiten: its advantages are whitened over the
     batch. grouped: it compares the responses to one query, so that it needs at least two of them.
     """
     def mark(function: Callable) -> Callable:
@@ -25,7 +25,7 @@ def estimator(critic: bool, whiten: bool, grouped: bool = False) -> Callable:
     return mark
 
 
-def find_estimator(cfg: Config) -> Callable[..., Tensor]:
+def find_estimator(cfg: Config) -> Callable:
     function = cfg.find("advantage")
     cfg.require("advantage", hasattr(function, "critic"), "does not say whether it has a critic; put "
                 "@estimator(critic=False, whiten=True) of cory.ppo.advantages above it, for example")
@@ -36,8 +36,9 @@ def find_estimator(cfg: Config) -> Callable[..., Tensor]:
 
 
 @estimator(critic=True, whiten=True)
-def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float, **_) -> Tensor:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16; the paper's eq. 12).
+def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam: float,
+        **_) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16; the paper's eq. 12): (A, A + V).
 
         delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lam A_{t+1}
 
@@ -51,7 +52,7 @@ def gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float, lam:
         advantage_BT[:, t] = (delta_B + gamma * lam * next_advantage_B) * mask_BT[:, t]
         next_value_B = value_BT[:, t] * mask_BT[:, t]
         next_advantage_B = advantage_BT[:, t]
-    return advantage_BT
+    return advantage_BT, (advantage_BT + value_BT) * mask_BT
 
 
 @estimator(critic=False, whiten=True)
@@ -60,7 +61,8 @@ def reinforce(reward_BT: Tensor, mask_BT: Tensor, gamma: float, **_) -> Tensor:
     gives it the mean over all tokens as baseline.
     """
     # GAE with V = 0 and lam = 1
-    return gae(reward_BT, torch.zeros_like(reward_BT), mask_BT, gamma, lam=1.0)
+    advantage_BT, _ = gae(reward_BT, torch.zeros_like(reward_BT), mask_BT, gamma, lam=1.0)
+    return advantage_BT
 
 
 @estimator(critic=False, whiten=False, grouped=True)

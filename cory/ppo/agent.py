@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cory.config import Config
 from cory.errors import UserError
 from cory.ppo.advantages import find_estimator
-from cory.ppo.model import Critic, LanguageModel
+from cory.ppo.model import LanguageModel
 from cory.sharding import is_sharded, shard
 
 
@@ -31,7 +31,7 @@ class Agent:
         with torch.random.fork_rng(devices=[]):         # initial weights depend on run seed and agent alone
             torch.manual_seed(int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0]))
             self.policy = base.new_policy(name, cfg)
-            self.critic = Critic(base) if find_estimator(cfg).critic else None
+            self.critic = cfg.find("critic")(base) if find_estimator(cfg).critic else None
         if cfg.gradient_checkpointing:
             self.policy.recompute_layers()
         for parameter in self.policy.weights().values():
@@ -81,6 +81,13 @@ class Agent:
         for group in self.optimizer.param_groups:
             own_rate = group["is_critic"] and cfg.critic_learning_rate > 0
             group["lr"] = factor * (cfg.critic_learning_rate if own_rate else cfg.learning_rate)
+
+    def adapt_kl_coef(self, kl_N: Tensor) -> None:
+        """Sets the eta of the next iteration, from the KL of this one's N responses, in nats."""
+        kl_coef = self.cfg.find("kl_controller")(self, kl_N)
+        self.cfg.require("kl_controller", kl_coef is not None and 0 <= kl_coef < math.inf,
+                         f"gives eta = {kl_coef} after iteration {self.iteration}; it must be 0 or above")
+        self.kl_coef = float(kl_coef)
 
 
 def adaptive(agent: Agent, kl_N: Tensor) -> float:

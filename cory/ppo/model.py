@@ -151,8 +151,8 @@ class LanguageModel(nn.Module):
 
 class Critic(nn.Module):
     """V(s): a linear value head on the policy's last hidden state (paper, sec. 3), in float32, whose gradient
-    also reaches the transformer. It starts at 0 (the paper does not say). To use another critic, write a
-    module with this `forward`. `base` is frozen and carries the adapters of all agents.
+    also reaches the transformer. It starts at 0 (the paper does not say). A critic of your own (`--critic`)
+    has these methods. `base` is frozen and carries the adapters of all agents.
     """
 
     def __init__(self, base: LanguageModel):

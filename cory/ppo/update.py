@@ -74,7 +74,7 @@ def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
     """Turns scores and the KL into token rewards, then into advantages and value targets; and adds what the
     loss is a mean over.
     """
-    cfg, mask_BT, value_BT = agent.cfg, rollout.mask_BT, rollout.value_BT
+    cfg, mask_BT = agent.cfg, rollout.mask_BT
     if score.shape not in (mask_BT.shape, mask_BT.shape[:1]):
         raise UserError("scores", tuple(score.shape), f"must be one for each response or token, "
                         f"{tuple(mask_BT.shape[:1])} or {tuple(mask_BT.shape)}")
@@ -89,17 +89,14 @@ def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
     estimate = find_estimator(cfg)
     if estimate.grouped:
         require_groups(rollout, cfg)
-    advantage_BT = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=value_BT, group_B=rollout.group_B,
-                            gamma=cfg.gamma, lam=cfg.lam, rollout=rollout)
-    return_BT = None
-    if isinstance(advantage_BT, tuple):
-        advantage_BT, return_BT = advantage_BT
-    elif value_BT is not None:
-        return_BT = (advantage_BT + value_BT) * mask_BT
+    found = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=rollout.value_BT, group_B=rollout.group_B,
+                     gamma=cfg.gamma, lam=cfg.lam, rollout=rollout)
+    cfg.require("advantage", isinstance(found, tuple) == estimate.critic,
+                "must return advantages, or with a critic a pair: advantages, and what the critic learns")
+    advantage_BT, return_BT = found if estimate.critic else (found, None)
     for x_BT in (advantage_BT, return_BT):
-        if x_BT is not None and x_BT.shape != mask_BT.shape:
-            raise UserError("advantage", cfg.advantage,
-                            f"must return {tuple(mask_BT.shape)}, one value a token")
+        cfg.require("advantage", x_BT is None or x_BT.shape == mask_BT.shape,
+                    f"must return {tuple(mask_BT.shape)}, one value a token")
     advantage_BT = advantage_BT.to(mask_BT)
     if estimate.whiten:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
