@@ -86,9 +86,10 @@ class Record:
             print("no checkpoint yet: the run starts from the beginning", flush=True)
             return 0, ""
         done, before = state["iteration"], state["iterations"]
-        falling = {agent.cfg.lr_schedule for agent in self.agents} - {"constant"}
-        cfg.require("iterations", not falling or cfg.iterations == before,
-                    f"the run has {before}, and --lr_schedule {', '.join(falling)} falls over them")
+        schedules = {agent.cfg.lr_schedule for agent in self.agents} - {"constant"}
+        schedules |= {agent.cfg.kl_controller for agent in self.agents} - {"adaptive"}
+        cfg.require("iterations", not schedules or cfg.iterations == before,
+                    f"the run has {before}, and {', '.join(sorted(schedules))} may depend on it")
         cfg.require("iterations", cfg.iterations > done or cfg.iterations == done == before,
                     f"the run has done {done}; ask for more")
         self.setup.require_digests(self.digests_at_start, state["digests"], "is not what the run began with "

@@ -91,9 +91,9 @@ def test_an_estimator_of_ones_own_is_neither_whitened_nor_has_a_critic_unless_it
 @pytest.mark.parametrize("name, k, says", [
     ("unmarked", 1, r"advantage is 'test_advantages:unmarked': .* put @estimator\(critic="),
     ("own", 1, "add, for example, --responses_per_query"),
-    ("no_target", 1, "no_target': must return advantages, or with a critic a pair"),
-    ("no_critic", 1, "no_critic': must return advantages, or with a critic a pair"),
-    ("one_each", 1, r"one_each': must return \(8, 3\), one value a token")])
+    ("no_target", 1, r"no_target': must return advantages, \(8, 3\), and with a critic a pair"),
+    ("no_critic", 1, r"no_critic': must return advantages, \(8, 3\), and with a critic a pair"),
+    ("one_each", 1, r"one_each': must return advantages, \(8, 3\), and with a critic a pair")])
 def test_estimators_that_cannot_be_are_refused(name, k, says):
     with pytest.raises(UserError, match=says):
         agent = agent_of(bigram(), advantage=f"test_advantages:{name}", responses_per_query=k)

@@ -200,11 +200,14 @@ def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkey
     assert "holds a run of imdb" in error_line(train_gsm8k.main, resume, capsys)
 
 
-def test_a_resumed_run_whose_rate_falls_keeps_its_iterations(small_flags, tmp_path, monkeypatch, capsys):
-    resume = saved(tmp_path, [*small_flags, "--lr_schedule", "cosine"])
+@pytest.mark.parametrize("flag, name", [
+    ("--lr_schedule", "cosine"), ("--kl_controller", "test_wiring:doubled")])
+def test_a_resumed_run_whose_rate_or_eta_has_a_schedule_keeps_its_iterations(
+        flag, name, small_flags, tmp_path, monkeypatch, capsys):
+    resume = saved(tmp_path, [*small_flags, flag, name])
     monkeypatch.setattr("cory.record.load_checkpoint", lambda *_: {"iteration": 2, "iterations": 5})
     line = error_line(train_imdb.main, [*resume, "--iterations", "9"], capsys)
-    assert "iterations is 9: the run has 5, and --lr_schedule cosine falls over them" in line
+    assert f"iterations is 9: the run has 5, and {name} may depend on it" in line
 
 
 @dataclass(frozen=True)

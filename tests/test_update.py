@@ -292,3 +292,11 @@ frozen = lambda base: nn.Linear(7, 1).requires_grad_(False)
 def test_a_critic_that_would_never_be_trained_is_refused():
     with pytest.raises(UserError, match="parameter is 'critic.weight': would never be trained"):
         agent_of(bigram(), critic="test_update:frozen")
+
+
+normed = lambda base: nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 1))
+
+
+def test_a_critic_whose_state_no_checkpoint_would_keep_is_refused():
+    with pytest.raises(UserError, match=r"critic is '.*': has buffers, \['0.num_batches_tracked'"):
+        agent_of(bigram(), critic="test_update:normed")

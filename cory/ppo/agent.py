@@ -32,6 +32,10 @@ class Agent:
             torch.manual_seed(int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0]))
             self.policy = base.new_policy(name, cfg)
             self.critic = cfg.find("critic")(base) if find_estimator(cfg).critic else None
+        if self.critic:
+            buffers = self.critic.state_dict().keys() - dict(self.critic.named_parameters())
+            cfg.require("critic", not buffers, f"has buffers, {sorted(buffers)}, which no checkpoint keeps; "
+                        "what it must remember belongs in the agent's memory")
         if cfg.gradient_checkpointing:
             self.policy.recompute_layers()
         for parameter in self.policy.weights().values():
@@ -45,7 +49,8 @@ class Agent:
         groups = defaultdict(list)
         for name, parameter in self.trainable_parameters().items():
             if not parameter.requires_grad:
-                raise UserError("parameter", name, "would never be trained; call requires_grad_(True) on it")
+                raise UserError("parameter", name, "would never be trained; call requires_grad_(True) on it, "
+                                "or keep it out of the critic's parameters")
             # no operation can mix sharded tensors with others
             groups[name.startswith("critic."), is_sharded(parameter)].append(parameter)
         of_adam = [{"params": group, "is_critic": is_critic} for (is_critic, _), group in groups.items()]
@@ -86,7 +91,7 @@ class Agent:
         """Sets the eta of the next iteration, from the KL of this one's N responses, in nats."""
         kl_coef = self.cfg.find("kl_controller")(self, kl_N)
         self.cfg.require("kl_controller", kl_coef is not None and 0 <= kl_coef < math.inf,
-                         f"gives eta = {kl_coef} after iteration {self.iteration}; it must be 0 or above")
+                         f"gives eta = {kl_coef} after iteration {self.iteration}, not a number from 0 on")
         self.kl_coef = float(kl_coef)
 
 

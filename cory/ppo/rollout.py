@@ -40,7 +40,7 @@ class Rollout:
     # of the update
     kl_coef_B: Tensor | None = None     # eta of each response: the agent's, unless set before
     advantage_BT: Tensor | None = None  # whitened, if the estimator asks for it
-    return_BT: Tensor | None = None     # what the critic learns
+    return_BT: Tensor | None = None     # what the critic learns, units of reward; None without one
     weight_BT: Tensor | None = None     # of each token's loss, 0 on padding
     divisor_B: Tensor | None = None     # the loss of a step is its weighted sum over the sum of these
 

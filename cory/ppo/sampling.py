@@ -5,7 +5,7 @@ Shapes as in `cory.ppo.model`.
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from cory.device import timed
@@ -13,7 +13,7 @@ from cory.distributed import processes
 from cory.errors import UserError
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
-from cory.ppo.model import Critic, LanguageModel, positions
+from cory.ppo.model import LanguageModel, positions
 from cory.ppo.rollout import Rollout, join, max_length, passes, real_ids, take
 from cory.sharding import unsharded
 
@@ -164,7 +164,7 @@ def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new
 # --- scoring ---
 @torch.no_grad()
 def score_rollout(rollout: Rollout, policy: LanguageModel, reference: LanguageModel, kl_penalty: str,
-                  max_rows: int, critic: Critic | None = None) -> Rollout:
+                  max_rows: int, critic: nn.Module | None = None) -> Rollout:
     """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in passes over at most `max_rows` rows,
     whose rounding matches that of the update: initial ratios are nearly 1 even in bfloat16.
     """

@@ -91,18 +91,16 @@ def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
         require_groups(rollout, cfg)
     found = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=rollout.value_BT, group_B=rollout.group_B,
                      gamma=cfg.gamma, lam=cfg.lam, rollout=rollout)
-    cfg.require("advantage", isinstance(found, tuple) == estimate.critic,
-                "must return advantages, or with a critic a pair: advantages, and what the critic learns")
-    advantage_BT, return_BT = found if estimate.critic else (found, None)
-    for x_BT in (advantage_BT, return_BT):
-        cfg.require("advantage", x_BT is None or x_BT.shape == mask_BT.shape,
-                    f"must return {tuple(mask_BT.shape)}, one value a token")
-    advantage_BT = advantage_BT.to(mask_BT)
+    found = found if isinstance(found, tuple) else (found,)
+    fit = [isinstance(x_BT, Tensor) and x_BT.shape == mask_BT.shape for x_BT in found]
+    cfg.require("advantage", all(fit) and len(fit) == 1 + estimate.critic, "must return advantages, "
+                f"{tuple(mask_BT.shape)}, and with a critic a pair of these and of what the critic learns")
+    advantage_BT, *learned = [x_BT.to(mask_BT) for x_BT in found]
     if estimate.whiten:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     weight_BT, divisor_B = formulas.loss_weights(mask_BT, cfg.loss_mean, cfg.max_response_length)
-    return replace(rollout, kl_coef_B=kl_coef_B, advantage_BT=advantage_BT, return_BT=return_BT,
-                   weight_BT=weight_BT, divisor_B=divisor_B)
+    return replace(rollout, kl_coef_B=kl_coef_B, advantage_BT=advantage_BT, weight_BT=weight_BT,
+                   return_BT=learned[0] if estimate.critic else None, divisor_B=divisor_B)
 
 
 def require_groups(rollout: Rollout, cfg: Config) -> None:
