@@ -194,7 +194,8 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     train_imdb.main(["--resume", "--run_dir", str(part)])
     require_same_runs(whole, part)
     longer = ["--resume", "--run_dir", part, "--iterations", 3]
-    assert "the run has 2, and linear, test_methods:doubled may depend" in error_line(train_imdb.main, longer, capsys)
+    line = error_line(train_imdb.main, longer, capsys)
+    assert "the run has 2, and linear, test_methods:doubled may depend on it" in line
     for row in rows(whole, "samples.jsonl"):
         assert row["query"] == row["pioneer_prompt"] and f"{row['pioneer']}|" in row["observer_prompt"]
     for row in training_rows(whole):
