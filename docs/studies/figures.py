@@ -88,7 +88,7 @@ def plot_drift(axis, rows: pd.DataFrame, rival: str) -> None:
     axis.axvline(default, ymax=0.5, color="gray", ls=":")
     axis.annotate("PPO's reward with\nthe default eta", (default, 9), xytext=(-5, 0), ha="right",
                   color="gray", textcoords="offset points")
-    axis.annotate("above 0: CORY drifts more", (0.02, 0.98), xycoords="axes fraction", va="top")
+    axis.annotate("above 0: CORY needs more KL", (0.02, 0.98), xycoords="axes fraction", va="top")
     axis.set(xlabel="reward", title=f"Against {LABELS[rival]}", ylim=(-1.5, 25))
 
 
@@ -170,7 +170,7 @@ def main(out: Path = HERE) -> None:
     for axis, rival in zip(axes, ("ppo", "ppo, twice the batch"), strict=True):
         plot_drift(axis, frontier, rival)
     axes[0].set_ylabel("CORY's KL minus PPO's (nats)")
-    handles = styles("between runs with sound text", "towards runs in which agents repeat themselves")
+    handles = styles("between runs without repetition", "towards runs in which agents repeat themselves")
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     save(figure, out / "drift.png")
 
