@@ -86,8 +86,9 @@ class Record:
             print("no checkpoint yet: the run starts from the beginning", flush=True)
             return 0, ""
         done, before = state["iteration"], state["iterations"]
-        schedules = {agent.cfg.lr_schedule for agent in self.agents} - {"constant"}
-        schedules |= {agent.cfg.kl_controller for agent in self.agents} - {"adaptive"}
+        schedules = {f"--lr_schedule {agent.cfg.lr_schedule}" for agent in self.agents}
+        schedules |= {f"--kl_controller {agent.cfg.kl_controller}" for agent in self.agents}
+        schedules -= {"--lr_schedule constant", "--kl_controller adaptive"}
         cfg.require("iterations", not schedules or cfg.iterations == before,
                     f"the run has {before}, and {', '.join(sorted(schedules))} may depend on it")
         cfg.require("iterations", cfg.iterations > done or cfg.iterations == done == before,

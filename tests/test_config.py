@@ -166,6 +166,7 @@ def test_a_misspelt_word_in_a_preset_is_refused():
     ("--share_weights --role_exchange_every 3", "--share_weights false"),
     ("--advantage rloo --responses_per_query 4 --gamma 0.9", "--advantage gae or reinforce"),
     ("--advantage reinforce --lam 0.5", "a critic, as with --advantage gae"),
+    ("--advantage reinforce --critic mine:Deep", "a critic, as with --advantage gae"),
     ("--vf_coef 0 --cliprange_value 1", "--vf_coef above 0"), ("--kl_horizon 99", "--kl_target above 0"),
     ("--init_kl_coef 0 --kl_target 3", "--init_kl_coef above 0"),
     ("--kl_target 0 --init_kl_coef 0", ""),
@@ -207,7 +208,7 @@ def test_a_resumed_run_whose_rate_or_eta_has_a_schedule_keeps_its_iterations(
     resume = saved(tmp_path, [*small_flags, flag, name])
     monkeypatch.setattr("cory.record.load_checkpoint", lambda *_: {"iteration": 2, "iterations": 5})
     line = error_line(train_imdb.main, [*resume, "--iterations", "9"], capsys)
-    assert f"iterations is 9: the run has 5, and {name} may depend on it" in line
+    assert f"iterations is 9: the run has 5, and {flag} {name} may depend on it" in line
 
 
 @dataclass(frozen=True)

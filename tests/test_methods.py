@@ -195,7 +195,7 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     require_same_runs(whole, part)
     longer = ["--resume", "--run_dir", part, "--iterations", 3]
     line = error_line(train_imdb.main, longer, capsys)
-    assert "the run has 2, and linear, test_methods:doubled may depend on it" in line
+    assert "the run has 2, and --kl_controller test_methods:doubled, --lr_schedule linear may depend" in line
     for row in rows(whole, "samples.jsonl"):
         assert row["query"] == row["pioneer_prompt"] and f"{row['pioneer']}|" in row["observer_prompt"]
     for row in training_rows(whole):
@@ -229,6 +229,14 @@ def test_what_cannot_be_a_team_is_refused(roles, of_llm2, says, small_flags, tmp
     monkeypatch.setattr(Own, "of_llm2", of_llm2)
     words = [*small_flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
     assert says in error_line(train_imdb.main, words, capsys)
+
+
+@pytest.mark.parametrize("setting", ["advantage", "critic", "loss", "lr_schedule", "kl_controller"])
+def test_a_name_of_no_code_is_refused_before_a_model_is_loaded(
+        setting, small_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("cory.setup.load_language_model", None)
+    words = [*small_flags, f"--{setting}", "nowhere:x", "--run_dir", tmp_path / "r"]
+    assert f"{setting} is 'nowhere:x': No module" in error_line(train_imdb.main, words, capsys)
 
 
 @pytest.mark.parametrize("name", ["gpt+", "a.b", "LLM", "base", "base_llm1", "team", "mean"])

@@ -118,7 +118,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """(N, V), divided by the temperature; in float32, because GPT-2's logits are near -100, where
-        neighbouring bfloat16 numbers differ by 0.5. All are finite: a token sampled in no state has -1e9.
+        neighbouring bfloat16 numbers differ by 0.5. All are finite: a token that is never sampled has -1e9.
         """
         with torch.autocast(self.device.type, enabled=False):
             logits_NV = self.head(hidden_NH.float())

@@ -95,12 +95,13 @@ def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
     fit = [isinstance(x_BT, Tensor) and x_BT.shape == mask_BT.shape for x_BT in found]
     cfg.require("advantage", all(fit) and len(fit) == 1 + estimate.critic, "must return advantages, "
                 f"{tuple(mask_BT.shape)}, and with a critic a pair of these and of what the critic learns")
-    advantage_BT, *learned = [x_BT.to(mask_BT) for x_BT in found]
+    advantage_BT, return_BT = found if estimate.critic else (*found, None)
+    advantage_BT = advantage_BT.to(mask_BT)
     if estimate.whiten:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     weight_BT, divisor_B = formulas.loss_weights(mask_BT, cfg.loss_mean, cfg.max_response_length)
-    return replace(rollout, kl_coef_B=kl_coef_B, advantage_BT=advantage_BT, weight_BT=weight_BT,
-                   return_BT=learned[0] if estimate.critic else None, divisor_B=divisor_B)
+    return replace(rollout, kl_coef_B=kl_coef_B, advantage_BT=advantage_BT, return_BT=return_BT,
+                   weight_BT=weight_BT, divisor_B=divisor_B)
 
 
 def require_groups(rollout: Rollout, cfg: Config) -> None:

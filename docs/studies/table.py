@@ -22,9 +22,9 @@ REAL = ("smollm2", "batch256")          # studies on the real data set, not on t
 HEAD = """# Tables of the studies
 
 `table.py` generates these tables; [README](README.md) says how the numbers are computed, and what the
-variants are. A star (\\*) marks a planned test that is significant after Holm's correction, and a dagger (†)
-a planned test that is not significant; no test was planned for differences without a mark. If a cell is based
-on fewer seeds than the rest of its row, the number of seeds is given in parentheses.
+variants are. A star (\\*) marks a planned test that is significant after Holm's correction, and a dagger
+(†) a planned test that is not significant; no test was planned for differences without a mark. If a cell is
+based on fewer seeds than the rest of its row, the number of seeds is given in parentheses.
 """
 
 
