@@ -2,10 +2,8 @@
 import ctypes
 import resource
 import sys
-import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from typing import Iterator
 
 import torch
 
@@ -14,14 +12,10 @@ from cory.config import Config
 
 def resolve_auto(cfg: Config) -> tuple[Config, torch.device]:
     """The settings with `auto` replaced by what this machine has, and the device."""
-    on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
-    cfg.require("device", on_gpu or cfg.device != "cuda",
-                "PyTorch sees no CUDA GPU here; use --device auto or cpu")
-    has_bfloat16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    on_gpu = cfg.device == "cuda" or cfg.device == "auto" and torch.cuda.is_available()
     if cfg.dtype == "auto":
+        has_bfloat16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
         cfg = replace(cfg, dtype="bfloat16" if has_bfloat16 else "float32")
-    supported = {"float32": True, "tf32": on_gpu, "bfloat16": has_bfloat16 or not on_gpu}
-    cfg.require("dtype", supported[cfg.dtype], "this device does not support it; use --dtype float32")
     return cfg, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
@@ -38,16 +32,6 @@ def prepare_device(cfg: Config, device: torch.device) -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)                     # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)             # M_TRIM_THRESHOLD
-
-
-@contextmanager
-def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds the block's duration to `seconds[phase]`."""
-    start = time.perf_counter()
-    yield
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()                # what the block has started on a GPU ends in it
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
 def peak_memory(device: torch.device) -> float:

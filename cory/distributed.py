@@ -41,13 +41,6 @@ class Processes:
         dist.all_gather_object(gathered, items)
         return [item for items in gathered for item in items]
 
-    def from_main(self, x: Tensor) -> Tensor:
-        """The main process's tensor, in all."""
-        if self.size > 1:
-            x = x.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(x, src=0)
-        return x
-
     def sum(self, x: Tensor) -> Tensor:
         if self.size > 1:
             x = x.clone(memory_format=torch.contiguous_format)
@@ -72,9 +65,9 @@ def processes() -> Processes:
 
 @contextmanager
 def launched(settings: dict) -> Iterator[None]:
-    """Joins torchrun's processes, if any, until the block ends. Raises `UserError` where settings differ."""
+    """Joins torchrun's processes, if any, until the block ends."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        if settings.get("shard"):
+        if settings["shard"]:
             raise UserError("shard", True, "needs `torchrun --nproc_per_node N` in place of `python`")
         yield
         return
@@ -86,9 +79,5 @@ def launched(settings: dict) -> Iterator[None]:
                             world_size=size, store=dist.PrefixStore(f"launch {next(launches)}", store))
     if rank > 0:
         sys.stdout = open(os.devnull, "w", errors="replace")
-    for other, theirs in enumerate(processes().gather([settings])):
-        for name, value in settings.items():
-            if value != theirs[name]:
-                raise UserError(name, value, f"is {theirs[name]!r} in process {other}; give the same flags")
     yield
     dist.destroy_process_group()

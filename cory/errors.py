@@ -1,9 +1,7 @@
 """Errors that a user can fix, one line each."""
 import functools
-import io
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Iterator
 
 
@@ -17,25 +15,23 @@ class UserError(Exception):
 
 
 def exit_on_user_error(main):
-    """Decorator for scripts: a `UserError` becomes one line on stderr and exit status 2. Characters that
-    stdout cannot encode are replaced.
-    """
+    """Decorator for scripts: a `UserError` becomes one line on stderr and exit status 2, Ctrl-C a hint."""
     @functools.wraps(main)
     def run(*args, **kwargs):
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
         try:
             return main(*args, **kwargs)
         except UserError as error:
             sys.stderr.write(f"error: {error}\n")          # one write, so that processes' lines do not mix
             raise SystemExit(2) from None
+        except KeyboardInterrupt:
+            raise SystemExit("interrupted; --resume --run_dir FOLDER goes on") from None
     return run
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """A block that parses a file; a `UserError` names one that it cannot parse."""
+def reading(what: str) -> Iterator[None]:
+    """A block in which libraries read what a setting names; any of their errors becomes one line."""
     try:
         yield
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError("file", str(path), f"is damaged, {error!r}; restore or remove it") from error
+    except Exception as error:
+        raise UserError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error

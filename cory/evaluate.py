@@ -1,13 +1,10 @@
 """Held-out evaluation: responses to the bare queries of held-out rows, with fixed random numbers."""
-import copy
 import json
 import math
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from shutil import get_terminal_size
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,7 +13,7 @@ from transformers import set_seed
 
 from cory.config import Config, load_config
 from cory.distributed import processes
-from cory.log import append_jsonl, write_text
+from cory.log import write_text
 from cory.ppo.formulas import score_of_responses
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout, join, real_ids
@@ -29,25 +26,20 @@ from cory.tasks.task import Task
 EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations
 
 
-def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: str | None) -> None:
+def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
     """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
-    saved = load_config(run_dir)
-    cfg = replace(saved, resume=False, device=device, dtype=dtype or saved.dtype, eval_samples=samples,
-                  eval_queries=queries or saved.eval_queries)
-    setup = Setup(cfg, run_dir)
-    at_end = torch.load(run_dir / "final/state.pt", weights_only=True,
+    cfg = load_config(run_dir)
+    setup = Setup(replace(cfg, eval_samples=samples, eval_queries=queries or cfg.eval_queries), run_dir)
+    memory = torch.load(run_dir / "final/state.pt", weights_only=True,
                         map_location={"cuda:0": str(setup.device)})
-    found = setup.digests([], rounded=True)
-    setup.require_digests(found, at_end["digests"], "is not what the run was trained with (weights, tokens "
-                          f"or rows differ); write where that is into {run_dir}/config.json")
-    setup.method.memory, setup.task.memory = at_end["memory"]["method"], at_end["memory"]["task"]
+    setup.method.memory, setup.task.memory = memory["method"], memory["task"]
     policies = setup.bases | {name: setup.final_model(name) for name in setup.configs}
     folder = run_dir / "evaluation"
     folder.mkdir(exist_ok=True)
     iteration = json.loads((run_dir / "eval.json").read_text())["iteration"]
     metrics = held_out_metrics(setup, policies, iteration, folder)
     if processes().is_main:
-        results = {"iteration": iteration, "queries": cfg.eval_queries, "samples": samples, **metrics}
+        results = {"iteration": iteration, "queries": setup.cfg.eval_queries, "samples": samples, **metrics}
         write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
     print(f"{tables(run_dir.name, pd.DataFrame(metrics).T)}\nresponses and metrics: {folder}", flush=True)
 
@@ -55,34 +47,20 @@ def evaluate_run(run_dir: Path, samples: int, queries: int, device: str, dtype: 
 def held_out_metrics(setup: Setup, policies: dict[str, LanguageModel], iteration: int,
                      out: Path | None = None) -> dict[str, dict[str, float]]:
     """Metrics of each policy against its base, and of the team that plays in an iteration; if bases are among
-    the policies, also of the team of bases. `out`: a folder for the responses, with all that
-    `evaluate_in_full` measures.
+    the policies, also of the team of bases. `out`: a folder for the responses.
     """
-    metrics = {}
+    method, task, metrics = setup.method, setup.task, {}
+    for hooked in (method, task):
+        hooked.iteration, hooked.training = iteration, False
     for name, policy in policies.items():
         base, cfg = setup.bases[setup.base_of.get(name, name)], setup.configs.get(name, setup.cfg)
-        task = for_evaluation(setup.method, iteration).task
-        if out is None:
-            metrics[name] = evaluate(policy, base, cfg, task)
-        else:
-            metrics[name] = evaluate_in_full(policy, base, cfg, task, out / f"{name}.jsonl")
-    cast = setup.method.cast([*setup.configs], max(iteration, 1))
+        metrics[name] = evaluate(policy, base, cfg, task, out and out / f"{name}.jsonl")
+    cast = method.cast([*setup.configs], max(iteration, 1))
     teams = {"base_team": [setup.base_of[name] for name in cast], "team": cast}
     for team, names in teams.items():
         if len(cast) > 1 and policies.keys() >= {*names}:
-            team_policies = [policies[name] for name in names]
-            metrics[team] = evaluate_team(for_evaluation(setup.method, iteration), team_policies)
+            metrics[team] = evaluate_team(method, [policies[name] for name in names])
     return metrics
-
-
-def for_evaluation(method: Any, iteration: int) -> Any:
-    """The method and its task with copies of their memory: what evaluation puts there is forgotten."""
-    copied = copy.copy(method)
-    copied.task = copy.copy(method.task)
-    copied.memory, copied.task.memory = copy.deepcopy((method.memory, method.task.memory))
-    for hooked in (copied, copied.task):
-        hooked.iteration, hooked.training = iteration, False
-    return copied
 
 
 def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str], length: int,
@@ -109,48 +87,18 @@ def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str
     return join(processes().gather(mine))
 
 
-def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task) -> dict[str, float]:
+def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,
+             out: Path | None = None) -> dict[str, float]:
     """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
     asks for them. KL is in nats per response, length in tokens per response, EOS included.
+
+    With `out`, a file for all responses, also of greedy responses whatever the task; pass@k for k = 1, 2, 4,
+    ... (solved: a reward above 0), and the reward of the best of k.
     """
-    metrics, _, _ = evaluate_sampled(model, reference, cfg, task)
-    if task.greedy:
-        metrics |= evaluate_greedy(model, cfg, task)[0]
-    return metrics
-
-
-def evaluate_in_full(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,
-                     out: Path) -> dict[str, float]:
-    """As `evaluate`, with greedy responses whatever the task; pass@k for k = 1, 2, 4, ... (solved: a reward
-    above 0), and the reward of the best of n for n = 4, 16, 32 up to eval_samples / 2. All responses are
-    written to `out`.
-    """
-    metrics, responses, reward_B = evaluate_sampled(model, reference, cfg, task)
-    of_greedy, greedy = evaluate_greedy(model, cfg, task)
-    greedy_Q = task.reward(task.held_out_queries, greedy.text)
-    metrics |= of_greedy | {"greedy_task_reward": greedy_Q.mean().item()}
-    samples = cfg.eval_samples
-    reward_Qm = reward_B.view(-1, samples).cpu().numpy()
-    for k in (2**i for i in range(samples.bit_length())):
-        metrics[f"pass@{k}"] = best_of_n(reward_Qm > 0, k)
-    for n in (n for n in (4, 16, 32) if 2 * n <= samples):
-        metrics[f"best_of_{n}"] = best_of_n(reward_Qm, n)
-    if processes().is_main:
-        out.unlink(missing_ok=True)
-        append_jsonl(out, [
-            {"query": query, "greedy": greedy.text[i], "greedy_reward": greedy_Q[i].item(),
-             "sampled": responses.text[i * samples:(i + 1) * samples], "rewards": reward_Qm[i].tolist()}
-            for i, query in enumerate(task.held_out_queries)])
-    return metrics
-
-
-def evaluate_sampled(model: LanguageModel, reference: LanguageModel, cfg: Config,
-                     task: Task) -> tuple[dict[str, float], Rollout, torch.Tensor]:
-    """(metrics, responses, their rewards): `eval_samples` in a row for each held-out query."""
     set_seed(EVALUATION_SEED)               # for tasks that draw
-    asked = [query for query in task.held_out_queries for _ in range(cfg.eval_samples)]
-    prompts, length = task.pioneer_prompts(asked), cfg.max_response_length
-    responses = sample_responses(model, prompts, asked, length, 0, reference)
+    queries, samples, length = task.held_out_queries, cfg.eval_samples, cfg.max_response_length
+    asked = [query for query in queries for _ in range(samples)]
+    responses = sample_responses(model, task.pioneer_prompts(asked), asked, length, 0, reference)
     ids = real_ids(responses.response_BT, responses.mask_BT)
     reward_B, parts = task.judge(asked, responses.text)
     reward, kl, tokens = reward_B.mean().item(), responses.kl_B.mean().item(), sum(map(len, ids))
@@ -160,15 +108,21 @@ def evaluate_sampled(model: LanguageModel, reference: LanguageModel, cfg: Config
                "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
                "base_perplexity": math.exp(min(-responses.ref_logp_BT.sum().item() / tokens, 700)),
                "sampling_gap": responses.sampling_gap}
-    return dict(**metrics, **parts, **task.metrics(asked, responses.text)), responses, reward_B
-
-
-def evaluate_greedy(model: LanguageModel, cfg: Config, task: Task) -> tuple[dict[str, float], Rollout]:
-    """(metrics as greedy_NAME, responses): one for each held-out query."""
-    queries = task.held_out_queries
-    greedy = sample_responses(model, task.pioneer_prompts(queries), queries, cfg.max_response_length, None)
-    metrics = {f"greedy_{name}": x for name, x in task.metrics(queries, greedy.text).items()}
-    return metrics, greedy
+    metrics = dict(**metrics, **parts, **task.metrics(asked, responses.text))
+    if task.greedy or out:
+        greedy = sample_responses(model, task.pioneer_prompts(queries), queries, length, None).text
+        metrics |= {f"greedy_{name}": x for name, x in task.metrics(queries, greedy).items()}
+    if out:
+        greedy_Q, reward_Qm = task.reward(queries, greedy).tolist(), reward_B.view(-1, samples).cpu().numpy()
+        metrics["greedy_task_reward"] = fmean(greedy_Q)
+        for k in (2**i for i in range(samples.bit_length())):
+            metrics |= {f"pass@{k}": best_of_n(reward_Qm > 0, k), f"best_of_{k}": best_of_n(reward_Qm, k)}
+        rows = [{"query": query, "greedy": greedy[i], "greedy_reward": greedy_Q[i],
+                 "sampled": responses.text[i * samples:(i + 1) * samples], "rewards": reward_Qm[i].tolist()}
+                for i, query in enumerate(queries)]
+        if processes().is_main:
+            write_text(out, "".join(json.dumps(row) + "\n" for row in rows))
+    return metrics
 
 
 def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
@@ -191,18 +145,6 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
     return dict(score=fmean(of_roles), **method.metrics(rollouts, rewards))
 
 
-def examples(models: dict[str, LanguageModel], cfg: Config, task: Task, count: int = 3) -> str:
-    """Held-out queries, each with a response from each model, in lines cut to the terminal's width."""
-    queries = task.held_out_queries[:count]
-    prompts = task.pioneer_prompts(queries)
-    texts = {name: sample_responses(model, prompts, queries, cfg.max_response_length, 0).text
-             for name, model in models.items()}
-    lines, width = [], get_terminal_size().columns
-    for i, query in enumerate(queries):
-        lines += [query, *(f"    {name}: {' '.join(said[i].split())}" for name, said in texts.items())]
-    return "\n".join(line.replace("\n", " ")[:width] for line in lines)
-
-
 def distinct(ids: list[list[int]], n: int) -> float:
     """Distinct n-grams over all n-grams, pooled over responses; 0 if no response has n tokens."""
     grams = [tuple(row[i:i + n]) for row in ids for i in range(len(row) - n + 1)]
@@ -220,7 +162,3 @@ def best_of_n(reward_Qm: np.ndarray, n: int) -> float:
     m = reward_Qm.shape[1]
     weight_m = np.array([math.comb(i, n - 1) / math.comb(m, n) for i in range(m)])
     return float((np.sort(reward_Qm, 1) @ weight_m).mean())
-
-
-if __name__ == "__main__":
-    raise SystemExit("this is no script: use `python -m cory evaluate RUN_DIR`")

@@ -1,17 +1,19 @@
-"""What a run writes as it goes: metrics.jsonl, samples.jsonl, the progress bar; and what it sends to W&B."""
+"""What a run writes as it goes: metrics.jsonl, samples.jsonl, the progress bar, Weights & Biases (W&B)."""
 import json
+import os
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import cache
-from math import isfinite, nan
+from math import nan
 from pathlib import Path
+from statistics import fmean
+from typing import Callable
 
 import pandas as pd
 from tqdm import tqdm
 
 from cory.config import Config, short_name
 from cory.distributed import processes
-from cory.errors import reading
-from cory.wandb_log import WandbLog
 
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"      # fits 80 columns
 
@@ -31,65 +33,87 @@ def append_jsonl(path: Path, rows: list[dict]) -> None:
 
 def read_jsonl(path: Path) -> list[dict]:
     """Rows; a last line that a kill has cut off is dropped."""
-    with reading(path):
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 class Logger(AbstractContextManager):
     """Writes in the main process, until its block ends. A resumed log drops the rows past `done`, the last
-    iteration that was saved.
+    iteration that was saved, and goes on with the W&B run `wandb_id`. Failures at W&B do not stop training.
     """
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, done: int, wandb_id: str):
-        self.agents, self.say_once = agents, cache(tqdm.write)
-        self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
+        self.agents, self.wandb_id, self.wandb, self.say_once = agents, wandb_id, None, cache(tqdm.write)
+        self.metrics, self.samples = (run_dir / name for name in ("metrics.jsonl", "samples.jsonl"))
         if processes().is_main:
-            self.metrics, self.samples = (run_dir / name for name in ("metrics.jsonl", "samples.jsonl"))
             for path in (self.metrics, self.samples):
                 kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
                 write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self.wandb = WandbLog(cfg, agents, run_dir, wandb_id)
-        if self.wandb.run:
-            for row in read_jsonl(self.metrics):            # W&B ignores those that it has
-                self.wandb.send_row(row)
-            if done:
-                self.send_samples(done)
+            if cfg.wandb != "disabled":
+                self.wandb = self.guard(start_wandb, cfg, run_dir, wandb_id)
+            if self.wandb:
+                self.wandb_id = self.wandb.id
         self.bar = tqdm(total=cfg.iterations, initial=done, desc=short_name(cfg.method), dynamic_ncols=True,
                         bar_format=BAR, disable=not processes().is_main)
 
     def __exit__(self, kind, error, traceback):
         self.bar.close()
-        self.wandb.finish(failed=kind is not None and not issubclass(kind, SystemExit))     # as of a signal
+        if self.wandb:
+            self.guard(self.wandb.finish, exit_code=int(kind is not None))
 
     def iteration(self, iteration: int, row: dict[str, float], samples: list[dict]) -> None:
         """A row of training metrics, by `NAME/AGENT` or `NAME`, and some texts."""
-        if not processes().is_main:
-            return
-        self.write({"iteration": iteration} | row)
-        append_jsonl(self.samples, samples)
-        shown = {title: " / ".join(f"{row.get(f'{name}/{agent}', nan):.2f}" for agent in self.agents)
-                 for title, name in (("reward", "task_reward"), ("KL", "kl"))}
-        gap = max(row.get(f"sampling_gap/{agent}", 0) for agent in self.agents)
-        if gap > self.rounding:
-            self.say_once("sampling_gap exceeds rounding error: the policy sampled is not the one trained")
-        self.bar.set_postfix(shown, refresh=False)
-        self.bar.update()
-
-    def evaluation(self, iteration: int, row: dict[str, float]) -> None:
-        """A row of held-out metrics, `eval_NAME/AGENT`."""
         if processes().is_main:
             self.write({"iteration": iteration} | row)
-        if iteration:
-            self.send_samples(iteration)
+            append_jsonl(self.samples, samples)
+            shown = {title: " / ".join(f"{row.get(f'{name}/{agent}', nan):.2f}" for agent in self.agents)
+                     for title, name in (("reward", "task_reward"), ("KL", "kl"))}
+            self.bar.set_postfix(shown, refresh=False)
+            self.bar.update()
 
-    def send_samples(self, iteration: int) -> None:
-        """The last 200 rows of samples.jsonl, as a table at W&B."""
-        self.wandb.send(iteration, lambda wandb: {"samples": wandb.Table(
-            dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)})
+    def evaluation(self, iteration: int, row: dict[str, float]) -> None:
+        """A row of held-out metrics, `eval_NAME/AGENT`; at W&B also a table of the last texts."""
+        if processes().is_main:
+            self.write({"iteration": iteration} | row)
+            self.send(iteration, lambda wandb: {"samples": wandb.Table(
+                dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)})
 
     def write(self, row: dict[str, float]) -> None:
+        """At W&B held-out metrics have their mean over agents, too."""
         append_jsonl(self.metrics, [row])
-        for name, x in row.items():
-            if not isfinite(x):
-                self.say_once(f"{name} is not finite in some iterations, which its curve leaves out")
-        self.wandb.send_row(row)
+        means = {}
+        for name in {key.rpartition("/")[0] for key in row if key.startswith("eval_")}:
+            of_agents = [row[f"{name}/{agent}"] for agent in self.agents if f"{name}/{agent}" in row]
+            means |= {f"{name}/mean": fmean(of_agents)} if of_agents else {}
+        self.send(row["iteration"], lambda _: {in_section(key): x for key, x in (row | means).items()})
+
+    def send(self, iteration: int, values: Callable) -> None:
+        """Sends what `values` returns, a dictionary, for the module wandb."""
+        if self.wandb:
+            import wandb
+            self.guard(lambda: self.wandb.log(values(wandb), step=iteration))
+
+    def guard(self, call: Callable, *args, **named):
+        try:
+            return call(*args, **named)
+        except Exception as error:
+            self.say_once(f"W&B: {' '.join(str(error).split())[:200]}; the run goes on")
+
+
+def in_section(key: str) -> str:
+    """What W&B calls a key of metrics.jsonl. Panels stand in sections by what precedes the first slash."""
+    if key == "iteration":
+        return key
+    return key.replace("eval_", "eval/", 1) if key.startswith("eval_") else f"train/{key}"
+
+
+def start_wandb(cfg: Config, run_dir: Path, id: str):
+    """A W&B run, offline without a key."""
+    import wandb
+    mode = os.environ.get("WANDB_MODE") if cfg.wandb == "auto" else cfg.wandb
+    if mode is None:
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    group = cfg.wandb_group or "-".join([short_name(cfg.task), short_name(cfg.method), cfg.preset])
+    run = wandb.init(project=cfg.wandb_project, group=group, name=run_dir.name, id=id or None, resume="allow",
+                     config=asdict(cfg), mode=mode, dir=run_dir)
+    run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
+    return run

@@ -25,7 +25,7 @@ from cory.loading import load_language_model
 
 SMALL = dict(iterations=6, batch_size=8, mini_batch_size=4, learning_rate=1e-4)     # a minute on two cores
 HAS = dict(device="cpu", dtype="float32", lora_rank=0, chat_template=False, advantage="gae", critic="linear",
-           shard=False, loss="ppo", cliprange_high=0, max_approx_kl=0, save_every=0, kl_controller="adaptive",
+           shard=False, loss="ppo", cliprange_high=0, save_every=0, kl_controller="adaptive",
            loss_mean="tokens", kl_in="reward", share_weights=False, reset_on_exchange=False, wandb="disabled")
 
 
@@ -139,7 +139,7 @@ def main(argv):
     words = " ".join(argv).replace("=", " ")
     task, config_class = ("gsm8k", Gsm8kConfig) if "--task gsm8k" in words else ("imdb", ImdbConfig)
     only = HAS | {"task": task, "method": "ppo" if "--method ppo" in words else "cory"}
-    cfg = parse(config_class, {"tiny": find("task", f"train_{task}:PRESETS")["tiny"] | SMALL | only}, argv)
+    cfg = parse(config_class, {"tiny": find(f"train_{task}:PRESETS")["tiny"] | SMALL | only}, argv)
     for name, value in only.items():
         cfg.require(name, getattr(cfg, name) == value, f"the page has only {value}; train_{task}.py has more")
     for iteration, agent, responses, metrics in train(cfg):

@@ -2,6 +2,7 @@
 from dataclasses import asdict
 from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 from statistics import fmean
 from typing import Callable, Sequence
 
@@ -9,16 +10,13 @@ import torch
 from torch import Tensor
 
 from cory.config import Config
-from cory.device import timed
 from cory.distributed import launched
-from cory.errors import UserError
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import ppo_update
 from cory.record import Record, Turn
-from cory.run_folder import claimed, run_folder, signals_noted
-from cory.setup import Setup
+from cory.setup import Setup, new_run_dir
 from cory.tasks.task import Task
 
 
@@ -40,7 +38,9 @@ class Ppo:
 
     @staticmethod
     def agent_config(cfg: Config, name: str) -> Config:
-        """The settings of one agent: override it to give agents different models, rates, ..."""
+        """The settings of one agent: override it to give agents another model, another rank of LoRA or other
+        settings of the update, from `advantage` to `max_grad_norm`. They share all others, whatever it says.
+        """
         return cfg
 
     def train(self, agents: list[Agent], record: Record) -> None:
@@ -71,8 +71,7 @@ class Ppo:
             turns = []
             for role, agent, rollout, (reward_B, parts), score in zip(
                     self.roles, cast, rollouts, judged, scores, strict=True):
-                with timed(agent.seconds, "update"):
-                    update = self.update(role, agent, rollout, score)
+                update = self.update(role, agent, rollout, score)
                 turns.append(Turn(role, agent, rollout, reward_B, parts, update))
             for agent in agents:
                 kl_B = [turn.rollout.kl_B for turn in turns if turn.agent is agent and turn.update]
@@ -89,7 +88,6 @@ class Ppo:
                 for agent in agents:
                     agent.reset()
 
-            # after the first, every `save_every` and the last; after a signal, too, which ends the run
             record.save_if_due(iteration)
 
     def cast(self, agents: Sequence, iteration: int) -> list:
@@ -163,7 +161,6 @@ class Cory(Ppo):
 
     def scores(self, rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
         """r_CORY = r(s0, a1) + r(s0, a2) for both; the partner's reward is weighted by `--partner_reward`."""
-        require_one_query(rollouts)
         weight = self.cfg.partner_reward
         return [r + weight * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
@@ -172,7 +169,6 @@ class Cory(Ppo):
         after responses that earned more than their mean, and after the others. These two are left out if all
         responses that it reads earned the same.
         """
-        require_one_query(rollouts)
         last = len(rollouts) - 1
         seen = self.reads(last)
         a1, a2, r1, r2 = rollouts[seen], rollouts[last], rewards[seen], rewards[last]
@@ -185,24 +181,13 @@ class Cory(Ppo):
         return metrics
 
 
-def require_one_query(rollouts: list[Rollout]) -> None:
-    """Raises `UserError` where the roles' responses in a row are not to the same query."""
-    if any(rollout.query != rollouts[0].query for rollout in rollouts):
-        raise UserError("rollouts answer different queries; override `scores` and `metrics`, which pair them")
-
-
 def train(cfg: Config) -> Record:
     """Runs the method that `cfg.method` names, from the start or the last checkpoint to the end."""
-    with launched(asdict(cfg)), claimed(run_folder(cfg), cfg.resume) as run_dir:
-        setup = Setup(cfg, run_dir)
+    with launched(asdict(cfg)):
+        setup = Setup(cfg, Path(cfg.run_dir) if cfg.resume else new_run_dir(cfg))
         agents = setup.new_agents()
         record = Record(setup, agents)
         with record.logger:
-            with signals_noted(record.signals):
-                setup.method.train(agents, record)
+            setup.method.train(agents, record)
             record.finish()
     return record
-
-
-if __name__ == "__main__":
-    raise SystemExit("this is no script: use `python train_imdb.py` or `python train_gsm8k.py`")

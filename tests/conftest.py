@@ -1,5 +1,4 @@
 import os
-import signal
 from pathlib import Path
 
 # Read when the libraries are imported, the last at the first use of a GPU.
@@ -11,9 +10,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a script
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SIZES = (
     "--batch_size 4 --mini_batch_size 2 --gradient_accumulation_steps 2 --num_ppo_epochs 1 --eval_queries 4 "

@@ -6,7 +6,7 @@ from toys import agent_of, bigram, close
 from cory.errors import UserError
 from cory.ppo.advantages import dr_grpo, estimator, gae, grpo, reinforce, rloo
 from cory.ppo.sampling import collect_rollout
-from cory.ppo.update import ppo_update, with_advantages
+from cory.ppo.update import with_advantages
 
 REWARD = torch.tensor([[1.0, 2.0, 99.0], [0.0, 5.0, 1.0], [4.0, 99.0, 99.0], [-1.0, 1.0, 0.0]])
 MASK = torch.tensor([[1.0, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]])      # returns 3, 6 | 4, 0
@@ -61,25 +61,6 @@ def own(reward_BT, mask_BT, group_B, **_):                  # whole numbers
     return (3 * rloo(reward_BT, mask_BT, group_B)).round().long()
 
 
-@estimator(critic=False, whiten=False)
-def one_each(reward_BT, **_):
-    return reward_BT.sum(1)
-
-
-def unmarked(reward_BT, **_):
-    return reward_BT
-
-
-@estimator(critic=True, whiten=False)
-def no_target(reward_BT, **_):
-    return reward_BT
-
-
-@estimator(critic=False, whiten=False)
-def no_critic(reward_BT, **_):
-    return reward_BT, reward_BT
-
-
 def test_an_estimator_of_ones_own_is_neither_whitened_nor_has_a_critic_unless_it_says_so():
     agent = agent_of(bigram(), advantage="test_advantages:own", responses_per_query=4, init_kl_coef=0.0)
     rollout = with_advantages(collect_rollout(agent, ["a"] * 8, ["a"] * 8, 3), torch.arange(8.0), agent)
@@ -88,13 +69,6 @@ def test_an_estimator_of_ones_own_is_neither_whitened_nor_has_a_critic_unless_it
     assert rollout.return_BT is None and agent.critic is None
 
 
-@pytest.mark.parametrize("name, k, says", [
-    ("unmarked", 1, r"advantage is 'test_advantages:unmarked': .* put @estimator\(critic="),
-    ("own", 1, "add, for example, --responses_per_query"),
-    ("no_target", 1, r"no_target': must return advantages, \(8, 3\), and with a critic a pair"),
-    ("no_critic", 1, r"no_critic': must return advantages, \(8, 3\), and with a critic a pair"),
-    ("one_each", 1, r"one_each': must return advantages, \(8, 3\), and with a critic a pair")])
-def test_estimators_that_cannot_be_are_refused(name, k, says):
-    with pytest.raises(UserError, match=says):
-        agent = agent_of(bigram(), advantage=f"test_advantages:{name}", responses_per_query=k)
-        ppo_update(agent, collect_rollout(agent, ["a"] * 8, ["a"] * 8, 3), torch.zeros(8))
+def test_a_comparison_needs_a_second_response():
+    with pytest.raises(UserError, match="add, for example, --responses_per_query"):
+        agent_of(bigram(), advantage="test_advantages:own")

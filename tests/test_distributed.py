@@ -2,7 +2,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -37,12 +36,9 @@ class Supervised(Ppo):
 
     def scores(self, rollouts, rewards):
         fault = Path(self.cfg.run_dir).name
-        if fault == "SIGTERM" and processes().rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
         if fault == "error" and processes().rank == 1:
             raise UserError("a score", 0, "of the second process")
-        asked = 0.01 * processes().rank                     # of a judge that answers each process otherwise
-        return [reward_B + asked for reward_B in rewards]
+        return rewards
 
     def respond(self, cast, queries, sample):
         (agent,), (rollout,) = cast, super().respond(cast, queries, sample)
@@ -71,7 +67,7 @@ os.environ["LOCAL_RANK"] = "0"                           # as on two nodes
 cory.record.draw_run = lambda *_: None
 for script, *flags in json.load(open(sys.argv[1])):
     with suppress(SystemExit) if "error" not in flags[-1] else suppress():
-        globals()[script].main([flag.replace("RANK", os.environ["RANK"]) for flag in flags])
+        globals()[script].main(flags)
     if dist.is_initialized():                               # after what is refused or stopped
         dist.destroy_process_group()
 """
@@ -90,16 +86,12 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
                               (train_imdb.main, mixed, "mixed")):
         main([*flags, "--run_dir", str(folder / name)])
     stopped(folder / "mixed", folder / "resumed")
-    commands = [["train_imdb", *imdb, "--seed", "RANK", "--run_dir", "refused"],
-                ["train_imdb", *imdb, "--gradient_accumulation_steps", "1", "--mini_batch_size", "1",
-                 "--run_dir", "odd"],
-                ["train_imdb", *imdb, "--run_dir", "two"],
+    commands = [["train_imdb", *imdb, "--run_dir", "two"],
                 ["train_imdb", *imdb, *SHARD, "--run_dir", "one_shard"],
                 ["train_gsm8k", *lora, *SHARD, "--run_dir", "lora_shard"],
                 ["train_imdb", *mixed, *SHARD, "--run_dir", "mixed_shard"],
                 ["train_imdb", *mixed, *SHARD, "--dtype", "bfloat16", "--run_dir", "bfloat16_shard"],
                 ["train_imdb", "--resume", *SHARD, "--run_dir", "resumed"],
-                ["train_imdb", *mixed, *SHARD, "--run_dir", "SIGTERM"],
                 ["train_imdb", *mixed, "--run_dir", "error"]]
     (folder / "commands").write_text(json.dumps(commands))
     (folder / "script.py").write_text(SCRIPT)
@@ -147,22 +139,16 @@ def test_a_shard_is_half_of_the_layers_matrices(runs, name):
     assert sharded[2]["grad_norm/llm1"] == pytest.approx(whole[2]["grad_norm/llm1"], rel=0.2)
 
 
-def test_what_is_wrong_is_one_line_and_an_error_of_one_process_ends_both(runs):
+def test_an_error_of_one_process_is_one_line_and_ends_both(runs):
     err = (runs / "err").read_text()
-    assert "error: seed is 0: is 1 in process 1; give the same flags" in err
-    assert "error: mini_batch_size is 1: 1 rows of an optimizer step cannot be divided among 2" in err
-    assert not (runs / "refused").exists()
     assert err.count("error: a score is 0: of the second process") == 1 and err.endswith("status 1")
     assert [row["iteration"] for row in rows(runs / "error")] == [0]
 
 
-def test_a_signal_to_one_process_ends_all_after_the_iteration_and_one_goes_on(runs):
-    assert [row["iteration"] for row in rows(runs / "SIGTERM")] == [0, 1]
-    said = "stopped after iteration 1; go on with: python script.py --resume "
-    assert (runs / "out").read_text().count(said) == 1
-    (runs / "SIGTERM").rename(runs / "one goes on")
-    train_imdb.main(["--resume", "--run_dir", str(runs / "one goes on"), "--shard", "false"])
-    require_same_rows(runs / "one goes on", runs / "mixed")
+def test_one_process_goes_on_with_what_two_have_saved(runs):
+    part = stopped(runs / "mixed_shard", runs / "one goes on")
+    train_imdb.main(["--resume", "--run_dir", str(part), "--shard", "false"])
+    require_same_rows(part, runs / "mixed")
 
 
 def test_each_process_makes_as_many_passes(monkeypatch):

@@ -1,6 +1,5 @@
 """The jobs of the README, with what the package ships."""
 import importlib
-import runpy
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ def test_both_tasks_learn(task, method, iterations, learning_rate, gain, tmp_pat
     for agent in ("llm1", "llm2")[:1 if method == "ppo" else 2]:
         assert held_out[agent]["task_reward"] > held_out["base"]["task_reward"] + gain, held_out
         assert 0 < held_out[agent]["kl"] < 60
-
-
-@pytest.mark.parametrize("name", ["train", "evaluate", "report"])
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_a_module_that_is_no_script_names_the_command(name):
-    with pytest.raises(SystemExit, match="use `python "):
-        runpy.run_module(f"cory.{name}", run_name="__main__")
 
 
 def test_every_module_of_the_package_can_be_imported():

@@ -3,7 +3,6 @@ import json
 import random
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from conftest import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toys import BigramLM, read, settings
 from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForSequenceClassification,
     DistilBertForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -88,53 +85,13 @@ def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_be
         assert classifier(texts * 260) == pytest.approx(logits * 260, abs=1e-5)
 
 
-def save_classifier(kind: str, folder: Path, **changes) -> str:
-    """A random one of two layers, over bytes."""
-    sizes = dict(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                 num_attention_heads=4, id2label={0: "neg", 1: "pos"})
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(CONFIG_MAPPING[kind](**sizes | changes))
-    for p in model.parameters():
-        if p.dim() > 1:
-            p.data.normal_(0, 0.2)                          # so that every part of it is felt
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-DEPENDS = {             # on the texts beside a text
-    "xlnet": dict(d_model=32, n_layer=2, n_head=4), "mobilebert": dict(embedding_size=32), "canine": {},
-    "convbert": dict(embedding_size=32), "fnet": {}, "nystromformer": {}}
-
-
-@pytest.mark.parametrize("kind", DEPENDS)
-def test_a_classifier_that_looks_at_the_texts_beside_a_text_is_refused(kind, tmp_path):
-    with pytest.raises(UserError, match="its logit of a text is .* alone and .* beside a longer one"):
-        SentimentReward(save_classifier(kind, tmp_path, **DEPENDS[kind]), CPU)
-
-
-def test_a_decoder_whose_config_is_nested_and_names_no_padding_finds_the_end_of_a_text(tmp_path):
-    text = dict(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                num_attention_heads=4, num_key_value_heads=2, head_dim=8, pad_token_id=None)
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                  image_size=28, patch_size=14)
-    folder = save_classifier("gemma3", tmp_path, text_config=text, vision_config=vision)
-    classifier = SentimentReward(folder, CPU)
-    assert classifier(["good", "a good film"])[0] == pytest.approx(classifier(["good"])[0], abs=1e-4)
-
-
-def test_of_a_long_text_the_beginning_is_scored_and_the_share_is_a_metric(tmp_path):
-    """In the classifier's own tokens: here bytes, of which RoBERTa has 66 - 2 positions."""
-    folder = save_classifier("roberta", tmp_path, max_position_embeddings=66, pad_token_id=1)
-    classifier = SentimentReward(folder, CPU, max_tokens=64)
+def test_of_a_long_text_the_beginning_is_scored_and_the_share_is_a_metric():
+    classifier, more = SentimentReward(str(CLASSIFIER), CPU), 20 * " a"
+    classifier.tokenizer.model_max_length = 12
     task, _ = imdb(["a"], ["a"], reward_model=classifier, eval_queries=1)
-    fits, good, bad = 60 * "a", 60 * "a" + " good", 60 * "a" + " bad"
-    rewards = task.reward(4 * ["film"], [fits, good, bad, fits[1:]]).tolist()
-    assert rewards[:3] == pytest.approx([rewards[0]] * 3, abs=1e-5) and abs(rewards[3] - rewards[0]) > 1e-3
-    assert task.metrics(4 * ["film"], [fits, good, bad, fits]) == {"reward_truncated": 0.5}
-    assert task.metrics(["film"], [fits]) == {"reward_truncated": 0}
-    with pytest.raises(UserError, match="takes 64 tokens; a query with its response can have 65"):
-        SentimentReward(folder, CPU, max_tokens=65)
+    good, bad, short = task.reward(3 * ["film"], [f"{more} good", f"{more} bad", " bad"]).tolist()
+    assert good == pytest.approx(bad, abs=1e-5) and abs(good - short) > 1e-3
+    assert task.metrics(2 * ["film"], [more, " bad"]) == {"reward_truncated": 0.5}
 
 
 def test_a_control_token_that_a_text_spells_out_is_text():
@@ -145,13 +102,10 @@ def test_a_control_token_that_a_text_spells_out_is_text():
     assert [x for x in spelled if x in control] == [x for x in plain if x in control]
 
 
-@pytest.mark.parametrize("file, changes, says", [
-    ("tokenizer_config.json", {"model_max_length": 24}, "takes 22 tokens; .* can have 23"),
-    ("config.json", {"id2label": {0: "LABEL_0", 1: "LABEL_1"}}, "must have the word 'positive'"),
-    ("config.json", {"id2label": {0: "OK", 1: "POSSIBLY SPAM"}}, "must have the word 'positive'"),
-    ("config.json", {"id2label": {0: "POS", 1: "very positive"}}, "must have the word 'positive'")])
-def test_a_classifier_that_cannot_be_used_is_refused(file, changes, says, tmp_path):
+@pytest.mark.parametrize("labels", [("LABEL_0", "LABEL_1"), ("POS", "very positive")])
+def test_a_classifier_without_one_positive_label_is_refused(labels, tmp_path):
     shutil.copytree(CLASSIFIER, tmp_path, dirs_exist_ok=True)
-    (tmp_path / file).write_text(json.dumps(read(tmp_path / file) | changes))
-    with pytest.raises(UserError, match=f"reward_model is .*{says}"):
-        SentimentReward(str(tmp_path), CPU, max_tokens=23)
+    config = read(tmp_path / "config.json") | {"id2label": dict(enumerate(labels))}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="reward_model is .*: one label of its id2label must be positive"):
+        SentimentReward(str(tmp_path), CPU)

@@ -1,24 +1,19 @@
 """Agents and their reference on one frozen base."""
-from functools import partial
 from itertools import permutations
 
-import peft
 import pytest
 import torch
 from conftest import save_model
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file, save_file
-from toys import close, moved, settings
+from toys import moved, settings
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from cory.checkpoint import load_checkpoint, save_checkpoint
-from cory.errors import UserError
-from cory.final import save_models
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
-from cory.ppo.model import Critic, LanguageModel
+from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import collect_rollout, encode_prompts, sample
 from cory.ppo.update import ppo_update
+from cory.record import save_models
 
 CPU, PROMPTS = torch.device("cpu"), ["Ann has 3 eggs.", "How many?", "5 + 4 =", "a"] * 2
 
@@ -68,54 +63,6 @@ def test_a_step_moves_the_adapter_and_the_critic_and_nothing_else(folder):
     assert (mine - reference).abs().max() > 1e-3 and (yours - mine).abs().max() > 1e-3
     for order in permutations(zip(models, (mine, yours, reference))):
         assert all(torch.equal(logits_of(model), expected) for model, expected in order)
-
-
-@pytest.mark.parametrize("kind", [partial(peft.LoraConfig, use_dora=True),
-                                  lambda **_: peft.IA3Config(task_type="CAUSAL_LM")], ids=["dora", "ia3"])
-def test_another_kind_of_adapter_needs_another_setting_alone(kind, folder, tmp_path, monkeypatch):
-    """All of its parameters are trained, in checkpoints and in `final/`, and are one agent's alone."""
-    monkeypatch.setattr("peft.LoraConfig", kind)
-    base, (one, two) = two_agents(folder)
-    reference, trained = logits_of(base), moved(one).trainable_parameters()
-    before = {name: p.detach().clone() for name, p in trained.items()}
-    ppo_update(one, collect_rollout(one, PROMPTS, PROMPTS, 6), torch.arange(8.0))
-    assert not any(torch.equal(p, before[name]) for name, p in trained.items())
-    assert torch.equal(logits_of(base), reference)
-    close(logits_of(two.policy), reference, 1e-4)
-    save_models(tmp_path / "final", [one])
-    save_checkpoint(tmp_path, 1, [one], {})
-    other_base, (again, _) = two_agents(folder, gradient_checkpointing=True)
-    load_checkpoint(tmp_path, [again])
-    for policy in (again.policy, other_base.saved_policy("final", tmp_path / "final/llm1")):
-        assert torch.equal(logits_of(policy), logits_of(one.policy))
-    for agent in (one, again):
-        ppo_update(agent, collect_rollout(agent, PROMPTS, PROMPTS, 6), torch.arange(8.0))
-    for p, same in zip(trained.values(), again.trainable_parameters().values(), strict=True):
-        close(p.detach(), same.detach(), 1e-4)
-
-
-def test_a_gradient_that_no_optimizer_applies_is_named(folder):
-    """In the model, or in a critic that was replaced after the optimizer had been made."""
-    for of_critic in (False, True):
-        base, (one, _) = two_agents(folder)
-        name, stray = next((name, p) for name, p in base.lm.named_parameters() if ".base_layer" in name)
-        stray.requires_grad_(not of_critic)
-        if of_critic:
-            name, one.critic = "linear.weight", Critic(base)
-        with pytest.raises(UserError, match=f"parameter is '{name}': has a gradient, but is not trained"):
-            ppo_update(one, collect_rollout(one, PROMPTS, PROMPTS, 6), torch.arange(8.0))
-
-
-@pytest.mark.parametrize("kind, share", [
-    ("llama", None), ("qwen3_moe", None),
-    # per layer: 32 (32 + 16 + 16 + 32) = 3072 of attention; without: 4 experts of 3 x 64 x 32, their router
-    ("granitemoe", 3072 / (3072 + 4 * 3 * 64 * 32 + 4 * 32))])
-def test_the_share_of_the_layers_that_has_adapters_is_said_once_if_not_all(kind, share, tmp_path, capsys):
-    two_agents(save_model(kind, tmp_path, num_local_experts=4, head_dim=8))
-    said = [line for line in capsys.readouterr().out.splitlines() if "adapters" in line]
-    assert len(said) == (share is not None)
-    if share:
-        assert f"adapters change {share:.1%} of the weights in the model's layers; 0." in said[0]
 
 
 def dequantize(lm, low) -> None:
@@ -178,9 +125,3 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     generated = plain.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=12)
     greedy = sample(agents[0].policy, PROMPTS, PROMPTS, 12, None)
     assert torch.equal(generated[:, -12:] * greedy.mask_BT.long(), greedy.response_BT)
-
-    tensors = load_file(final / "adapter_model.safetensors")
-    tensors.pop(min(tensors))
-    save_file(tensors, final / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="lacks"):
-        load_language_model(str(folder), settings(), CPU).saved_policy("llm1", final)

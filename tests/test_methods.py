@@ -1,6 +1,6 @@
 """The methods: PPO, CORY, and those of one's own."""
 from dataclasses import replace
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +13,10 @@ from toys import bigram, error_line, finished, read, require_same_runs, rows, sa
 import train_imdb
 from cory import evaluate
 from cory.checkpoint import checkpoints_of
-from cory.errors import UserError
 from cory.ppo import model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.record import Record
-from cory.setup import Setup
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
@@ -66,7 +64,7 @@ class Noted(Cory):
         return metrics | {"noted": 2.0} if role == "observer" else metrics
 
 
-def test_tokens_that_are_masked_in_the_logits_are_never_sampled(small_flags, tmp_path, monkeypatch, capsys):
+def test_tokens_that_are_masked_in_the_logits_are_never_sampled(small_flags, tmp_path, monkeypatch):
     """By an edit of `logits`, as README says: also of saved models, and in held-out evaluation."""
     logits, even = LanguageModel.logits, torch.arange(0, 256, 2)                # token 0 is !, 1 is ", ...
     masked = lambda self, hidden: logits(self, hidden).index_fill(1, even, -1e9)
@@ -75,9 +73,6 @@ def test_tokens_that_are_masked_in_the_logits_are_never_sampled(small_flags, tmp
     said = "".join(row[role] for row in rows(folder, "samples.jsonl") for role in Cory.roles)
     assert {ord(letter) % 2 for letter in said if "!" <= letter <= "~"} == {ord('"') % 2}
     assert all(isfinite(x) for row in rows(folder) for x in row.values())
-    monkeypatch.setattr(LanguageModel, "logits", lambda self, hidden: masked(self, hidden) - inf)
-    words = [*small_flags, "--run_dir", tmp_path / "other"]
-    assert "its logits are not finite (to mask a token" in error_line(train_imdb.main, words, capsys)
 
 
 def test_one_model_can_play_both_roles(small_flags, tmp_path):
@@ -127,8 +122,6 @@ def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
         lm.adapters = {name: {}}
 
     monkeypatch.setattr(model, "add_adapter", no_adapter)
-    monkeypatch.setattr(model, "without_adapter", lambda layers: (0.0, []))
-    monkeypatch.setattr(LanguageModel, "layers", None)
     agents = [Agent(name, bigram(), settings(lora_rank=2, seed=seed), i)
               for seed in (0, 1) for i, name in enumerate(["llm1", "llm2"])]
     for iteration in range(6):
@@ -139,19 +132,6 @@ def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
     drawn = [agent.generator().random() for agent in agents for _ in range(3)]
     drawn += [np.random.default_rng(seed).random() for seed in seeds]
     assert len(set(drawn)) == len(drawn)
-
-
-def test_seconds_are_an_iterations_own_and_of_all_agents_and_tokens_of_all_roles():
-    agents = [SimpleNamespace(seconds={"sampling": 9.0}) for _ in range(2)]
-    setup = SimpleNamespace(cfg=settings())
-    record = SimpleNamespace(setup=setup, agents=agents, method=setup, task=setup)
-    Record.begin(record, 1)
-    for agent, seconds in zip(agents, (1.0, 2.0)):
-        agent.seconds["sampling"] = agent.seconds.get("sampling", 0) + seconds
-    steps = [SimpleNamespace(rollout=SimpleNamespace(mask_BT=torch.ones(2, length))) for length in (3, 5)]
-    found = Record.timings(record, steps)
-    assert found["seconds_sampling"] == 3
-    assert found["tokens_per_second"] * found["seconds"] == pytest.approx(2 * 3 + 2 * 5)
 
 
 doubled = lambda agent, kl_N: 2 * agent.kl_coef
@@ -193,9 +173,6 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     part = stopped(whole, tmp_path / "part")
     train_imdb.main(["--resume", "--run_dir", str(part)])
     require_same_runs(whole, part)
-    longer = ["--resume", "--run_dir", part, "--iterations", 3]
-    line = error_line(train_imdb.main, longer, capsys)
-    assert "the run has 2, and --kl_controller test_methods:doubled, --lr_schedule linear may depend" in line
     for row in rows(whole, "samples.jsonl"):
         assert row["query"] == row["pioneer_prompt"] and f"{row['pioneer']}|" in row["observer_prompt"]
     for row in training_rows(whole):
@@ -219,32 +196,12 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     assert parts["team"]["pioneer"] == 1
 
 
-@pytest.mark.parametrize("roles, of_llm2, says", [
-    (("first", "query"), {}, "names an agent or a role 'query'"),
-    (("first", "second", "first"), {}, "needs a role for each of its agents, and a name for each role"),
-    (Own.roles, {"temperature": 2.0}, "temperature is 2.0: differs for llm2; agents must share"),
-    (Own.roles, {"lora_rank": 2}, "lora_rank is 2: all agents train adapters on frozen bases, or all")])
-def test_what_cannot_be_a_team_is_refused(roles, of_llm2, says, small_flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Own, "roles", roles)
-    monkeypatch.setattr(Own, "of_llm2", of_llm2)
-    words = [*small_flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
-    assert says in error_line(train_imdb.main, words, capsys)
-
-
 @pytest.mark.parametrize("setting", ["advantage", "critic", "loss", "lr_schedule", "kl_controller"])
 def test_a_name_of_no_code_is_refused_before_a_model_is_loaded(
         setting, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("cory.setup.load_language_model", None)
     words = [*small_flags, f"--{setting}", "nowhere:x", "--run_dir", tmp_path / "r"]
-    assert f"{setting} is 'nowhere:x': No module" in error_line(train_imdb.main, words, capsys)
-
-
-@pytest.mark.parametrize("name", ["gpt+", "a.b", "LLM", "base", "base_llm1", "team", "mean"])
-def test_an_agent_is_not_named_as_logs_name_something_else(name, small_flags, tmp_path, monkeypatch, capsys):
-    """A pattern would find no adapter, a dot is no part of a module's name, `base` has a column."""
-    monkeypatch.setattr(Own, "agent_names", ("llm1", name))
-    words = [*small_flags, "--method", "test_methods:Own", "--run_dir", tmp_path / "r"]
-    assert f"names an agent or a role {name!r}" in error_line(train_imdb.main, words, capsys)
+    assert "nowhere:x: No module named 'nowhere'" in error_line(train_imdb.main, words, capsys)
 
 
 def test_a_metric_that_hides_another_is_an_error(small_flags, tmp_path, monkeypatch):
@@ -262,20 +219,6 @@ TASK = SimpleNamespace(
     reward=lambda queries, texts: torch.tensor([REWARD[text] for text in texts]))
 
 
-def test_printed_examples_are_responses_to_the_tasks_prompts(monkeypatch):
-    monkeypatch.setattr(evaluate, "sample_responses",
-                        lambda model, prompts, *_: SimpleNamespace(text=prompts))
-    lines = evaluate.examples({"base": None}, settings(), TASK, 2).splitlines()
-    assert lines == ["q1", "    base: q1:", "q2", "    base: q2:"]
-
-
-def test_responses_to_different_queries_are_not_paired():
-    rollouts = [SimpleNamespace(query=["a", "b"]), SimpleNamespace(query=["b", "c"])]
-    for pairs in (Cory(settings(), None).scores, Cory(settings(), None).metrics):
-        with pytest.raises(UserError, match="rollouts answer different queries"):
-            pairs(rollouts, [torch.zeros(2)] * 2)
-
-
 class Scheduled(Cory):
     def cast(self, agents, iteration):
         return [*agents] if iteration < 3 else [*agents][::-1]
@@ -289,15 +232,6 @@ def test_agents_are_reset_where_roles_really_move():
     assert of(Scheduled) == [2] and of(Ppo) == of(Cory, role_exchange_every=0) == []
     for shared in (False, True):                            # then where roles would move
         assert of(Cory, role_exchange_every=2, share_weights=shared) == [2, 4, 6]
-
-
-def test_what_a_run_began_with_is_all_its_bases():
-    def digest(*seeds):
-        bases = {name: bigram(seed=seed) for name, seed in zip(("base", "base_llm2"), seeds)}
-        found = Setup.digests(SimpleNamespace(bases=bases, task=SimpleNamespace(digests=dict)), [])
-        return [*found.values()]
-
-    assert digest(0, 1) == digest(0, 1) != digest(0, 2) and digest(0, 1) != digest(2, 1)
 
 
 class Three(Cory):

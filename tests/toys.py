@@ -116,8 +116,7 @@ class InFloat64(TorchFunctionMode):
         double = lambda x: torch.float64 if x is torch.float32 else x
         function = torch.Tensor.double if function is torch.Tensor.float else function
         result = function(*map(double, args), **{name: double(x) for name, x in (kwargs or {}).items()})
-        rounds = function is torch.Tensor.bfloat16                  # as digests do
-        if isinstance(result, torch.Tensor) and result.is_floating_point() and not rounds:
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
             self.used.add(result.dtype)
         return result
 

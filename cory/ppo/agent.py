@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from cory.config import Config
-from cory.errors import UserError
 from cory.ppo.advantages import find_estimator
 from cory.ppo.model import LanguageModel
 from cory.sharding import is_sharded, shard
@@ -20,22 +19,16 @@ class Agent:
     base: what its KL is measured against. kl_coef: eta. draws: random generators created so far.
 
     memory: whatever else it must remember, kept by checkpoints: numbers, text, tensors, collections of these.
-    seconds: spent on sampling, scoring and updates in this iteration. iteration: the present one.
+    iteration: the present one.
     """
-    __slots__ = ("name", "cfg", "index", "base", "policy", "critic", "optimizer", "kl_coef", "draws",
-                 "memory", "seconds", "iteration")
 
     def __init__(self, name: str, base: LanguageModel, cfg: Config, index: int):
         self.name, self.cfg, self.index, self.base = name, cfg, index, base
-        self.draws, self.memory, self.seconds, self.iteration = 0, {}, {}, 1
+        self.draws, self.memory, self.iteration = 0, {}, 1
         with torch.random.fork_rng(devices=[]):         # initial weights depend on run seed and agent alone
             torch.manual_seed(int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0]))
             self.policy = base.new_policy(name, cfg)
             self.critic = cfg.find("critic")(base) if find_estimator(cfg).critic else None
-        if self.critic:
-            buffers = self.critic.state_dict().keys() - dict(self.critic.named_parameters())
-            cfg.require("critic", not buffers, f"has buffers, {sorted(buffers)}, which no checkpoint keeps; "
-                        "what it must remember belongs in the agent's memory")
         if cfg.gradient_checkpointing:
             self.policy.recompute_layers()
         for parameter in self.policy.weights().values():
@@ -48,9 +41,6 @@ class Agent:
         """A new optimizer and the initial KL coefficient; the weights stay."""
         groups = defaultdict(list)
         for name, parameter in self.trainable_parameters().items():
-            if not parameter.requires_grad:
-                raise UserError("parameter", name, "would never be trained; call requires_grad_(True) on it, "
-                                "or keep it out of the critic's parameters")
             # no operation can mix sharded tensors with others
             groups[name.startswith("critic."), is_sharded(parameter)].append(parameter)
         of_adam = [{"params": group, "is_critic": is_critic} for (is_critic, _), group in groups.items()]
@@ -64,15 +54,6 @@ class Agent:
         return ({f"lm.{name}": p for name, p in self.policy.weights().items()}
                 | {f"critic.{name}": p for name, p in of_critic.items()})
 
-    def require_all_trained(self) -> None:
-        """Raises `UserError` where a parameter has a gradient that the optimizer will not apply."""
-        trained = {p for group in self.optimizer.param_groups for p in group["params"]}
-        of_critic = self.critic.named_parameters() if self.critic else ()
-        for name, p in (*self.policy.lm.named_parameters(), *of_critic):
-            if p.grad is not None and p not in trained:
-                raise UserError("parameter", name, "has a gradient, but is not trained or saved; add it to "
-                                "`trainable_parameters` before `reset` is called, or freeze it")
-
     def generator(self) -> np.random.Generator:
         """A new random generator for each rollout and update, seeded by run seed, agent and a counter."""
         self.draws += 1
@@ -82,17 +63,13 @@ class Agent:
         """Sets the learning rates of iteration 1, 2, ...: `rate * schedule((iteration - 1) / iterations)`."""
         cfg, self.iteration = self.cfg, iteration
         factor = cfg.find("lr_schedule")((iteration - 1) / cfg.iterations)
-        cfg.require("lr_schedule", math.isfinite(factor), f"gives {factor} in iteration {iteration}")
         for group in self.optimizer.param_groups:
             own_rate = group["is_critic"] and cfg.critic_learning_rate > 0
             group["lr"] = factor * (cfg.critic_learning_rate if own_rate else cfg.learning_rate)
 
     def adapt_kl_coef(self, kl_N: Tensor) -> None:
         """Sets the eta of the next iteration, from the KL of this one's N responses, in nats."""
-        kl_coef = self.cfg.find("kl_controller")(self, kl_N)
-        self.cfg.require("kl_controller", kl_coef is not None and 0 <= kl_coef < math.inf,
-                         f"gives eta = {kl_coef} after iteration {self.iteration}, not a number from 0 on")
-        self.kl_coef = float(kl_coef)
+        self.kl_coef = float(self.cfg.find("kl_controller")(self, kl_N))
 
 
 def adaptive(agent: Agent, kl_N: Tensor) -> float:
@@ -106,8 +83,6 @@ def adaptive(agent: Agent, kl_N: Tensor) -> float:
     cfg, n = agent.cfg, len(kl_N)
     if not cfg.kl_target:
         return agent.kl_coef
-    cfg.require("kl_horizon", cfg.kl_horizon > 0.2 * n,
-                f"must exceed 0.2 x {n} responses of an iteration, or eta could fall to 0")
     error = min(max(kl_N.mean().item() / cfg.kl_target - 1, -0.2), 0.2)
     return agent.kl_coef * (1 + error * n / cfg.kl_horizon)
 

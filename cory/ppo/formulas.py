@@ -71,14 +71,14 @@ def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     return log_r.exp() - 1 - log_r
 
 
-def token_rewards(score: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef_B: Tensor) -> Tensor:
+def token_rewards(score: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float) -> Tensor:
     """`r_t = -kl_coef * kl_t`, plus the score on each row's last real token (paper eq. 2); a score of each
     token, as of process rewards, stays where it is.
 
-    score (B,) or (B, T); kl_BT: nats; kl_coef_B: reward per nat. Every row has a real token. Returns (B, T),
-    0 on padding.
+    score (B,) or (B, T); kl_BT: nats; kl_coef: reward per nat. Every row has a real token. Returns (B, T), 0
+    on padding.
     """
-    reward_BT = -kl_coef_B[:, None] * kl_BT * mask_BT
+    reward_BT = -kl_coef * kl_BT * mask_BT
     if score.shape == mask_BT.shape:
         return reward_BT + score * mask_BT
     last_B1 = mask_BT.sum(1, keepdim=True).long() - 1

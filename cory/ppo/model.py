@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.ppo import formulas
-from cory.ppo.lora import add_adapter, load_adapter, switch_to, without_adapter
+from cory.ppo.lora import add_adapter, load_adapter, switch_to
 
 
 class LanguageModel(nn.Module):
@@ -37,10 +37,6 @@ class LanguageModel(nn.Module):
         if not cfg.lora_rank:
             return self.like_this(copy.deepcopy(self.lm))
         add_adapter(self.lm, name, cfg)
-        share, paths = without_adapter(self.layers)
-        if paths and len(self.lm.peft_config) == 1:
-            print(f"adapters change {1 - share:.1%} of the weights in the model's layers; {paths[0]}, for "
-                  "one, has no adapter", flush=True)
         return self.like_this(self.lm, name)
 
     def saved_policy(self, name: str, folder: Path) -> "LanguageModel":

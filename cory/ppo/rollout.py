@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 
 # How rows are divided into forward passes affects results only by rounding.
@@ -38,7 +37,6 @@ class Rollout:
     kl_BT: Tensor | None = None         # nats: KL(pi_old || pi0) at s_t (full), or log pi_old / pi0 (k1)
     value_BT: Tensor | None = None      # V_old(s_t), units of reward; None without a critic
     # of the update
-    kl_coef_B: Tensor | None = None     # eta of each response: the agent's, unless set before
     advantage_BT: Tensor | None = None  # whitened, if the estimator asks for it
     return_BT: Tensor | None = None     # what the critic learns, units of reward; None without one
     weight_BT: Tensor | None = None     # of each token's loss, 0 on padding
@@ -83,13 +81,7 @@ def take(rollout: Rollout, rows: Tensor) -> Rollout:
 
 
 def join(rollouts: list[Rollout]) -> Rollout:
-    """The rows of several rollouts, padded to the longest. Raises `UserError` where one has a field that
-    another lacks.
-    """
-    names = [{*rollout.present()} for rollout in rollouts]
-    for name in set.union(*names) - set.intersection(*names):
-        raise UserError(f"rollout.{name} is in some of the rollouts to join; give it to all of them")
-
+    """The rows of several rollouts with the same fields, padded to the longest."""
     def joined(name: str) -> Tensor | list:
         xs = [getattr(rollout, name) for rollout in rollouts]
         if isinstance(xs[0], list):
@@ -99,7 +91,7 @@ def join(rollouts: list[Rollout]) -> Rollout:
         rows, side = [row for x in xs for row in x], "left" if name in PROMPT else "right"
         return pad_sequence(rows, batch_first=True, padding_side=side)
 
-    return replace(rollouts[0], **{name: joined(name) for name in names[0]})
+    return replace(rollouts[0], **{name: joined(name) for name in rollouts[0].present()})
 
 
 def passes(rollout: Rollout, model: LanguageModel, max_rows: int) -> list[Tensor]:

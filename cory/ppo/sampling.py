@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from cory.device import timed
 from cory.distributed import processes
 from cory.errors import UserError
 from cory.ppo import formulas
@@ -38,11 +37,9 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
     with unsharded(policy, agent.base):
         for start in mine[::size]:
             rows = slice(start, min(start + size, mine.stop))
-            with timed(agent.seconds, "sampling"):
-                chunk = sample(policy, prompts[rows], queries[rows], max_new_tokens, uniform_TB[:, rows])
-            with timed(agent.seconds, "scoring"):
-                chunks.append(score_rollout(chunk, policy, agent.base, cfg.kl_penalty, cfg.mini_batch_size,
-                                            agent.critic))
+            chunk = sample(policy, prompts[rows], queries[rows], max_new_tokens, uniform_TB[:, rows])
+            chunks.append(score_rollout(chunk, policy, agent.base, cfg.kl_penalty, cfg.mini_batch_size,
+                                        agent.critic))
     rollout = join(processes().gather([chunk.to("cpu") for chunk in chunks])).to(policy.device)
     return replace(rollout, group_B=torch.arange(B, device=policy.device) // cfg.responses_per_query)
 
@@ -59,11 +56,7 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
     """(token ids, mask), each (B, P), padded on the left with 0."""
     rows, config = model.encode(prompts), model.lm.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or 10**9         # not every config has it
-    embeddings = model.lm.get_input_embeddings().weight.shape[0]
     for text, row in zip(prompts, rows, strict=True):
-        if not row or max(row) >= embeddings:
-            raise UserError("prompt", text[:60], "has no tokens, or one that the model has no embedding for; "
-                            "remove this row from the data")
         if len(row) + max_new_tokens > context:
             raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response exceed "
                             f"the model's context of {context}; shorten the queries or the responses")
@@ -99,7 +92,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     threshold_B1 = (uniform_B[:, None] * total_B1).minimum(largest_B1)
     # right=True: strictly above the threshold, so never a token of probability 0
     token_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
-    token_B = token_B.clamp(max=logp_BV.shape[1] - 1)       # where all is NaN: `sample` raises
+    token_B = token_B.clamp(max=logp_BV.shape[1] - 1)       # where all is NaN
     return token_B, p_BV.gather(1, token_B[:, None]).squeeze(1).log()
 
 
@@ -107,7 +100,7 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new_tokens: int,
            uniform_TB: Tensor | None) -> Rollout:
     """Samples `a ~ pi(. | prompt)` until one of `end_ids` or `max_new_tokens`, using one uniform number per
-    token; greedily without them. Raises `UserError` where log-probabilities are NaN.
+    token; greedily without them.
 
     DIFFERS: the released code samples with a repetition penalty and trains without.
 
@@ -152,9 +145,6 @@ def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new
                 cache.batch_select_indices(keep)
                 row_R, running_R, mask_RL = row_R[keep], running_R[keep], mask_RL[keep]
                 ids_RL, position_ids_RL = ids_RL[keep], position_ids_RL[keep]
-    if logp_BT.isnan().any():                               # one NaN or +inf logit makes all of its row NaN
-        raise UserError("log-probability", float("nan"), "the model has diverged; go on from the last "
-                       "checkpoint or start again, with a lower --learning_rate or with --max_grad_norm 1")
     T = max_length(mask_BT)
     response_BT, mask_BT, logp_BT = response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T]
     text = decode(model, real_ids(prompt_BP, prompt_mask_BP), real_ids(response_BT, mask_BT))

@@ -3,7 +3,7 @@
     rollout -> token rewards -> advantages -> mini-batches -> loss of each token -> gradient -> Adam
 """
 import math
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 from statistics import fmean
 from typing import Iterator
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cory.config import Config
 from cory.distributed import processes
 from cory.errors import UserError
 from cory.ppo import formulas
@@ -24,50 +23,28 @@ from cory.sharding import as_many_as_others, gradient_norm, is_sharded
 
 def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float]:
     """Token-level PPO on scores, of responses (B,) or of tokens (B, T): `num_ppo_epochs` shuffled passes over
-    the rollout, or fewer if the policy has moved by `max_approx_kl`. Returns metrics, those of `losses` as
-    means over the tokens of all steps, measured before each of them.
+    the rollout. Returns metrics, those of `losses` as means over the tokens of all steps, measured before
+    each of them.
     """
-    cfg, rng, mask_BT = agent.cfg, agent.generator(), rollout.mask_BT
-    # equal in all processes, also where it was drawn, or asked for
-    score = processes().from_main(score.to(mask_BT))
-    kl_coef = agent.kl_coef if rollout.kl_coef_B is None else rollout.kl_coef_B.mean().item()
+    rng, mask_BT = agent.generator(), rollout.mask_BT
+    score = score.to(mask_BT)
     rollout = with_advantages(rollout, score, agent)
-    sums, grad_norms = {}, []                               # of each metric, over the tokens of all steps
+    sums, grad_norms = defaultdict(float), []               # of each metric, over the tokens of all steps
     for batch in mini_batches(rollout, agent, rng):
         divisor = processes().sum(sum(rows.divisor_B.sum() for rows in batch))
-        of_step = {}
         for rows in batch:
-            of_step = added(of_step, add_gradient(agent, rows, divisor))
-        sums = added(sums, of_step)
-        if cfg.max_approx_kl and means(of_step)["approx_kl"] > cfg.max_approx_kl:
-            agent.optimizer.zero_grad(set_to_none=True)
-            break
+            for name, x in add_gradient(agent, rows, divisor).items():
+                sums[name] += x
         grad_norms.append(apply_gradient(agent))
-    of_update = {"score": formulas.score_of_responses(score, mask_BT).mean().item(), "kl_coef": kl_coef,
-                 "grad_norm": fmean(grad_norms or [0.0]),
-                 "learning_rate": agent.optimizer.param_groups[0]["lr"]}
-    if cfg.max_approx_kl:
-        of_update["optimizer_steps"] = len(grad_norms)
+    totals = dict(zip(sums, processes().sum(torch.stack([*sums.values()])).tolist(), strict=True))
+    tokens = totals.pop("tokens")
+    of_update = {"score": formulas.score_of_responses(score, mask_BT).mean().item(), "kl_coef": agent.kl_coef,
+                 "grad_norm": fmean(grad_norms), "learning_rate": agent.optimizer.param_groups[0]["lr"]}
     if rollout.value_BT is not None:
         real = mask_BT.bool()
         of_update["explained_variance"] = formulas.explained_variance(rollout.value_BT[real],
                                                                       rollout.return_BT[real])
-    return dict(**means(sums), **of_update)     # a name in both raises
-
-
-def added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adds further sums to those so far, which must be of the same metrics."""
-    if sums and sums.keys() != more.keys():
-        raise UserError("metrics", sorted(sums.keys() ^ more.keys()), "are of some rows only; `losses` must "
-                        "return the same metrics for all")
-    return {name: sums.get(name, 0.0) + x for name, x in more.items()}
-
-
-def means(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Metrics as means over the tokens of all processes, from their sums and the number of tokens."""
-    totals = dict(zip(sums, processes().sum(torch.stack([*sums.values()])).tolist(), strict=True))
-    tokens = totals.pop("tokens")
-    return {name: total / tokens for name, total in totals.items()}
+    return dict(**{name: total / tokens for name, total in totals.items()}, **of_update)    # no name twice
 
 
 def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
@@ -75,43 +52,17 @@ def with_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
     loss is a mean over.
     """
     cfg, mask_BT = agent.cfg, rollout.mask_BT
-    if score.shape not in (mask_BT.shape, mask_BT.shape[:1]):
-        raise UserError("scores", tuple(score.shape), f"must be one for each response or token, "
-                        f"{tuple(mask_BT.shape[:1])} or {tuple(mask_BT.shape)}")
-    kl_coef_B = rollout.kl_coef_B
-    if kl_coef_B is None:
-        kl_coef_B = torch.full_like(mask_BT[:, 0], agent.kl_coef)
-    if kl_coef_B.shape != mask_BT.shape[:1]:
-        raise UserError("kl_coef_B", tuple(kl_coef_B.shape), "must have one eta for each response")
-    in_reward_B = kl_coef_B if cfg.kl_in == "reward" else torch.zeros_like(kl_coef_B)
-    reward_BT = formulas.token_rewards(score, rollout.kl_BT, mask_BT, in_reward_B)
-
+    kl_coef = agent.kl_coef if cfg.kl_in == "reward" else 0.0
+    reward_BT = formulas.token_rewards(score, rollout.kl_BT, mask_BT, kl_coef)
     estimate = find_estimator(cfg)
-    if estimate.grouped:
-        require_groups(rollout, cfg)
     found = estimate(reward_BT=reward_BT, mask_BT=mask_BT, value_BT=rollout.value_BT, group_B=rollout.group_B,
                      gamma=cfg.gamma, lam=cfg.lam, rollout=rollout)
-    found = found if isinstance(found, tuple) else (found,)
-    fit = [isinstance(x_BT, Tensor) and x_BT.shape == mask_BT.shape for x_BT in found]
-    cfg.require("advantage", all(fit) and len(fit) == 1 + estimate.critic, "must return advantages, "
-                f"{tuple(mask_BT.shape)}, and with a critic a pair of these and of what the critic learns")
-    advantage_BT, return_BT = found if estimate.critic else (*found, None)
-    advantage_BT = advantage_BT.to(mask_BT)
+    advantage_BT, return_BT = found if estimate.critic else (found, None)
     if estimate.whiten:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     weight_BT, divisor_B = formulas.loss_weights(mask_BT, cfg.loss_mean, cfg.max_response_length)
-    return replace(rollout, kl_coef_B=kl_coef_B, advantage_BT=advantage_BT, return_BT=return_BT,
-                   weight_BT=weight_BT, divisor_B=divisor_B)
-
-
-def require_groups(rollout: Rollout, cfg: Config) -> None:
-    """Raises `UserError` unless each group has several responses, all to the same query."""
-    numbers = rollout.group_B.tolist()
-    if min(Counter(numbers).values()) < 2:
-        raise UserError("advantage", cfg.advantage, "compares the responses of a group, and one has no other")
-    if len({*zip(numbers, rollout.query, strict=True)}) > len({*numbers}):
-        raise UserError("advantage", cfg.advantage, "compares responses to one query, and a group has two; "
-                        "give rollouts that you join different numbers in group_B")
+    return replace(rollout, advantage_BT=advantage_BT, return_BT=return_BT, weight_BT=weight_BT,
+                   divisor_B=divisor_B)
 
 
 def mini_batches(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> Iterator[list[Rollout]]:
@@ -120,8 +71,6 @@ def mini_batches(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> It
     for _ in range(cfg.num_ppo_epochs):
         order = torch.from_numpy(rng.permutation(B)).to(device)
         for step in order.split(cfg.rows_per_optimizer_step):
-            if len(step) < processes().size:
-                raise UserError("rollout", B, "leaves a step with fewer rows than there are processes")
             mine = take(rollout, step[processes().rows(len(step))])
             of_passes = passes(mine, agent.policy, cfg.mini_batch_size)
             if cfg.shard:
@@ -148,7 +97,7 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
                "approx_kl": formulas.kl_k3(rows.logp_BT, logp_BT)}         # of KL(pi_old || pi)
     if cfg.kl_in == "loss":
         kl_loss_BT = formulas.kl_k3(logp_BT, rows.ref_logp_BT)
-        loss_BT = loss_BT + rows.kl_coef_B[:, None] * kl_loss_BT
+        loss_BT = loss_BT + agent.kl_coef * kl_loss_BT
         metrics["kl_loss"] = kl_loss_BT
     if value_BT is not None:
         value_loss_BT = formulas.value_loss(value_BT, rows.value_BT, rows.return_BT, cfg.cliprange_value)
@@ -177,7 +126,6 @@ def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor) -> dict[str, Tens
 
 def apply_gradient(agent: Agent) -> float:
     """Sums gradients over processes, clips, steps, clears. Returns the norm before clipping."""
-    agent.require_all_trained()
     parameters = [*agent.trainable_parameters().values()]
     processes().sum_gradients([p for p in parameters if not is_sharded(p)])     # FSDP has summed the others
     parameters = [p for p in parameters if p.grad is not None]

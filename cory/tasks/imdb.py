@@ -1,57 +1,38 @@
 """The IMDB task: continue the opening of a review so that a sentiment classifier finds it positive."""
 import random
-import re
 from statistics import fmean
 
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from cory.config import LARGEST, ImdbConfig
-from cory.loading import TEXT, digest, load_pretrained, model_errors
+from cory.config import ImdbConfig
+from cory.errors import UserError
+from cory.loading import load_pretrained
 from cory.ppo.model import LanguageModel
 from cory.tasks.data import Data
 from cory.tasks.task import Task
 
 
 class SentimentReward:
-    """The raw logit of a classifier's positive class, or the only one of a reward model, in float32. It reads
-    `max_length` tokens of a text at most.
-    """
+    """The raw logit of a classifier's positive class, or the only one of a reward model, in float32."""
 
-    def __init__(self, name: str, device: torch.device, max_tokens: int = 0):
-        with model_errors("reward_model", name):
-            model, self.tokenizer = load_pretrained(AutoModelForSequenceClassification, name,
-                                                    dtype=torch.float32)
-            labels = model.config.id2label
-            positive = [index for index, label in labels.items() if len(labels) == 1
-                        or re.search(r"(?<![a-z])pos(itive)?(?![a-z])", str(label), re.IGNORECASE)]
-            if len(positive) != 1:
-                raise ValueError(f"one label must have the word 'positive' or 'pos', of {str(labels)[:200]}; "
-                                 "name them in id2label of its config.json")
-            self.max_length = min(self.tokenizer.model_max_length, positions_of(model))
-            limit = self.max_length - self.tokenizer.num_special_tokens_to_add()
-            if limit < max_tokens:
-                raise ValueError(f"takes {limit} tokens; a query with its response can have {max_tokens}: "
-                                 "lower --max_query_length or --max_response_length")
-            self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-            self.tokenizer.padding_side = "right"                   # a text's positions are then its own
-            for config in (model.config, model.config.get_text_config()):
-                config.pad_token_id = self.tokenizer.pad_token_id   # by which a decoder finds a text's end
-            self.model, self.positive = model.to(device), positive[0]
-            texts = ["good", TEXT, 9 * TEXT]
-            for text, beside in zip(texts, self(texts), strict=True):
-                alone, = self([text])
-                if not abs(alone - beside) < 0.02:
-                    raise ValueError(f"its logit of a text is {alone:.3g} alone and {beside:.3g} beside a "
-                                     "longer one, as it does not ignore padding on the right; take another "
-                                     "kind of model")
+    def __init__(self, name: str, device: torch.device):
+        model, self.tokenizer = load_pretrained(AutoModelForSequenceClassification, name, dtype=torch.float32)
+        labels = {index: str(label).lower() for index, label in model.config.id2label.items()}
+        positive = [index for index, label in labels.items() if len(labels) == 1 or "pos" in label]
+        if len(positive) != 1:
+            raise UserError("reward_model", name, f"one label of its id2label must be positive, of {labels}")
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self.tokenizer.padding_side = "right"                       # a text's positions are then its own
+        model.config.pad_token_id = self.tokenizer.pad_token_id     # by which a decoder finds a text's end
+        self.model, self.positive = model.to(device), positive[0]
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
         rewards = []
         for start in range(0, len(texts), 512):             # `evaluate` asks for many at once
             batch = self.encode(texts[start:start + 512], padding=True, return_tensors="pt", truncation=True,
-                                max_length=self.max_length, return_token_type_ids=False)
+                                return_token_type_ids=False)
             batch = batch.to(self.model.device)
             rewards += self.model(**batch).logits[:, self.positive].tolist()
         return rewards
@@ -62,15 +43,7 @@ class SentimentReward:
 
     def truncated(self, texts: list[str]) -> float:
         """The share of texts that are longer than the classifier takes."""
-        return fmean(len(ids) > self.max_length for ids in self.encode(texts)["input_ids"])
-
-
-def positions_of(model: torch.nn.Module) -> int:
-    """The number of tokens that a classifier has positions for: RoBERTa's kind leaves the first ones out."""
-    size = getattr(model.config.get_text_config(), "max_position_embeddings", None) or -1
-    unused = [module.padding_idx + 1 for name, module in model.named_modules()
-              if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None]
-    return size - max(unused, default=0) if size > 0 else LARGEST       # XLNet's is -1: any number
+        return fmean(len(ids) > self.tokenizer.model_max_length for ids in self.encode(texts)["input_ids"])
 
 
 class Imdb(Task):
@@ -78,13 +51,7 @@ class Imdb(Task):
 
     def __init__(self, cfg: ImdbConfig, data: Data, model: LanguageModel):
         super().__init__(cfg, data, model)
-        max_tokens = cfg.max_query_length + cfg.max_response_length
-        self.reward_model = SentimentReward(cfg.reward_model, model.device, max_tokens)
-
-    def digests(self) -> dict[str, str]:
-        classifier = self.reward_model
-        about = classifier.encode([TEXT])["input_ids"], classifier.positive, classifier.max_length
-        return super().digests() | {"reward_model": digest(classifier.model.parameters(), about)}
+        self.reward_model = SentimentReward(cfg.reward_model, model.device)
 
     def query(self, review: str, rng: random.Random) -> str:
         """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, inclusive.

@@ -1,7 +1,5 @@
 """What every task shares: the stream of queries, held-out queries, and the check of rewards."""
 import random
-from hashlib import sha256
-from math import isfinite
 from typing import ClassVar
 
 import torch
@@ -9,7 +7,6 @@ from torch import Tensor
 
 from cory.config import Config
 from cory.distributed import processes
-from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 from cory.tasks.data import Data, divided, load_columns
 
@@ -25,19 +22,15 @@ class Task:
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
         self.cfg, self.train_rows, self.memory = cfg, data.train, {}
         self.tokenizer, self.device = model.tokenizer, model.device
-        self.data_digest = sha256(repr(data).encode()).hexdigest()
         rng = random.Random("held-out queries")             # the same for every seed
         rows = getattr(data, cfg.eval_split)
+        cfg.require("eval_queries", len(rows) >= cfg.eval_queries, f"there are only {len(rows)} rows")
         self.held_out_queries = [self.query(row, rng) for row in rng.sample(rows, cfg.eval_queries)]
 
     @classmethod
     def load_data(cls, cfg: Config) -> Data:
         """Reads `columns` before any model is loaded. Rows of one column are strings, others tuples."""
-        return divided(cfg, load_columns(cfg.dataset, cls.columns))
-
-    def digests(self) -> dict[str, str]:
-        """Of what must be unchanged when a run is resumed or evaluated, by the setting that names it."""
-        return {"dataset": self.data_digest}
+        return divided(load_columns(cfg.dataset, cls.columns))
 
     def query(self, row, rng: random.Random) -> str:
         """The query s0 that a row gives: its first column. Whatever is random must be drawn from `rng`."""
@@ -89,18 +82,11 @@ class Task:
     def judge(self, queries: list[str], responses: list[str]) -> tuple[Tensor, dict[str, float]]:
         """(task reward of each response, (B,); means of its parts). Each process asks for its own rows."""
         mine = processes().rows(len(responses))
-        answer = self.reward_of(queries[mine], responses[mine]) if responses[mine] else []
+        answer = self.reward_of(queries[mine], responses[mine])
         rewards, parts = answer if isinstance(answer, tuple) else (answer, {})
-        reward_B = self.of_all(rewards, len(responses[mine]))
-        for query, response, reward in zip(queries, responses, reward_B.tolist(), strict=True):
-            if not isfinite(reward):
-                raise UserError("reward", reward, f"of {query + response!r:.80} must be a finite number")
-        n, means = len(responses[mine]), {}
-        for name in sorted({*processes().gather([*parts])}):    # a process without rows has none
-            means[name] = self.of_all(parts.get(name, []), n).mean().item()
-        return reward_B, means
+        return self.of_all(rewards), {name: self.of_all(x).mean().item() for name, x in parts.items()}
 
-    def of_all(self, values: list[float] | Tensor, n: int) -> Tensor:
-        """A number for each of this process's n rows, of all processes."""
-        values = torch.as_tensor(values, dtype=torch.float32).view(n).tolist()
+    def of_all(self, values: list[float] | Tensor) -> Tensor:
+        """A number for each row of all processes, from those of this one."""
+        values = torch.as_tensor(values, dtype=torch.float32).flatten().tolist()
         return torch.tensor(processes().gather(values), device=self.device)

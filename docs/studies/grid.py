@@ -2,7 +2,7 @@
 
     python docs/studies/grid.py frontier --jobs 2   # runs the study, then writes studies/frontier/rows.csv.gz
 
-Each run has one core. Ctrl-C lets every run save and stop. The same command goes on: finished runs are
+Each run has one core. Ctrl-C ends all runs. The same command goes on: finished runs are
 skipped, interrupted and failed ones resumed. One that diverged would do so again: it stays in the rows.
 """
 import argparse
@@ -23,8 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 KEPT = {"commit", "agent", "method", "dtype", "batch_size", "init_kl_coef"}     # though all runs agree
 ENDED = ("finished", "diverged")
-LEFT_OUT = {"config_class", "agents", "agent_settings", "task", "seed", "run_dir", "resume", "iterations",
-            "wandb_group"}
+LEFT_OUT = {"config_class", "agents", "task", "seed", "run_dir", "resume", "iterations", "wandb_group"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             for i, ok in enumerate(pool.map(make, unfinished), start=1):
                 print(f"{i} of {len(unfinished)}: {'finished' if ok else 'failed'}", flush=True)
-        except KeyboardInterrupt:                           # the runs have had the signal, too, and save
+        except KeyboardInterrupt:                           # the runs have had the signal, too
             pool.shutdown(cancel_futures=True)
             return 130
     rows = pd.DataFrame([row for run in runs if run.state in ENDED for row in rows_of(run)])
