@@ -30,11 +30,11 @@ def main(argv: list[str] | None = None) -> None:
                           help="held-out queries (default: as many as in the run)")
     args = parser.parse_args(argv)
     if args.command == "report":
-        from cory.report import compare
+        from cory.run.report import compare
         compare(args.run_dirs, args.out)
         return
-    from cory.distributed import launched
-    from cory.evaluate import evaluate_run
+    from cory.machine.distributed import launched
+    from cory.run.evaluate import evaluate_run
     for run_dir in args.run_dirs:
         with launched(read_config(run_dir)):
             evaluate_run(run_dir, args.samples, args.queries)

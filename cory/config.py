@@ -8,6 +8,7 @@ import os
 import sys
 from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Literal, get_args
@@ -24,7 +25,7 @@ NAMED = {
     "advantage": {name: f"cory.ppo.advantages:{name}"
                   for name in ("gae", "rloo", "grpo", "dr_grpo", "reinforce")},
     "checker": {name: f"cory.tasks.gsm8k:{name}" for name in ("last_number", "strict")},
-    "loss": {"ppo": "cory.ppo.formulas:policy_loss"},
+    "loss": {"ppo": "cory.ppo.update:losses"},
     "critic": {"linear": "cory.ppo.model:Critic"},
     "lr_schedule": {name: f"cory.ppo.agent:{name}" for name in ("constant", "linear", "cosine")},
     "kl_controller": {"adaptive": "cory.ppo.agent:adaptive"},
@@ -55,9 +56,13 @@ def located(name: str) -> str:
     return str(ASSETS / name.removeprefix(BUNDLED)) if name.startswith(BUNDLED) else name
 
 
-def setting(default, help: str, min: float = -inf, max: float = inf):
-    """A field of the settings: its help, and a number's range."""
-    return field(default=default, metadata={"help": help, "min": min, "max": max})
+def setting(default, help: str, min: float = -inf, max: float = inf, per_agent: bool = False):
+    """A field of the settings: its help, a number's range, and whether agents may differ in it."""
+    return field(default=default, metadata={"help": help, "min": min, "max": max, "per_agent": per_agent})
+
+
+# A setting in which agents may differ, by a method's `agent_config`.
+each = partial(setting, per_agent=True)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Config:
     method: str = setting(
         "cory", "ppo (one agent), cory (two agents), or your own class, given as module:Class")
     preset: str = setting("custom", "a named set of settings, which other flags override")
-    model: str = setting(
+    model: str = each(
         "gpt2-large", "pretrained language model: folder or Hub name, with @REVISION if needed (paper: "
         "gpt2-large, Llama-2-7b-chat)")
     dataset: str = setting("stanfordnlp/imdb", "data to make queries from: folder, .jsonl file or Hub name "
@@ -82,7 +87,7 @@ class Config:
                         min=0)
     iterations: int = setting(100, "number of iterations, each a rollout and an update (paper: 100)", min=1)
     # memory
-    lora_rank: int = setting(
+    lora_rank: int = each(
         0, "rank of LoRA adapters on a frozen base; 0: train all weights (paper: not stated)", min=0)
     load_in_4bit: bool = setting(
         False, "load the frozen base in 4 bits, with bitsandbytes (paper: for Llama-2)")
@@ -107,56 +112,56 @@ class Config:
         "maximum; 0: always the maximum (released code for IMDB: 4)", min=0)
     max_response_length: int = setting(
         15, "maximum length of responses, in tokens (paper: not stated; released code for IMDB: 15)", min=1)
-    temperature: float = setting(
+    temperature: float = each(
         1.0, "divides the logits, in sampling and in all log-probabilities alike (paper: 1)", min=ABOVE_0)
-    chat_template: bool = setting(
+    chat_template: bool = each(
         False, "put each prompt into the model's chat template, as a user's message")
     # the update
-    advantage: str = setting(
+    advantage: str = each(
         "gae", "advantage estimator: gae (paper), rloo, grpo, dr_grpo, reinforce, or your own, given as "
         "module:function")
-    critic: str = setting(
+    critic: str = each(
         "linear", "critic: linear (a value head on the policy's last hidden state; paper), or your own, "
         "given as module:Class")
-    loss: str = setting("ppo", "policy loss: ppo (paper), or your own, given as module:function")
-    loss_mean: Literal["tokens", "responses", "constant"] = setting(
+    loss: str = each("ppo", "loss of each token: ppo (paper), or your own, given as module:function")
+    loss_mean: Literal["tokens", "responses", "constant"] = each(
         "tokens", "average the loss over tokens (TRL), over each response's tokens and then over responses "
         "(GRPO), or with a constant as each response's length (Dr. GRPO)")
-    learning_rate: float = setting(
+    learning_rate: float = each(
         1.41e-5, "learning rate of the policy (paper: IMDB 1.41e-5; GSM8K 1e-5 for PPO, 1e-4 for "
         "CORY)", min=ABOVE_0)
-    critic_learning_rate: float = setting(
+    critic_learning_rate: float = each(
         0.0, "learning rate of the critic; 0: the same as the policy's (paper)", min=0)
-    lr_schedule: str = setting(
+    lr_schedule: str = each(
         "constant", "learning-rate schedule: constant (paper), linear, cosine, or your own, given as "
         "module:function")
-    mini_batch_size: int = setting(
+    mini_batch_size: int = each(
         256, "maximum number of responses in a backward pass (paper: IMDB 256, GSM8K 2)", min=1)
-    gradient_accumulation_steps: int = setting(
+    gradient_accumulation_steps: int = each(
         1, "backward passes per Adam step (paper: IMDB 1, GSM8K 16)", min=1)
-    num_ppo_epochs: int = setting(4, "passes over a rollout in its update (paper: 4)", min=1)
-    init_kl_coef: float = setting(
+    num_ppo_epochs: int = each(4, "passes over a rollout in its update (paper: 4)", min=1)
+    init_kl_coef: float = each(
         0.3, "initial value of eta, the weight of the KL penalty, in reward per nat (paper: IMDB 0.3, GSM8K "
         "0.01)", min=0)
-    kl_penalty: Literal["full", "k1"] = setting(
+    kl_penalty: Literal["full", "k1"] = each(
         "full", "estimate of the KL: exact (full; paper, eq. 2) or the log-ratio of the sampled token (k1)")
-    kl_in: Literal["reward", "loss"] = setting("reward", "where the KL penalty enters: subtracted from token "
+    kl_in: Literal["reward", "loss"] = each("reward", "where the KL penalty enters: subtracted from token "
                                             "rewards (paper), or added to the loss, as k3 (GRPO)")
-    kl_controller: str = setting(
+    kl_controller: str = each(
         "adaptive", "how eta changes: adaptive (TRL), or your own, given as module:function")
-    kl_target: float = setting(
+    kl_target: float = each(
         6.0, "the KL that eta is adapted to reach, in nats per response; 0: constant eta (TRL: 6)", min=0)
-    kl_horizon: float = setting(
+    kl_horizon: float = each(
         10_000.0, "number of responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
-    gamma: float = setting(1.0, "discount factor per token (paper: 1)", min=0, max=1)
-    lam: float = setting(0.95, "lambda of GAE (paper: 0.95)", min=0, max=1)
-    cliprange: float = setting(0.2, "clip range of the policy ratio (paper: 0.2)", min=ABOVE_0)
-    cliprange_high: float = setting(
+    gamma: float = each(1.0, "discount factor per token (paper: 1)", min=0, max=1)
+    lam: float = each(0.95, "lambda of GAE (paper: 0.95)", min=0, max=1)
+    cliprange: float = each(0.2, "clip range of the policy ratio (paper: 0.2)", min=ABOVE_0)
+    cliprange_high: float = each(
         0.0, "upper clip range of the policy ratio, as in DAPO; 0: the same as cliprange (paper)", min=0)
-    cliprange_value: float = setting(
+    cliprange_value: float = each(
         0.2, "clip range of values, in units of reward (paper: 0.2)", min=ABOVE_0)
-    vf_coef: float = setting(0.1, "beta, the weight of the value loss (paper: 0.1)", min=0)
-    max_grad_norm: float = setting(
+    vf_coef: float = each(0.1, "beta, the weight of the value loss (paper: 0.1)", min=0)
+    max_grad_norm: float = each(
         0.0, "norm to which the gradient is clipped; 0: no clipping (paper)", min=0)
     # evaluation, saving, logging
     eval_split: Literal["test", "validation"] = setting(
@@ -194,6 +199,10 @@ class Config:
         for f in fields(self):
             value, words, rules = getattr(self, f.name), get_args(f.type), f.metadata
             self.require(f.name, not words or value in words, f"choose from {', '.join(words)}")
+            # an int may stand for a float; a bool, though Python's is an int, for no number
+            kinds = {bool: bool, int: int, float: (int, float), str: str}.get(f.type, object)
+            is_right = isinstance(value, kinds) and (kinds in (bool, object) or not isinstance(value, bool))
+            self.require(f.name, is_right, f"must be {getattr(f.type, '__name__', f.type)}")
             if f.type in (int, float) and rules:
                 self.require(f.name, rules["min"] <= value <= rules["max"],
                              f"must be from {rules['min']} to {rules['max']}")

@@ -1,5 +1,6 @@
 """Language models and classifiers from a local folder or the Hub."""
 import os
+from copy import copy
 
 import torch
 import transformers
@@ -30,24 +31,29 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         transformers.AutoModelForCausalLM, name, dtype=torch.bfloat16 if low else torch.float32,
         quantization_config=NF4 if cfg.load_in_4bit else None,
         device_map={"": device} if device.type == "cuda" else None)
-    model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
+    model = with_settings(LanguageModel(lm, tokenizer), cfg)
     model.requires_grad_(False)
     require_usable(model, name)
-    ends = model.end_ids
-    if cfg.chat_template:               # one date in place of today's: prompts do not depend on the day
-        today = "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
-        tokenizer.chat_template = today + tokenizer.get_chat_template()
-        ends |= end_of_message(tokenizer)
-    # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
-    # final adapter's base has those of its authors until it is given these.
-    lm.generation_config = transformers.GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
-        pad_token_id=tokenizer.eos_token_id, do_sample=True, temperature=cfg.temperature, top_k=0)
     if low:
         head = lm.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)       # no longer tied
         head.float()
     return model
+
+
+def with_settings(base: LanguageModel, cfg: Config) -> LanguageModel:
+    """The same `lm` with the temperature and the chat template of these settings."""
+    tokenizer, ends = base.tokenizer, LanguageModel(base.lm, base.tokenizer).end_ids
+    if cfg.chat_template:               # one date in place of today's: prompts do not depend on the day
+        tokenizer, today = copy(tokenizer), "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
+        tokenizer.chat_template = today + tokenizer.get_chat_template().removeprefix(today)
+        ends |= end_of_message(tokenizer)
+    # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
+    # final adapter's base has those of its authors until it is given these.
+    rules = transformers.GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
+        pad_token_id=tokenizer.eos_token_id, do_sample=True, temperature=cfg.temperature, top_k=0)
+    return LanguageModel(base.lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature, rules)
 
 
 def load_pretrained(auto_class, name: str, **kwargs) -> tuple:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from cory.config import Config
-from cory.distributed import launched
+from cory.machine.distributed import launched
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import ppo_update
-from cory.record import Record, Turn
-from cory.setup import Setup, new_run_dir
+from cory.run.record import Record, Turn
+from cory.run.setup import Setup, held, new_run_dir
 from cory.tasks.task import Task
 
 
@@ -38,8 +38,8 @@ class Ppo:
 
     @staticmethod
     def agent_config(cfg: Config, name: str) -> Config:
-        """The settings of one agent: override it to give agents another model, another rank of LoRA or other
-        settings of the update, from `advantage` to `max_grad_norm`. They share all others, whatever it says.
+        """The settings of one agent: override it to let agents differ in those that `cory.config` marks by
+        `each`. To change another is refused.
         """
         return cfg
 
@@ -186,8 +186,9 @@ def train(cfg: Config) -> Record:
     with launched(asdict(cfg)):
         setup = Setup(cfg, Path(cfg.run_dir) if cfg.resume else new_run_dir(cfg))
         agents = setup.new_agents()
-        record = Record(setup, agents)
-        with record.logger:
-            setup.method.train(agents, record)
-            record.finish()
+        with held(setup.run_dir):
+            record = Record(setup, agents)
+            with record.logger:
+                setup.method.train(agents, record)
+                record.finish()
     return record

@@ -15,7 +15,7 @@ import train_imdb
 from cory import config
 from cory.config import Gsm8kConfig, ImdbConfig, config_json, load_config, parse
 from cory.errors import UserError, exit_on_user_error
-from cory.log import in_section
+from cory.run.log import in_section
 from cory.train import Cory, train
 
 # Tables of the paper; PPO and CORY alike.
@@ -97,6 +97,15 @@ def test_a_flag_that_is_mistyped_is_refused():
 def test_a_misspelt_word_in_a_preset_is_refused():
     with pytest.raises(UserError, match="kl_in is 'Loss': choose from reward, loss"):
         parse(ImdbConfig, {"mine": {"kl_in": "Loss"}}, [])
+
+
+@pytest.mark.parametrize("name, value", [
+    ("learning_rate", "1e-5"), ("iterations", 2.0), ("iterations", True), ("gamma", True), ("shard", 1),
+    ("model", Path("x")), ("kl_in", None)])
+def test_a_value_of_another_type_is_refused_from_python(name, value):
+    with pytest.raises(UserError, match=f"^{name} is "):
+        replace(ImdbConfig(), **{name: value})
+    assert ImdbConfig(learning_rate=1).learning_rate == 1
 
 
 def saved(folder, flags: list[str]) -> list[str]:

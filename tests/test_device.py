@@ -3,7 +3,7 @@ import pytest
 import torch
 from toys import finished, rows, settings
 
-from cory.device import resolve_auto
+from cory.machine.device import resolve_auto
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 3)         # the fourth of several
 

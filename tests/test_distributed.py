@@ -14,12 +14,12 @@ from toys import error_line, rows, saved_tensors, stopped
 
 import train_gsm8k
 import train_imdb
-from cory import sharding
-from cory.checkpoint import checkpoints_of
-from cory.distributed import processes
 from cory.errors import UserError
+from cory.machine import sharding
+from cory.machine.distributed import processes
 from cory.ppo.rollout import take
 from cory.ppo.update import apply_gradient
+from cory.run.checkpoint import checkpoints_of
 from cory.train import Ppo
 
 # One optimizer step for each iteration: Adam's first moment is then a tenth of the first gradient. Each
@@ -61,10 +61,10 @@ SCRIPT = """
 import json, os, sys
 from contextlib import suppress
 import torch.distributed as dist
-import cory.record, train_gsm8k, train_imdb
+import cory.run.record, train_gsm8k, train_imdb
 
 os.environ["LOCAL_RANK"] = "0"                           # as on two nodes
-cory.record.draw_run = lambda *_: None
+cory.run.record.draw_run = lambda *_: None
 for script, *flags in json.load(open(sys.argv[1])):
     with suppress(SystemExit) if "error" not in flags[-1] else suppress():
         globals()[script].main(flags)

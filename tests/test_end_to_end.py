@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from toys import read
 
-from cory import record, report
+from cory.run import record, report
 
 
 @pytest.mark.parametrize("task, method, iterations, learning_rate, gain", [

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
-from toys import bigram, finished, read, settings
+from toys import bigram, error_line, finished, read, rows, settings
 
-from cory import evaluate, train
+import train_imdb
+from cory import train
 from cory.__main__ import main
-from cory.log import read_jsonl
+from cory.run import evaluate
+from cory.run.log import read_jsonl
 
 
 def test_best_of_n_is_the_mean_over_all_subsets():
@@ -89,3 +91,40 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
         assert np.mean(rewards) == pytest.approx(held_out[name]["task_reward"], rel=1e-4)
     main(["evaluate", str(run), "--samples", "1", "--queries", "20"])
     assert read(run / "evaluation" / "results.json")["queries"] == 20
+
+
+class TwoTemperatures(train.Cory):
+    @staticmethod
+    def agent_config(cfg, name):
+        return replace(cfg, temperature={"llm1": 0.7, "llm2": 1.2}[name])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_agents_of_one_model_have_temperatures_of_their_own(rank, small_flags, tmp_path):
+    """Each starts as the base at its own temperature, is measured against that, and is saved with it."""
+    own = f"--method test_evaluate:TwoTemperatures --lora_rank {rank} --iterations 2 --learning_rate 0.02"
+    run = finished(small_flags, tmp_path / "run", *own.split(), "--num_ppo_epochs", 1, "--batch_size", 4,
+                   "--mini_batch_size", 4, "--gradient_accumulation_steps", 1, "--role_exchange_every", 0)
+    before, first, *_ = rows(run)
+    assert before["eval_base_perplexity/base"] < before["eval_base_perplexity/base_llm2"]
+    for agent, base, temperature in (("llm1", "base", 0.7), ("llm2", "base_llm2", 1.2)):
+        for name in ("task_reward", "kl", "base_perplexity", "distinct_1"):
+            assert before[f"eval_{name}/{agent}"] == pytest.approx(before[f"eval_{name}/{base}"], abs=1e-5)
+        for name in ("kl", "approx_kl", "sampling_gap"):
+            assert first[f"{name}/{agent}"] == pytest.approx(0, abs=1e-6), name
+        assert read(run / "final" / agent / "generation_config.json")["temperature"] == temperature
+    held_out = read(run / "eval.json")
+    assert min(held_out[agent]["kl"] for agent in ("llm1", "llm2")) > 0.01
+    main(["evaluate", str(run), "--samples", "1"])
+    results = read(run / "evaluation" / "results.json")
+    for agent in ("llm1", "llm2"):
+        assert {name: results[agent][name] for name in held_out[agent]} == pytest.approx(
+            held_out[agent], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("changes, says", [
+    (dict(seed=1), "seed is 1: agents share it"), (dict(lora_rank=2), "lora_rank is 2: must be 0 for all")])
+def test_what_agents_must_share_is_refused(changes, says, small_flags, tmp_path, capsys, monkeypatch):
+    own = lambda cfg, name: replace(cfg, **changes) if name == "llm2" else cfg
+    monkeypatch.setattr(train.Cory, "agent_config", staticmethod(own))
+    assert says in error_line(train_imdb.main, [*small_flags, "--run_dir", tmp_path / "run"], capsys)

@@ -1,4 +1,5 @@
 """The IMDB task: queries, the text that is scored, and classifiers that cannot be used."""
+import inspect
 import json
 import random
 import shutil
@@ -8,8 +9,11 @@ import pytest
 import torch
 from conftest import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from toys import BigramLM, read, settings
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForSequenceClassification,
     DistilBertForSequenceClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -83,6 +87,36 @@ def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_be
         logits = [classifier.model(row).logits[0, -1].item() for row in ids]
         assert abs(logits[0] - logits[1]) > 1e-3
         assert classifier(texts * 260) == pytest.approx(logits * 260, abs=1e-5)
+
+
+SIZES = dict(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_labels=1, max_position_embeddings=128, initializer_range=0.5, n_embd=32, n_layer=2, n_head=4,
+             d_model=32, d_inner=64, embedding_size=32, intra_bottleneck_size=32, eos_token_id=256,
+             use_tpu_fourier_optimizations=False)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "xlnet", "mobilebert", "fnet", "deberta", "bert"])
+def test_a_texts_reward_is_the_models_own_logit_of_it_alone(kind, side, tmp_path):
+    """Whatever stands beside it, for models that read padding, too. The tokenizer appends EOS and names no
+    padding; the first token of a text has a type of its own.
+    """
+    tokenizer = byte_tokenizer(eos_token=END, padding_side=side)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A:0 {END}:1", special_tokens=[(END, 256)])
+    torch.manual_seed(0)
+    sizes = {name: x for name, x in SIZES.items() if (kind, name) != ("xlnet", "max_position_embeddings")}
+    AutoModelForSequenceClassification.from_config(CONFIG_MAPPING[kind](**sizes)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    own = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    takes = {"input_ids", "token_type_ids"} & inspect.signature(own.forward).parameters.keys()
+    texts, alone = ["good", "bad!", "a good film", "b", "one bad old dog of a story"] * 2, []
+    for text in texts:
+        encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=True)
+        with torch.no_grad():
+            alone.append(own(**{name: encoded[name] for name in takes}).logits.item())
+    assert max(alone) - min(alone) > 1e-3
+    assert SentimentReward(str(tmp_path), CPU)(texts) == pytest.approx(alone, abs=1e-5)
 
 
 def test_of_a_long_text_the_beginning_is_scored_and_the_share_is_a_metric():

@@ -8,7 +8,7 @@ import pytest
 import wandb
 from toys import settings
 
-from cory.log import Logger, read_jsonl
+from cory.run.log import Logger, read_jsonl
 
 VALUES = {"task_reward/llm1": 1.0, "kl/llm1": 2.5, "kl/llm2": 3.0, "seconds": 4.0, "copies": 0.5}
 HELD_OUT = {"eval_kl/llm1": 0.1, "eval_kl/llm2": 0.3}

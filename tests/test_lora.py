@@ -13,7 +13,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import collect_rollout, encode_prompts, sample
 from cory.ppo.update import ppo_update
-from cory.record import save_models
+from cory.run.record import save_models
 
 CPU, PROMPTS = torch.device("cpu"), ["Ann has 3 eggs.", "How many?", "5 + 4 =", "a"] * 2
 
@@ -63,6 +63,23 @@ def test_a_step_moves_the_adapter_and_the_critic_and_nothing_else(folder):
     assert (mine - reference).abs().max() > 1e-3 and (yours - mine).abs().max() > 1e-3
     for order in permutations(zip(models, (mine, yours, reference))):
         assert all(torch.equal(logits_of(model), expected) for model, expected in order)
+
+
+def test_a_frozen_adapter_stays_frozen_and_pending_backward_passes_work(folder):
+    base, agents = two_agents(folder)
+    ids = torch.arange(20)[None]
+    logits = [moved(agent).policy(ids, torch.ones_like(ids)) for agent in agents]
+    base.activate()
+    for agent, x in zip(agents, logits):                    # another adapter, or none, is in use by now
+        x.sum().backward()
+        assert all(p.grad is not None for p in agent.policy.weights().values())
+    one, two = (agent.policy for agent in agents)
+    for p in two.weights().values():
+        p.requires_grad_(False)
+    before = {name: p.requires_grad for name, p in base.lm.named_parameters()}
+    for model in (one, two, base, two, one):
+        model.activate()
+        assert before == {name: p.requires_grad for name, p in base.lm.named_parameters()}
 
 
 def dequantize(lm, low) -> None:

@@ -11,12 +11,12 @@ from conftest import byte_tokenizer, save_model
 from toys import bigram, error_line, finished, read, require_same_runs, rows, saved_tensors, settings, stopped
 
 import train_imdb
-from cory import evaluate
-from cory.checkpoint import checkpoints_of
 from cory.ppo import model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
-from cory.record import Record
+from cory.run import evaluate
+from cory.run.checkpoint import checkpoints_of
+from cory.run.record import Record
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
@@ -40,7 +40,7 @@ def test_metrics_stand_under_their_agent(whole):
         charged = row["task_reward/llm1"] - 0.15 * row["kl/llm1"]
         assert row["combined_reward/llm1"] == pytest.approx(charged, rel=1e-5)
         assert row["iteration"] == 1 or row["kl/llm1"] != row["kl/llm2"]
-    for name, evaluated in (("base", [0]), ("llm1", [0, 3, 5]), ("llm2", [0, 3, 5]), ("team", [0, 3, 5])):
+    for name, evaluated in (("base", [0, 5]), ("llm1", [0, 3, 5]), ("llm2", [0, 3, 5]), ("team", [0, 3, 5])):
         assert evaluated == [row["iteration"] for row in rows(whole)
                              if any(key.startswith("eval_") and key.endswith(f"/{name}") for key in row)]
 
@@ -107,6 +107,8 @@ class Frozen(Cory):
 
 def test_an_agent_that_is_not_trained_keeps_its_eta(small_flags, tmp_path):
     folder = finished(small_flags, tmp_path / "run", "--iterations", 2, "--method", "test_methods:Frozen")
+    held_out = read(folder / "eval.json")
+    assert held_out["mean"] == held_out["llm1"] != held_out["llm2"]
     agents = torch.load(checkpoints_of(folder)[0], weights_only=True)["agents"]
     assert agents["llm2"]["kl_coef"] == 0.15 != agents["llm1"]["kl_coef"]
 
@@ -168,8 +170,8 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     Own.of_llm2["model"] = str(save_model("llama", tmp_path / "llama", byte_tokenizer(-1)))
     whole = finished(small_flags, tmp_path / "whole", "--method", "test_methods:Own", "--iterations", 2,
                 "--eval_every", 1, "--role_exchange_every", 1)
-    of_bases, held_out, first, again, second, end = Own.asked
-    assert of_bases == held_out == again == end and held_out not in (first, second)
+    of_bases, held_out, first, again, second, bases_again, end = Own.asked
+    assert of_bases == held_out == again == bases_again == end and held_out not in (first, second)
     part = stopped(whole, tmp_path / "part")
     train_imdb.main(["--resume", "--run_dir", str(part)])
     require_same_runs(whole, part)
@@ -199,9 +201,24 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
 @pytest.mark.parametrize("setting", ["advantage", "critic", "loss", "lr_schedule", "kl_controller"])
 def test_a_name_of_no_code_is_refused_before_a_model_is_loaded(
         setting, small_flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("cory.setup.load_language_model", None)
+    monkeypatch.setattr("cory.run.setup.load_language_model", None)
     words = [*small_flags, f"--{setting}", "nowhere:x", "--run_dir", tmp_path / "r"]
     assert "nowhere:x: No module named 'nowhere'" in error_line(train_imdb.main, words, capsys)
+
+
+class Twins(Cory):
+    agent_names = ("llm1", "llm1")
+
+
+def test_an_agent_that_is_named_twice_is_refused(small_flags, tmp_path, capsys):
+    words = [*small_flags, "--method", "test_methods:Twins", "--run_dir", tmp_path / "r"]
+    assert "names an agent twice: llm1, llm1" in error_line(train_imdb.main, words, capsys)
+
+
+def test_a_metric_named_iteration_is_an_error(small_flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(Cory, "metrics", lambda self, *_: {"iteration": 7.0} if self.training else {})
+    with pytest.raises(TypeError, match="iteration"):
+        finished(small_flags, tmp_path / "run", "--iterations", 1)
 
 
 def test_a_metric_that_hides_another_is_an_error(small_flags, tmp_path, monkeypatch):

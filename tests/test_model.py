@@ -11,7 +11,7 @@ from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts
-from cory.setup import Setup
+from cory.run.setup import Setup
 from train_imdb import PRESETS
 
 

@@ -5,9 +5,11 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from toys import error_line, finished, read
+import torch
+from toys import error_line, finished, read, settings
 
 HOME = Path(__file__).parents[1]
 PAGES = (HOME / "README.md").read_text() + (HOME / "docs" / "recipes.md").read_text()
@@ -47,4 +49,24 @@ def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, ca
     if name == "moving":
         full = [*small, *words, *SHORT, "--kl_penalty", "full", "--run_dir", "full"]
         assert "kl_penalty is 'full': is not supported by this method" in error_line(main, full, capsys)
+    if name == "losses":
+        main = importlib.import_module("train_imdb").main
+        main([*small_flags, "--loss", "losses:entropy_bonus", *SHORT, "--run_dir", "bonus"])
     sys.modules.pop(name, None)
+
+
+def test_losses_of_the_recipe_by_hand(tmp_path):
+    """Two responses of two tokens and of one, with advantages 1 and -1."""
+    own, f = {}, lambda rows: torch.tensor(rows, dtype=torch.float64)
+    exec(RECIPES["losses"][0], own)
+    mask_BT, log_ratio_BT, entropy_BT = f([[1, 1], [1, 0]]), f([[0.3, 0.1], [-0.5, 0]]), f([[2, 3], [4, 0]])
+    rows = SimpleNamespace(mask_BT=mask_BT, logp_BT=f([[-1, -2], [-3, 0]]), advantage_BT=f([[1, 1], [-1, 0]]))
+    for iteration, weight in ((1, 0.01), (2, 0.0075), (4, 0.0025)):
+        agent = SimpleNamespace(cfg=settings(iterations=4, cliprange=0.1), iteration=iteration)
+        given = agent, rows, rows.logp_BT + log_ratio_BT, entropy_BT, None
+        loss_BT, metrics = own["gspo"](*given)                  # ratios exp(0.2), exp(-0.5): both clipped
+        torch.testing.assert_close(loss_BT * mask_BT, f([[-1.1, -1.1], [0.9, 0]]))
+        assert (metrics["clip_fraction"] * mask_BT).tolist() == [[1, 1], [1, 0]]
+        loss_BT, metrics = own["entropy_bonus"](*given)
+        torch.testing.assert_close(loss_BT, metrics["policy_loss"] - weight * entropy_BT)
+        assert metrics["policy_loss"][0, 1] == pytest.approx(-1.1)      # exp(0.1), clipped

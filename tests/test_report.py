@@ -6,8 +6,9 @@ import pandas as pd
 import pytest
 from toys import error_line
 
-from cory import report
 from cory.__main__ import main
+from cory.run import report
+from cory.run.log import read_jsonl, write_text
 
 
 def held_out(reward: float) -> dict:
@@ -23,7 +24,8 @@ def write_run(folder: Path, reward=1.0, length=12, **changes) -> Path:
               "preset": "tiny", "gamma": 1.0, "learning_rate": 0.1} | changes
     first = {"base": held_out(0.0), "base_llm2": held_out(0.01), "llm1": held_out(0.5),
              "llm2": held_out(0.01), "team": {"copies": 0.1}, "base_team": {"copies": 0.1}}
-    last = {"llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
+    last = {name: first[name] for name in ("base", "base_llm2", "base_team")} | {
+        "llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
     rows = [{"iteration": i, "role/llm1": 0, "kl/llm1": i / 3, "kl/llm2": 2.0, "spread": 0.1 * i}
             for i in range(1, length + 1)]
     for at, parts, iteration in ((0, first, 0), (len(rows) + 1, last, length)):
@@ -52,7 +54,7 @@ def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_base_and_te
         "task reward", kl, "combined reward: reward - eta KL", "accuracy", "copies", "role", "spread"}
     assert {*legend_of(figure)} == {"base", "base_llm2", "base_team", "llm1", "llm2", "team"}
     assert lines_of(figure, "task reward") == [
-        [[0, 0], [1, 0]], [[0, 0.01], [1, 0.01]], [[0, 0.5], [12, 1.0]], [[0, 0.01], [12, 1.1]]]
+        [[0, 0], [12, 0]], [[0, 0.01], [12, 0.01]], [[0, 0.5], [12, 1.0]], [[0, 0.01], [12, 1.1]]]
     assert [[i, 2.0] for i in range(1, 13)] in lines_of(figure, kl)                 # of llm2
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -91,6 +93,26 @@ def test_runs_that_differ_in_more_than_the_seed_are_groups(tmp_path, capsys, mon
     assert [[0, 0.255], [12, 3.55]] in lines_of(drawn[0], "task reward, held out")
     tops = [band.get_paths()[0].get_extents().y1 for band in drawn[0].axes[0].collections]
     assert pytest.approx(3.55 + 0.5**0.5) in tops
+
+
+@pytest.mark.parametrize("trained, mean", [((), 1.05), (("llm1",), 1.0), (("llm1", "llm2"), 1.05)])
+def test_a_mean_is_over_the_agents_that_have_been_trained(trained, mean, tmp_path, capsys):
+    """In the tables and curves of a run and of several."""
+    rows = read_jsonl(write_run(tmp_path / "run") / "metrics.jsonl")
+    rows[3] |= {f"trained/{name}": 1.0 for name in trained} | {"trained/llm1": float("llm1" in trained)}
+    write_text(tmp_path / "run/metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert report.last_held_out(rows, ["llm1", "llm2"])["mean"]["task_reward"] == pytest.approx(mean)
+    main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "p.png")])
+    header, _, reward, *_ = capsys.readouterr().out.splitlines()
+    assert header.split("CORY ")[-1].strip() == "mean" and reward.split()[-1] == f"{mean:.4g}"
+
+
+def test_ones_own_methods_of_the_same_name_are_two_groups(tmp_path, capsys):
+    methods = ["one:Own", "two:Own", "ppo"]
+    runs = [write_run(tmp_path / str(i), method=method) for i, method in enumerate(methods)]
+    main(["report", *map(str, runs), "--out", str(tmp_path / "p.png")])
+    said = capsys.readouterr().out
+    assert all(f"{group} llm1" in said for group in ("one:Own", "two:Own", "PPO")) and "±" not in said
 
 
 def test_a_folder_without_a_run_is_named(capsys):

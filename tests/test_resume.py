@@ -1,6 +1,8 @@
 """A run that is killed, stopped, damaged, or continued under other conditions."""
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import fmean
@@ -22,7 +24,7 @@ from toys import (
 )
 
 import train_imdb
-from cory.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
+from cory.run.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
@@ -92,6 +94,8 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags,
         trained = [row for row in rows(whole) if "role/llm1" in row]
         assert trained[0]["earned/llm1"] == 0           # it learns after the iteration
         assert trained[1]["earned/llm1"] == pytest.approx(trained[0]["task_reward/llm1"])
+        held_out = read(whole / "eval.json")        # the base, too, by the reward that was learned meanwhile
+        assert held_out["base"]["earned"] == held_out["llm1"]["earned"] > 0
         evaluated = [row for row in rows(whole) if "role/llm1" not in row]
         assert [row["eval_remembered/team"] for row in evaluated] == [1, 2, 3, 4]
 
@@ -155,6 +159,21 @@ def test_a_damaged_checkpoint_may_be_deleted_and_the_previous_one_goes_on(copy):
 def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):
     assert "holds a run; go on with --resume" in error_line(
         train_imdb.main, [*small_flags, "--run_dir", copy], capsys)
+
+
+def test_a_folder_in_use_is_refused_until_its_run_ends(copy, small_flags, tmp_path, capsys):
+    """The lock is another process's, which is then killed; it leaves no file."""
+    code = "import sys; from pathlib import Path; from cory.run.setup import held\n" \
+           "with held(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
+    before = {path.name for path in copy.iterdir()}
+    with subprocess.Popen([sys.executable, "-c", code, copy], stdin=-1, stdout=-1) as other:
+        other.stdout.readline()
+        more = ["--resume", "--run_dir", copy, "--iterations", 3]
+        assert f"run_dir is '{copy}': is in use by another run" in error_line(train_imdb.main, more, capsys)
+        other.kill()
+    assert {path.name for path in copy.iterdir()} == before
+    resume(copy, "--iterations", 3)
+    resume(copy, "--iterations", 4)                         # a run that has ended in this process holds none
 
 
 def test_ctrl_c_says_how_to_go_on(small_flags, tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ def test_a_prompt_must_leave_the_response_room():
 def test_every_end_of_turn_that_the_model_knows_ends_a_response(listed, ends):
     """A chat model may end its turn with another token than its tokenizer's EOS."""
     model = bigram(path_model(*"fedcba."))
-    model.lm.generation_config = GenerationConfig(eos_token_id=listed)
+    model.generation_config = GenerationConfig(eos_token_id=listed)
     assert model.end_ids == ends
     assert sampled(model, ["f"], 9).text == [{6: "edcba", 0: "edcba", 2: "edc"}[min(ends)]]
 
@@ -68,6 +68,15 @@ def test_draw_follows_the_distribution_and_never_takes_what_has_probability_zero
     extremes = torch.tensor([0.0, 1 - 2**-53, 1.0], dtype=torch.float64)    # even one that rounds to 1
     assert draw(p.log().expand(3, 6), extremes)[0].tolist() == [1, 4, 4]
     close(logp, p.log()[token])
+
+
+def test_an_edit_of_draw_has_the_log_probability_of_what_it_drew_from(monkeypatch):
+    """Here the least likely token is ruled out, as by top-p: 0.3 and 0.5 become 3/8 and 5/8."""
+    p, softmax = torch.tensor([0.3, 0.5, 0.2]), torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: softmax(x, dim) * (p > 0.25))
+    token, logp = draw(p.log().expand(3, 3), torch.tensor([0.0, 0.374, 0.376], dtype=torch.float64))
+    assert token.tolist() == [0, 0, 1] and logp.dtype == torch.float32
+    close(logp.exp(), [3 / 8, 3 / 8, 5 / 8])
 
 
 def test_tokens_of_very_small_probability_are_drawn_as_often_as_they_should():

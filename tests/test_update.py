@@ -163,6 +163,28 @@ def test_in_bfloat16_the_first_ratio_is_1_but_for_rounding():
     assert abs(metrics["approx_kl"]) < 5e-5 and metrics["clip_fraction"] == 0
 
 
+class Deaf(torch.nn.Linear):
+    """A critic whose values do not depend on its weights."""
+
+    def __init__(self, base):
+        super().__init__(1, 1)
+
+    def forward(self, rows, hidden):
+        return hidden.mean(-1).detach().requires_grad_()
+
+
+@pytest.mark.parametrize("changes, says", [
+    (dict(critic="test_update:Deaf"), "critic is 'test_update:Deaf': no weight of llm1's critic has"),
+    (dict(lr_schedule="test_update:falling"), "falling': a rate of llm1 is -0.05")])
+def test_a_critic_without_gradient_and_a_negative_rate_are_named(changes, says):
+    agent, rollout = ragged(**changes)
+    with pytest.raises(UserError, match=says):
+        ppo_update(agent, rollout, SCORE)
+
+
+falling = lambda progress: -1.0
+
+
 def test_a_gradient_that_is_not_finite_stops_before_any_parameter_changes():
     agent, rollout = ragged()
     before = copy.deepcopy(agent.trainable_parameters())

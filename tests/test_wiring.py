@@ -22,9 +22,10 @@ import train_imdb
 from cory import loading
 from cory.__main__ import main
 from cory.config import ASSETS, FREE_ON_RESUME, Gsm8kConfig, ImdbConfig
-from cory.log import read_jsonl
 from cory.ppo.advantages import estimator
 from cory.ppo.model import Critic
+from cory.ppo.update import losses
+from cory.run.log import read_jsonl
 from cory.tasks.task import Task
 from cory.train import Cory
 
@@ -99,7 +100,8 @@ class Nine(Critic):
         torch.nn.init.constant_(self.linear.bias, 9)
 
 
-plain = lambda log_ratio_BT, advantage_BT, **_: (-advantage_BT * log_ratio_BT, log_ratio_BT > 9)
+unclipped = lambda log_ratio_BT, advantage_BT, **_: (-advantage_BT * log_ratio_BT, log_ratio_BT > 9)
+plain = lambda *given: losses(*given, policy_loss=unclipped)
 
 TOY = ("--seed 1 --task test_wiring:Toy --dataset {data} --model {lm} --iterations 2 --eval_every 0 "
        "--save_every 0 --max_response_length 3 --gradient_accumulation_steps 1 --num_ppo_epochs 2 "

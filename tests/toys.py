@@ -15,10 +15,10 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, Pretrain
 
 import train_gsm8k
 import train_imdb
-from cory.checkpoint import checkpoints_of
 from cory.config import Gsm8kConfig, ImdbConfig
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
+from cory.run.checkpoint import checkpoints_of
 
 EXPERIMENTS = {"imdb": (ImdbConfig, train_imdb.PRESETS), "gsm8k": (Gsm8kConfig, train_gsm8k.PRESETS)}
 LETTERS = "abcdef."                     # ids 0..6; "." is EOS

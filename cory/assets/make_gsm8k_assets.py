@@ -31,9 +31,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
 from cory.config import Gsm8kConfig
-from cory.device import prepare_device
-from cory.evaluate import sample_responses
+from cory.machine.device import prepare_device
 from cory.ppo.model import LanguageModel
+from cory.run.evaluate import sample_responses
 from cory.tasks.gsm8k import gold_answer, last_number
 
 CONTEXT = 2048  # tokens; rotary positions cost no weights

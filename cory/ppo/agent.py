@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from cory.config import Config
+from cory.machine.sharding import is_sharded, shard
 from cory.ppo.advantages import find_estimator
 from cory.ppo.model import LanguageModel
-from cory.sharding import is_sharded, shard
 
 
 class Agent:

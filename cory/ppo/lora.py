@@ -6,7 +6,9 @@ every agent starts as the base. Another kind of adapter that peft has (DoRA, IA3
 below.
 """
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Iterator
 
 from torch import nn
 
@@ -42,7 +44,7 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> None:
 def put_adapter(lm: nn.Module, name: str, settings) -> None:
     """Adds an adapter, and keeps its weights by path in `lm.adapters[name]`: all that it brings along."""
     before = {*lm.parameters()}
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"), as_found(lm):
         lm.add_adapter(settings, name)
     weights = {path: p for path, p in lm.named_parameters() if p not in before}
     for p in weights.values():
@@ -52,13 +54,22 @@ def put_adapter(lm: nn.Module, name: str, settings) -> None:
 
 def switch_to(lm: nn.Module, name: str | None) -> None:
     """Makes a model with adapters compute with one of them, or with none."""
-    if name is None:
-        lm.disable_adapters()
-    else:
-        lm.enable_adapters()
-        lm.set_adapter(name)
-    # peft freezes inactive adapters, but a pending backward pass may still need them
-    for weights in lm.adapters.values():
-        for parameter in weights.values():
-            parameter.requires_grad_(True)
+    with as_found(lm):
+        if name is None:
+            lm.disable_adapters()
+        else:
+            lm.enable_adapters()
+            lm.set_adapter(name)
     lm.adapter_in_use = name
+
+
+@contextmanager
+def as_found(lm: nn.Module) -> Iterator[None]:
+    """A block that leaves each adapter's requires_grad as it was. peft freezes those that are not in use, but
+    a pending backward pass may still need them; and it thaws the one in use, which may be frozen on purpose.
+    """
+    of_all = [p for weights in getattr(lm, "adapters", {}).values() for p in weights.values()]
+    before = [p.requires_grad for p in of_all]
+    yield
+    for p, was in zip(of_all, before, strict=True):
+        p.requires_grad_(was)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from cory.distributed import processes
 from cory.errors import UserError
+from cory.machine.distributed import processes
+from cory.machine.sharding import unsharded
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel, positions
 from cory.ppo.rollout import Rollout, join, max_length, passes, real_ids, take
-from cory.sharding import unsharded
 
 # Tokens between checks for finished rows, the loop's only GPU sync.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
@@ -79,8 +79,9 @@ def decode(model: LanguageModel, prompt_ids: list[list[int]], response_ids: list
 
 
 def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row by inverse-transform sampling, and its log-probability. The token is the first v with
-    `sum_{u <= v} p_u > uniform * sum_u p_u`.
+    """One token per row by inverse-transform sampling, and its log-probability `log(p_v / sum_u p_u)`. The
+    token is the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`, so that p, if it is edited, may have
+    any sum.
 
     In float64, because float32 would miss the many tokens with p below 6e-8.
     """
@@ -93,7 +94,8 @@ def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     # right=True: strictly above the threshold, so never a token of probability 0
     token_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
     token_B = token_B.clamp(max=logp_BV.shape[1] - 1)       # where all is NaN
-    return token_B, p_BV.gather(1, token_B[:, None]).squeeze(1).log()
+    drawn_B1 = p_BV.gather(1, token_B[:, None]) / total_B1
+    return token_B, drawn_B1.squeeze(1).log().to(logp_BV.dtype)
 
 
 @torch.no_grad()

@@ -6,19 +6,19 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from statistics import fmean
-from typing import Iterator
+from typing import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cory.distributed import processes
 from cory.errors import UserError
+from cory.machine.distributed import processes
+from cory.machine.sharding import as_many_as_others, gradient_norm, is_sharded
 from cory.ppo import formulas
 from cory.ppo.advantages import find_estimator
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, passes, take
-from cory.sharding import as_many_as_others, gradient_norm, is_sharded
 
 
 def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float]:
@@ -78,11 +78,12 @@ def mini_batches(rollout: Rollout, agent: Agent, rng: np.random.Generator) -> It
             yield [take(mine, index) for index in of_passes]
 
 
-def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
-           value_BT: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective for complete responses: the loss of each token, (B, T), and metrics, each (B, T).
+def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor, value_BT: Tensor | None,
+           policy_loss: Callable = formulas.policy_loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """The objective for complete responses: the loss of each token, (B, T), and metrics, each (B, T). One of
+    your own (`--loss`) has these arguments, and may call this one for the rest, say with another policy loss.
 
-        loss = policy_loss [--loss] + kl_coef k3 [--kl_in loss] + vf_coef value_loss [with a critic]
+        loss = policy_loss + kl_coef k3 [--kl_in loss] + vf_coef value_loss [with a critic]
 
     logp_BT, entropy_BT, value_BT: of the present policy and critic, differentiable; on padding logp_BT is the
     rollout's. The loss is averaged as `--loss_mean` says, a metric over the real tokens of the update. `rows`
@@ -90,7 +91,7 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor,
     """
     cfg = agent.cfg
     high = cfg.cliprange_high or cfg.cliprange
-    loss_BT, is_clipped_BT = cfg.find("loss")(
+    loss_BT, is_clipped_BT = policy_loss(
         log_ratio_BT=logp_BT - rows.logp_BT, advantage_BT=rows.advantage_BT, mask_BT=rows.mask_BT,
         low=cfg.cliprange, high=high)
     metrics = {"policy_loss": loss_BT, "entropy": entropy_BT, "clip_fraction": is_clipped_BT,
@@ -117,9 +118,13 @@ def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor) -> dict[str, Tens
     logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
     value_BT = agent.critic(rows, hidden_BTH) if agent.critic else None
 
-    loss_BT, metrics = losses(agent, rows, logp_BT, entropy_BT, value_BT)
+    loss_BT, metrics = agent.cfg.find("loss")(agent, rows, logp_BT, entropy_BT, value_BT)
     policy.activate()               # if another adapter was asked for meanwhile: layers may be recomputed
     ((loss_BT[real] * rows.weight_BT[real]).sum() / divisor).backward()
+    of_critic = [p for p in agent.critic.parameters() if p.requires_grad] if agent.critic else []
+    if of_critic and all(p.grad is None for p in of_critic):
+        raise UserError("critic", agent.cfg.critic, f"no weight of {agent.name}'s critic has a gradient; "
+                        "its values, or a loss of your own, do not depend on it")
     of_tokens = dict(**metrics, tokens=rows.mask_BT)
     return {name: x_BT.detach()[real].double().sum() for name, x_BT in of_tokens.items()}
 
@@ -128,6 +133,9 @@ def apply_gradient(agent: Agent) -> float:
     """Sums gradients over processes, clips, steps, clears. Returns the norm before clipping."""
     parameters = [*agent.trainable_parameters().values()]
     processes().sum_gradients([p for p in parameters if not is_sharded(p)])     # FSDP has summed the others
+    rates = [group["lr"] for group in agent.optimizer.param_groups]
+    if not min(rates) >= 0:
+        raise UserError("lr_schedule", agent.cfg.lr_schedule, f"a rate of {agent.name} is {min(rates)}")
     parameters = [p for p in parameters if p.grad is not None]
     norm = gradient_norm(parameters)
     if not math.isfinite(norm):

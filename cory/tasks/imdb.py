@@ -1,5 +1,7 @@
 """The IMDB task: continue the opening of a review so that a sentiment classifier finds it positive."""
+import inspect
 import random
+from collections import defaultdict
 from statistics import fmean
 
 import torch
@@ -22,20 +24,29 @@ class SentimentReward:
         positive = [index for index, label in labels.items() if len(labels) == 1 or "pos" in label]
         if len(positive) != 1:
             raise UserError("reward_model", name, f"one label of its id2label must be positive, of {labels}")
-        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        self.tokenizer.padding_side = "right"                       # a text's positions are then its own
-        model.config.pad_token_id = self.tokenizer.pad_token_id     # by which a decoder finds a text's end
+        config = model.config.get_text_config()
+        if config.pad_token_id is None:             # decoders then refuse batches; no text has this token
+            config.pad_token_id = -1
+        self.takes = {"input_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys()
         self.model, self.positive = model.to(device), positive[0]
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
-        rewards = []
-        for start in range(0, len(texts), 512):             # `evaluate` asks for many at once
-            batch = self.encode(texts[start:start + 512], padding=True, return_tensors="pt", truncation=True,
-                                return_token_type_ids=False)
-            batch = batch.to(self.model.device)
-            rewards += self.model(**batch).logits[:, self.positive].tolist()
-        return rewards
+        """Texts of as many tokens are read together, without padding: some models would read that, too."""
+        encoded = self.encode(texts, truncation=True, return_token_type_ids=True)
+        if not any(map(any, encoded["token_type_ids"])):    # all 0: models have defaults, which may be none
+            del encoded["token_type_ids"]
+        of_length = defaultdict(list)
+        for i, ids in enumerate(encoded["input_ids"]):
+            of_length[len(ids)].append(i)
+        rewards = torch.zeros(len(texts))
+        for same in of_length.values():
+            for start in range(0, len(same), 512):          # `evaluate` asks for many at once
+                rows = same[start:start + 512]
+                batch = {name: torch.tensor([encoded[name][i] for i in rows], device=self.model.device)
+                         for name in self.takes & encoded.keys()}
+                rewards[rows] = self.model(**batch).logits[:, self.positive].cpu()
+        return rewards.tolist()
 
     def encode(self, texts: list[str], **options):
         """Token ids, in which a control token that a text spells out, as `[SEP]`, is read as text."""

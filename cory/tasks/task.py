@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cory.config import Config
-from cory.distributed import processes
+from cory.machine.distributed import processes
 from cory.ppo.model import LanguageModel
 from cory.tasks.data import Data, divided, load_columns
 

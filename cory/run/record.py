@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from cory.checkpoint import load_checkpoint, save_checkpoint
 from cory.config import config_json
-from cory.device import peak_memory
-from cory.distributed import processes
-from cory.evaluate import held_out_metrics
-from cory.log import Logger, read_jsonl, write_text
+from cory.machine.device import peak_memory
+from cory.machine.distributed import processes
+from cory.machine.sharding import is_sharded, whole_on_cpu
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, real_ids
-from cory.report import draw_run, last_held_out, tables
-from cory.setup import Setup
-from cory.sharding import is_sharded, whole_on_cpu
+from cory.run.checkpoint import load_checkpoint, save_checkpoint
+from cory.run.evaluate import held_out_metrics
+from cory.run.log import Logger, read_jsonl, write_text
+from cory.run.report import draw_run, last_held_out, tables
+from cory.run.setup import Setup
 from cory.tasks.task import Task
 
 SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
@@ -46,7 +46,7 @@ class Turn(NamedTuple):
                    "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
                    "length": rollout.mask_BT.sum(1).mean().item(),
                    "truncated": rollout.truncated_B.double().mean().item(),
-                   "sampling_gap": rollout.sampling_gap}
+                   "sampling_gap": rollout.sampling_gap, "trained": float(bool(self.update))}
         return dict(**metrics, **self.update, **self.parts, **task.metrics(rollout.query, rollout.text))
 
 
@@ -106,8 +106,10 @@ class Record:
         return rows
 
     def evaluate(self, iteration: int) -> None:
-        """Logs held-out metrics as eval_NAME/AGENT; at iteration 0 of the bases, too."""
-        bases = self.setup.bases if iteration == 0 else {}
+        """Logs held-out metrics as eval_NAME/AGENT; at first and at last of the bases, too, so that all are
+        compared under one reward, which a task may have learned meanwhile.
+        """
+        bases = self.setup.bases if iteration in (0, self.setup.cfg.iterations) else {}
         metrics = held_out_metrics(self.setup, bases | {a.name: a.policy for a in self.agents}, iteration)
         row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
         self.logger.evaluation(iteration, row)
@@ -132,7 +134,7 @@ class Record:
             return
         torch.save(self.memory(), self.run_dir / "final/state.pt")
         rows, samples = read_jsonl(self.logger.metrics), read_jsonl(self.logger.samples)
-        done, held_out = rows[-1]["iteration"], last_held_out(rows)
+        done, held_out = rows[-1]["iteration"], last_held_out(rows, [*self.setup.configs])
         about = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
                  "samples": cfg.eval_samples}
         write_text(self.run_dir / "eval.json", json.dumps(about | held_out, indent=1) + "\n")
@@ -159,5 +161,6 @@ def save_models(folder: Path, agents: list[Agent]) -> None:
             whole = whole_on_cpu({name: x for name, x in policy.lm.state_dict().items() if name in once})
         if processes().is_main:
             policy.activate()
+            policy.lm.generation_config = policy.generation_config
             policy.lm.save_pretrained(folder / agent.name, state_dict=whole)
             policy.tokenizer.save_pretrained(folder / agent.name)

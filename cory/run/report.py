@@ -1,13 +1,14 @@
 """Tables and plots of one run, and of several compared."""
 from collections import defaultdict
 from pathlib import Path
+from typing import Collection
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cory.config import read_config, short_name
-from cory.log import read_jsonl
+from cory.config import read_config
+from cory.run.log import mean_over_agents, read_jsonl
 
 # Runs that differ in nothing else are one group, of several seeds; methods have names of their own.
 FREE = {"seed", "device", "resume", "run_dir", "save_every", "shard", "wandb", "wandb_project", "wandb_group",
@@ -27,11 +28,11 @@ def of_evaluation(row: dict) -> dict[str, dict[str, float]]:
     return found
 
 
-def last_held_out(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """The last held-out metrics of each, by whom they are of."""
+def last_held_out(rows: list[dict], agents: Collection[str]) -> dict[str, dict[str, float]]:
+    """The last held-out metrics of each, by whom they are of; `mean`: of the agents that were trained."""
     last = {}
     for row in rows:
-        last |= of_evaluation(row)
+        last |= of_evaluation(row | mean_over_agents(row, rows, agents))
     return last
 
 
@@ -64,10 +65,7 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
     for ax, (name, curves) in zip(axes, panels.items(), strict=False):
         for key, who in curves:
             values, style = rows[key].dropna(), "o-" if key.startswith("eval_") else ":"
-            if len(values) == 1:                            # a base, which is evaluated once
-                ax.axhline(values.iloc[0], color=color[who], linewidth=1, label=who)
-            else:
-                ax.plot(values.index, values, style, color=color[who], markersize=3, linewidth=1, label=who)
+            ax.plot(values.index, values, style, color=color[who], markersize=3, linewidth=1, label=who)
         ax.set(title=TITLES.get(name, name.replace("_", " ")), xlabel="iteration")
     for ax in axes[len(panels):]:
         ax.remove()
@@ -86,12 +84,12 @@ def saved(figure: Figure, axes: list[Axes], out: Path) -> Figure:
 
 def draw_comparison(rows: pd.DataFrame, out: Path) -> Figure:
     """Held-out reward, KL and combined reward over iterations, and reward against KL. A curve is a mean over
-    a group's runs of the mean over their agents; its band is a standard deviation over runs.
+    a group's runs of the mean over their trained agents; its band is a standard deviation over runs.
     """
     figure = Figure(figsize=(11, 7.6), layout="constrained")
     *over_iterations, against_kl = figure.subplots(2, 2).ravel()
-    for place, (group, of_group) in enumerate(rows[rows.is_agent].groupby("group", sort=False)):
-        of_runs = of_group.groupby(["run", "iteration"])[[*TITLES]].mean().groupby("iteration")
+    for place, (group, of_group) in enumerate(rows[rows.who == "mean"].groupby("group", sort=False)):
+        of_runs = of_group.groupby("iteration")[[*TITLES]]
         mean, std, color = of_runs.mean(), of_runs.std(), f"C{place}"
         label = f"{group} ({of_group.run.nunique()} runs)"
         for ax, metric in zip(over_iterations, TITLES, strict=True):
@@ -106,18 +104,20 @@ def draw_comparison(rows: pd.DataFrame, out: Path) -> Figure:
 
 # --- several runs compared ---
 def read_held_out(run_dirs: list[Path]) -> pd.DataFrame:
-    """A row for each held-out evaluation of each base, agent and team. `group`: the method, and each setting
-    that differs between the runs, but for `FREE` ones.
+    """A row for each held-out evaluation of each base, agent and team, and one for the mean over agents.
+    `group`: the method, and each setting that differs between the runs, but for `FREE` ones.
     """
     configs = [read_config(run_dir) for run_dir in run_dirs]
     differ = [name for name in dict.fromkeys(name for config in configs for name in config)
               if name not in FREE and any(config.get(name) != configs[0].get(name) for config in configs)]
     rows = []
     for run_dir, config in zip(run_dirs, configs, strict=True):
-        group = ", ".join([short_name(config["method"]).upper(), *(f"{x} {config.get(x)}" for x in differ)])
-        for row in read_jsonl(run_dir / "metrics.jsonl"):
-            for who, metrics in of_evaluation(row).items():
-                about = {"run": str(run_dir), "group": group, "who": who, "is_agent": who in config["agents"]}
+        method = config["method"] if ":" in config["method"] else config["method"].upper()
+        group = ", ".join([method, *(f"{x} {config.get(x)}" for x in differ)])
+        logged = read_jsonl(run_dir / "metrics.jsonl")
+        for row in logged:
+            for who, metrics in of_evaluation(row | mean_over_agents(row, logged, config["agents"])).items():
+                about = {"run": str(run_dir), "group": group, "who": who}
                 rows.append(about | {"iteration": row["iteration"]} | metrics)
     return pd.DataFrame(rows)
 
@@ -126,7 +126,7 @@ def compare(run_dirs: list[Path], out: Path) -> None:
     """Prints tables of each group's last held-out metrics, and draws the groups into `out`."""
     rows = read_held_out(run_dirs)
     last = rows.groupby(["run", "who"], sort=False).tail(1)
-    print(tables("held-out", last.drop(columns=["run", "is_agent", "group", "who"])
+    print(tables("held-out", last.drop(columns=["run", "group", "who"])
                  .set_axis(last.group + " " + last.who)))
     out.parent.mkdir(parents=True, exist_ok=True)
     draw_comparison(rows, out)

@@ -12,15 +12,15 @@ import torch
 from transformers import set_seed
 
 from cory.config import Config, load_config
-from cory.distributed import processes
-from cory.log import write_text
+from cory.machine.distributed import processes
+from cory.machine.sharding import unsharded
 from cory.ppo.formulas import score_of_responses
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout, join, real_ids
 from cory.ppo.sampling import sample, score_rollout
-from cory.report import tables
-from cory.setup import Setup
-from cory.sharding import unsharded
+from cory.run.log import write_text
+from cory.run.report import tables
+from cory.run.setup import Setup
 from cory.tasks.task import Task
 
 EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from cory.distributed import processes
+from cory.machine.distributed import processes
+from cory.machine.sharding import shard_like, whole_on_cpu
 from cory.ppo.agent import Agent
-from cory.sharding import shard_like, whole_on_cpu
 
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], about: dict) -> None:

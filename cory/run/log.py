@@ -1,19 +1,20 @@
 """What a run writes as it goes: metrics.jsonl, samples.jsonl, the progress bar, Weights & Biases (W&B)."""
 import json
 import os
+from collections import defaultdict
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import cache
 from math import nan
 from pathlib import Path
 from statistics import fmean
-from typing import Callable
+from typing import Callable, Collection
 
 import pandas as pd
 from tqdm import tqdm
 
 from cory.config import Config, short_name
-from cory.distributed import processes
+from cory.machine.distributed import processes
 
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"      # fits 80 columns
 
@@ -34,6 +35,19 @@ def append_jsonl(path: Path, rows: list[dict]) -> None:
 def read_jsonl(path: Path) -> list[dict]:
     """Rows; a last line that a kill has cut off is dropped."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def mean_over_agents(row: dict, rows: list[dict], agents: Collection[str]) -> dict[str, float]:
+    """`eval_NAME/mean` of a row of metrics.jsonl: over the agents that have been trained, by the rows of
+    training among `rows`; over all, if none has.
+    """
+    trained = [name for name in agents if any(row.get(f"trained/{name}") for row in rows)] or [*agents]
+    of_name = defaultdict(list)
+    for key, x in row.items():
+        name, _, who = key.rpartition("/")
+        if name.startswith("eval_") and who in trained:
+            of_name[f"{name}/mean"].append(x)
+    return {key: fmean(xs) for key, xs in of_name.items()}
 
 
 class Logger(AbstractContextManager):
@@ -63,7 +77,7 @@ class Logger(AbstractContextManager):
     def iteration(self, iteration: int, row: dict[str, float], samples: list[dict]) -> None:
         """A row of training metrics, by `NAME/AGENT` or `NAME`, and some texts."""
         if processes().is_main:
-            self.write({"iteration": iteration} | row)
+            self.write(dict(iteration=iteration, **row))
             append_jsonl(self.samples, samples)
             shown = {title: " / ".join(f"{row.get(f'{name}/{agent}', nan):.2f}" for agent in self.agents)
                      for title, name in (("reward", "task_reward"), ("KL", "kl"))}
@@ -71,20 +85,19 @@ class Logger(AbstractContextManager):
             self.bar.update()
 
     def evaluation(self, iteration: int, row: dict[str, float]) -> None:
-        """A row of held-out metrics, `eval_NAME/AGENT`; at W&B also a table of the last texts."""
+        """A row of held-out metrics, `eval_NAME/AGENT`; at W&B also their means over agents, and a table of
+        the last texts.
+        """
         if processes().is_main:
-            self.write({"iteration": iteration} | row)
+            self.write(dict(iteration=iteration, **row))
+            self.send(iteration, lambda _: {in_section(key): x for key, x in mean_over_agents(
+                row, read_jsonl(self.metrics), self.agents).items()})
             self.send(iteration, lambda wandb: {"samples": wandb.Table(
                 dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)})
 
     def write(self, row: dict[str, float]) -> None:
-        """At W&B held-out metrics have their mean over agents, too."""
         append_jsonl(self.metrics, [row])
-        means = {}
-        for name in {key.rpartition("/")[0] for key in row if key.startswith("eval_")}:
-            of_agents = [row[f"{name}/{agent}"] for agent in self.agents if f"{name}/{agent}" in row]
-            means |= {f"{name}/mean": fmean(of_agents)} if of_agents else {}
-        self.send(row["iteration"], lambda _: {in_section(key): x for key, x in (row | means).items()})
+        self.send(row["iteration"], lambda _: {in_section(key): x for key, x in row.items()})
 
     def send(self, iteration: int, values: Callable) -> None:
         """Sends what `values` returns, a dictionary, for the module wandb."""

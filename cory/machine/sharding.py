@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cory.config import Config
-from cory.distributed import processes
+from cory.machine.distributed import processes
 
 
 def shard(model, cfg: Config, whole: Collection[nn.Parameter] = ()) -> None:
