@@ -4,7 +4,7 @@ from cory.errors import exit_on_user_error
 
 IMDB_TINY = TINY | dict(model=f"{BUNDLED}imdb/lm", dataset=f"{BUNDLED}imdb/openings",
                         reward_model=f"{BUNDLED}imdb/classifier", learning_rate=2.2e-3, init_kl_coef=0.15,
-                        critic_learning_rate=5e-3, iterations=40, eval_every=10, save_every=10)
+                        critic_learning_rate=5e-3, iterations=40, eval_every=10)
 
 # `--preset NAME` changes these settings of ImdbConfig; the first is the default.
 PRESETS = {

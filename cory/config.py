@@ -43,11 +43,6 @@ def find(name: str):
         raise UserError(f"{name}: {error}; code is named as module:Name, without .py") from error
 
 
-def short_name(name: str) -> str:
-    """What logs and legends show of `module:Name`: its last part."""
-    return name.rpartition(":")[2]
-
-
 ABOVE_0 = 1e-30         # the minimum of settings that must be above 0
 
 
@@ -100,9 +95,8 @@ class Config:
     knowledge_transfer: bool = setting(True, "the observer sees the pioneer's response (paper: yes)")
     partner_reward: float = setting(
         1.0, "weight of the partner's task reward in what an agent is trained on; may be negative (paper: 1)")
-    share_weights: bool = setting(False, "one model plays both roles (paper: an option, to save memory)")
-    reset_on_exchange: bool = setting(
-        False, "reset Adam's moments and eta at each exchange of roles (paper: no; released code: yes)")
+    share_weights: bool = setting(
+        False, "one model plays all roles, and is trained in each (paper: an option, to save memory)")
     # rollout
     batch_size: int = setting(256, "responses per iteration and role (paper: IMDB 256, GSM8K 32)", min=1)
     responses_per_query: int = setting(
@@ -114,7 +108,7 @@ class Config:
         15, "maximum length of responses, in tokens (paper: not stated; released code for IMDB: 15)", min=1)
     temperature: float = each(
         1.0, "divides the logits, in sampling and in all log-probabilities alike (paper: 1)", min=ABOVE_0)
-    chat_template: bool = each(
+    chat_template: bool = setting(
         False, "put each prompt into the model's chat template, as a user's message")
     # the update
     advantage: str = each(
@@ -136,9 +130,11 @@ class Config:
         "constant", "learning-rate schedule: constant (paper), linear, cosine, or your own, given as "
         "module:function")
     mini_batch_size: int = each(
-        256, "maximum number of responses in a backward pass (paper: IMDB 256, GSM8K 2)", min=1)
+        256, "maximum number of responses in a backward pass; PPO's mini-batch is this times "
+        "gradient_accumulation_steps (paper: IMDB 256, GSM8K 2)", min=1)
     gradient_accumulation_steps: int = each(
-        1, "backward passes per Adam step (paper: IMDB 1, GSM8K 16)", min=1)
+        1, "backward passes per Adam step; PPO's mini-batch is this times mini_batch_size (paper: IMDB 1, "
+        "GSM8K 16)", min=1)
     num_ppo_epochs: int = each(4, "passes over a rollout in its update (paper: 4)", min=1)
     init_kl_coef: float = each(
         0.3, "initial value of eta, the weight of the KL penalty, in reward per nat (paper: IMDB 0.3, GSM8K "
@@ -156,8 +152,6 @@ class Config:
     gamma: float = each(1.0, "discount factor per token (paper: 1)", min=0, max=1)
     lam: float = each(0.95, "lambda of GAE (paper: 0.95)", min=0, max=1)
     cliprange: float = each(0.2, "clip range of the policy ratio (paper: 0.2)", min=ABOVE_0)
-    cliprange_high: float = each(
-        0.0, "upper clip range of the policy ratio, as in DAPO; 0: the same as cliprange (paper)", min=0)
     cliprange_value: float = each(
         0.2, "clip range of values, in units of reward (paper: 0.2)", min=ABOVE_0)
     vf_coef: float = each(0.1, "beta, the weight of the value loss (paper: 0.1)", min=0)
@@ -171,14 +165,12 @@ class Config:
     eval_every: int = setting(
         20, "iterations between evaluations; 0: evaluate only before and after training", min=0)
     save_every: int = setting(
-        50, "save a checkpoint after the first iteration and then every N; 0: no checkpoints", min=0)
+        10, "save a checkpoint after the first iteration and then every N; 0: no checkpoints", min=0)
     run_dir: str = setting("", "folder of this run; if empty, a new one under runs/")
     resume: bool = setting(False, "continue the run in run_dir from its last checkpoint")
     wandb: Literal["auto", "online", "offline", "disabled"] = setting(
         "auto", "logging to Weights & Biases (W&B); auto: online if an API key is found, else offline")
     wandb_project: str = setting(os.environ.get("WANDB_PROJECT", "cory"), "W&B project")
-    wandb_group: str = setting(os.environ.get("WANDB_RUN_GROUP", ""),
-                               "W&B group; if empty, task, method and preset")
 
     @property
     def rows_per_optimizer_step(self) -> int:
@@ -199,10 +191,10 @@ class Config:
         for f in fields(self):
             value, words, rules = getattr(self, f.name), get_args(f.type), f.metadata
             self.require(f.name, not words or value in words, f"choose from {', '.join(words)}")
-            # an int may stand for a float; a bool, though Python's is an int, for no number
-            kinds = {bool: bool, int: int, float: (int, float), str: str}.get(f.type, object)
-            is_right = isinstance(value, kinds) and (kinds in (bool, object) or not isinstance(value, bool))
-            self.require(f.name, is_right, f"must be {getattr(f.type, '__name__', f.type)}")
+            kind = (int, float) if f.type is float else f.type
+            # in Python a bool is an int, too
+            is_right = words or isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+            self.require(f.name, is_right, f"must be of type {getattr(kind, '__name__', 'float')}")
             if f.type in (int, float) and rules:
                 self.require(f.name, rules["min"] <= value <= rules["max"],
                              f"must be from {rules['min']} to {rules['max']}")
@@ -240,8 +232,7 @@ TINY = dict(batch_size=128, mini_batch_size=32, num_ppo_epochs=1, min_response_l
 
 # --- the command line ---
 # What may differ in a resumed run, since none of it changes what an iteration computes.
-FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project",
-                  "wandb_group"}
+FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project"}
 
 ABOUT = """Parentheses name the source of a setting, and its value there: the paper on CORY, the code that its
 authors released, or TRL, the library that their code uses. Defaults are those of the preset: add --preset
@@ -270,7 +261,8 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
     parser.set_defaults(preset=next(iter(presets)))
     # a first time for --preset and --resume, whose settings are what --help shows and other flags change
     given = parser.parse_args([word for word in argv if word not in ("-h", "--help")])
-    parser.set_defaults(**asdict(load_config(Path(given.run_dir))) if given.resume else presets[given.preset])
+    chosen = asdict(load_config(Path(given.run_dir))) if given.resume else presets[given.preset]
+    parser.set_defaults(**chosen)
     return config_class(**vars(parser.parse_args(argv)))
 
 

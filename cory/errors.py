@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 def exit_on_user_error(main):
-    """Decorator for scripts: a `UserError` becomes one line on stderr and exit status 2, Ctrl-C a hint."""
+    """Decorator for scripts: a `UserError` becomes one line on stderr and exit status 2; Ctrl-C is 130."""
     @functools.wraps(main)
     def run(*args, **kwargs):
         try:
@@ -24,7 +24,7 @@ def exit_on_user_error(main):
             sys.stderr.write(f"error: {error}\n")          # one write, so that processes' lines do not mix
             raise SystemExit(2) from None
         except KeyboardInterrupt:
-            raise SystemExit("interrupted; --resume --run_dir FOLDER goes on") from None
+            raise SystemExit(130) from None
     return run
 
 

@@ -1,6 +1,5 @@
 """Language models and classifiers from a local folder or the Hub."""
 import os
-from copy import copy
 
 import torch
 import transformers
@@ -16,7 +15,6 @@ TEXT = "a good film"            # what models are tested on
 NF4 = transformers.BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
-logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
@@ -31,7 +29,17 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         transformers.AutoModelForCausalLM, name, dtype=torch.bfloat16 if low else torch.float32,
         quantization_config=NF4 if cfg.load_in_4bit else None,
         device_map={"": device} if device.type == "cuda" else None)
-    model = with_settings(LanguageModel(lm, tokenizer), cfg)
+    ends = LanguageModel(lm, tokenizer).end_ids
+    if cfg.chat_template:               # one date in place of today's: prompts do not depend on the day
+        today = "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
+        tokenizer.chat_template = today + tokenizer.get_chat_template().removeprefix(today)
+        ends |= end_of_message(tokenizer)
+    # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
+    # final adapter's base has those of its authors until it is given these.
+    lm.generation_config = transformers.GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
+        pad_token_id=tokenizer.eos_token_id, do_sample=True, top_k=0)
+    model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
     model.requires_grad_(False)
     require_usable(model, name)
     if low:
@@ -39,21 +47,6 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         head.weight = nn.Parameter(head.weight.detach(), requires_grad=False)       # no longer tied
         head.float()
     return model
-
-
-def with_settings(base: LanguageModel, cfg: Config) -> LanguageModel:
-    """The same `lm` with the temperature and the chat template of these settings."""
-    tokenizer, ends = base.tokenizer, LanguageModel(base.lm, base.tokenizer).end_ids
-    if cfg.chat_template:               # one date in place of today's: prompts do not depend on the day
-        tokenizer, today = copy(tokenizer), "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
-        tokenizer.chat_template = today + tokenizer.get_chat_template().removeprefix(today)
-        ends |= end_of_message(tokenizer)
-    # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
-    # final adapter's base has those of its authors until it is given these.
-    rules = transformers.GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
-        pad_token_id=tokenizer.eos_token_id, do_sample=True, temperature=cfg.temperature, top_k=0)
-    return LanguageModel(base.lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature, rules)
 
 
 def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
@@ -88,9 +81,12 @@ def end_of_message(tokenizer) -> set[int]:
 
 @torch.no_grad()
 def require_usable(model: LanguageModel, name: str) -> None:
-    """Raises `UserError` unless the head's product with the hidden states of a left-padded text are the
-    logits that the model itself gives to the text alone.
+    """Raises `UserError` unless all layers are of attention, and the head's product with the hidden states of
+    a left-padded text are the logits that the model itself gives to the text alone.
     """
+    kinds = {*(getattr(model.lm.config.get_text_config(), "layer_types", None) or [])}
+    if model.lm._is_stateful or not kinds <= {"full_attention", "sliding_attention"}:
+        raise UserError("model", name, "layers other than full or sliding attention are not supported")
     ids_1L = torch.tensor([model.tokenizer(TEXT)["input_ids"]], device=model.device)
     padded, mask = (nn.functional.pad(x, (3, 0)) for x in (ids_1L, torch.ones_like(ids_1L)))
     out = model.lm.base_model(input_ids=padded, attention_mask=mask, position_ids=positions(mask))

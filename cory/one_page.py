@@ -25,8 +25,8 @@ from cory.loading import load_language_model
 
 SMALL = dict(iterations=6, batch_size=8, mini_batch_size=4, learning_rate=1e-4)     # a minute on two cores
 HAS = dict(device="cpu", dtype="float32", lora_rank=0, chat_template=False, advantage="gae", critic="linear",
-           shard=False, loss="ppo", cliprange_high=0, save_every=0, kl_controller="adaptive",
-           loss_mean="tokens", kl_in="reward", share_weights=False, reset_on_exchange=False, wandb="disabled")
+           shard=False, loss="ppo", save_every=0, kl_controller="adaptive", loss_mean="tokens",
+           kl_in="reward", share_weights=False, wandb="disabled")
 
 
 def train(cfg):

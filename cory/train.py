@@ -1,8 +1,7 @@
 """The methods, side by side: what PPO does, and what CORY adds to it."""
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
-from itertools import cycle, islice
-from pathlib import Path
 from statistics import fmean
 from typing import Callable, Sequence
 
@@ -10,13 +9,13 @@ import torch
 from torch import Tensor
 
 from cory.config import Config
-from cory.machine.distributed import launched
+from cory.machine.distributed import launched, processes
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import ppo_update
-from cory.run.record import Record, Turn
-from cory.run.setup import Setup, held, new_run_dir
+from cory.run.experiment import Experiment
+from cory.run.record import Record, Turn, held, run_folder
 from cory.tasks.task import Task
 
 
@@ -30,6 +29,7 @@ class Ppo:
     iteration: the present one, 1, 2, ..., or 0 before training. training: false in held-out evaluation.
     """
     agent_names = ("llm1",)
+    frozen = ()                 # agents that are never trained: no mean over agents counts them
     roles = ("pioneer",)        # in the order in which they respond
     iteration, training = 0, False
 
@@ -83,11 +83,6 @@ class Ppo:
             if self.evaluation_is_due(iteration):
                 record.evaluate(iteration)
 
-            # DIFFERS: at an exchange the released code always does
-            if cfg.reset_on_exchange and self.exchange_follows(iteration):
-                for agent in agents:
-                    agent.reset()
-
             record.save_if_due(iteration)
 
     def cast(self, agents: Sequence, iteration: int) -> list:
@@ -96,13 +91,8 @@ class Ppo:
         It must not depend on when it is called: it is asked for other iterations, too, and for agents' names.
         """
         every = self.cfg.role_exchange_every
-        first = (iteration - 1) // every % len(agents) if every else 0
-        return [*islice(cycle(agents), first, first + len(self.roles))]
-
-    def exchange_follows(self, iteration: int) -> bool:
-        """Whether roles move after an iteration; with `--share_weights true`, whether they would."""
-        names = self.agent_names
-        return self.cast(names, iteration) != self.cast(names, iteration + 1)
+        exchanges = (iteration - 1) // every if every else 0
+        return [agents[(exchanges + role) % len(agents)] for role in range(len(self.roles))]
 
     def evaluation_is_due(self, iteration: int) -> bool:
         cfg = self.cfg
@@ -184,11 +174,12 @@ class Cory(Ppo):
 def train(cfg: Config) -> Record:
     """Runs the method that `cfg.method` names, from the start or the last checkpoint to the end."""
     with launched(asdict(cfg)):
-        setup = Setup(cfg, Path(cfg.run_dir) if cfg.resume else new_run_dir(cfg))
-        agents = setup.new_agents()
-        with held(setup.run_dir):
-            record = Record(setup, agents)
+        run_dir = run_folder(cfg)
+        with held(run_dir) if processes().is_main else nullcontext():
+            run = Experiment(cfg, run_dir)
+            agents = run.new_agents()
+            record = Record(run, agents)
             with record.logger:
-                setup.method.train(agents, record)
+                run.method.train(agents, record)
                 record.finish()
     return record

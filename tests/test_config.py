@@ -21,7 +21,7 @@ from cory.train import Cory, train
 # Tables of the paper; PPO and CORY alike.
 OF_BOTH = dict(gamma=1.0, lam=0.95, cliprange=0.2, cliprange_value=0.2, vf_coef=0.1, role_exchange_every=5,
                iterations=100, kl_penalty="full", kl_in="reward", advantage="gae", partner_reward=1.0,
-               knowledge_transfer=True, max_grad_norm=0.0, temperature=1.0, cliprange_high=0.0)
+               knowledge_transfer=True, max_grad_norm=0.0, temperature=1.0)
 GPT2_LARGE = OF_BOTH | dict(
     model="gpt2-large", reward_model="lvwerra/distilbert-imdb", dataset="stanfordnlp/imdb", batch_size=256,
     learning_rate=1.41e-5, mini_batch_size=256, gradient_accumulation_steps=1, num_ppo_epochs=4,

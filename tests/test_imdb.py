@@ -119,19 +119,21 @@ def test_a_texts_reward_is_the_models_own_logit_of_it_alone(kind, side, tmp_path
     assert SentimentReward(str(tmp_path), CPU)(texts) == pytest.approx(alone, abs=1e-5)
 
 
-def test_of_a_long_text_the_beginning_is_scored_and_the_share_is_a_metric():
-    classifier, more = SentimentReward(str(CLASSIFIER), CPU), 20 * " a"
+def test_a_text_that_is_longer_than_the_classifier_reads_is_refused():
+    classifier = SentimentReward(str(CLASSIFIER), CPU)
     classifier.tokenizer.model_max_length = 12
-    task, _ = imdb(["a"], ["a"], reward_model=classifier, eval_queries=1)
-    good, bad, short = task.reward(3 * ["film"], [f"{more} good", f"{more} bad", " bad"]).tolist()
-    assert good == pytest.approx(bad, abs=1e-5) and abs(good - short) > 1e-3
-    assert task.metrics(2 * ["film"], [more, " bad"]) == {"reward_truncated": 0.5}
+    assert len(classifier([10 * " a"])) == 1
+    with pytest.raises(UserError, match="reward_model is .*: reads 12 tokens, but a text has 13"):
+        classifier(["a", 11 * " a"])
 
 
 def test_a_control_token_that_a_text_spells_out_is_text():
     classifier = SentimentReward(str(CLASSIFIER), CPU)
-    control, plain = classifier.tokenizer.all_special_ids, classifier.encode(["film"])["input_ids"][0]
-    spelled, = classifier.encode([f"film {' '.join(classifier.tokenizer.all_special_tokens)}"])["input_ids"]
+    seen, control = [], classifier.tokenizer.all_special_ids
+    classifier.model.register_forward_pre_hook(
+        lambda _, args, named: seen.extend(named["input_ids"].tolist()), with_kwargs=True)
+    classifier([f"film {' '.join(classifier.tokenizer.all_special_tokens)}", "film"])
+    spelled, plain = sorted(seen, key=len, reverse=True)
     assert control and len(spelled) > len(plain)
     assert [x for x in spelled if x in control] == [x for x in plain if x in control]
 

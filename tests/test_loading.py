@@ -43,7 +43,7 @@ def test_a_row_of_a_model_that_is_taken_does_not_depend_on_its_batch(kind, tmp_p
     have drawn from for each row alone.
     """
     model = load(save_model(kind, tmp_path, **USABLE[kind]))
-    model.generation_config.eos_token_id = list(range(0, 257, 12))           # so that rows end
+    model.lm.generation_config.eos_token_id = list(range(0, 257, 12))           # so that rows end
     prompts = ["a", "a longer prompt than that", "xyz"] * 4
     drawn = sample(model, prompts, prompts, 12,
                    torch.rand(12, 12, dtype=torch.float64))

@@ -11,7 +11,7 @@ from toys import settings
 from cory.run.log import Logger, read_jsonl
 
 VALUES = {"task_reward/llm1": 1.0, "kl/llm1": 2.5, "kl/llm2": 3.0, "seconds": 4.0, "copies": 0.5}
-HELD_OUT = {"eval_kl/llm1": 0.1, "eval_kl/llm2": 0.3}
+HELD_OUT = {"eval_kl/llm1": 0.1, "eval_kl/llm2": 0.3, "eval_kl/mean": 0.2}
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def a_log(folder: Path, done: int = 0, wandb_id: str = "") -> Logger:
-    cfg = settings(wandb="auto", method="chain:Chain", wandb_group="mine", wandb_project="ours")
+    cfg = settings(wandb="auto", method="chain:Chain", wandb_project="ours")
     return Logger(cfg, ["llm1", "llm2"], folder, done, wandb_id)
 
 
@@ -39,13 +39,13 @@ def add(to: Logger, *iterations: int) -> None:
             to.evaluation(i, HELD_OUT)
 
 
-def test_a_log_has_its_files_and_at_wandb_means_beside_the_agents(folder, monkeypatch):
+def test_a_log_has_its_files_and_goes_to_wandb(folder, monkeypatch):
     logged, write = {}, wandb.Run.log
     monkeypatch.setattr(wandb.Run, "log", lambda run, row, step: (
         logged.setdefault(step, {}).update(row), write(run, row, step=step)))
     with a_log(folder) as first:
         add(first, 0, 1, 2, 3)
-        assert first.bar.desc.startswith("Chain") and first.bar.postfix == "reward=1.00 / nan, KL=2.50 / 3.00"
+        assert first.bar.desc.startswith("chain:Chain") and first.bar.postfix == "reward=1.00 / nan, KL=2.50 / 3.00"
     rows = read_jsonl(folder / "metrics.jsonl")
     assert rows == [{"iteration": 0, "eval_kl/base": 0.0, "eval_x/base_team": 0.5}] + [
         {"iteration": i} | row for i in (1, 2, 3) for row in (VALUES, HELD_OUT)]
@@ -55,7 +55,7 @@ def test_a_log_has_its_files_and_at_wandb_means_beside_the_agents(folder, monkey
         "train/copies": 0.5, "train/seconds": 4.0, "eval/kl/llm1": 0.1, "eval/kl/llm2": 0.3,
         "eval/kl/mean": 0.2}
     of_run = first.wandb
-    assert (of_run.project, of_run.group, of_run.name) == ("ours", "mine", "a run") and of_run.offline
+    assert (of_run.project, of_run.group, of_run.name) == ("ours", "", "a run") and of_run.offline
     assert of_run.config["method"] == "chain:Chain"
     with a_log(folder, 2, first.wandb_id) as again:
         assert again.bar.n == 2 and again.wandb.id == of_run.id
@@ -75,6 +75,38 @@ def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkey
     add(a_log(folder, 2), 3)
     assert capsys.readouterr().out.count("W&B: no network; the run goes on\n") == 2
     assert len(read_jsonl(folder / "metrics.jsonl")) == 7
+
+
+def test_without_a_network_a_run_is_offline_and_wandbs_variables_hold(folder, monkeypatch, capsys):
+    """A run of the user's that is active stays so."""
+    of_user, init, modes = wandb.init(mode="offline", dir=folder), wandb.init, []
+
+    def without_network(mode, **named):
+        modes.append(mode)
+        if mode == "online":
+            raise wandb.errors.CommError("no network")
+        return init(mode=mode, **named)
+
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    monkeypatch.setattr("wandb.init", without_network)
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    monkeypatch.setenv("WANDB_NAME", "named")
+    with a_log(folder) as log:
+        assert (log.wandb.group, log.wandb.name, modes) == ("mine", "named", ["online", "offline"])
+    assert capsys.readouterr().out.startswith("W&B: offline, since no network\nW&B: wandb sync '")
+    assert wandb.run is of_user
+    of_user.finish()
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with a_log(folder) as log:
+        assert log.wandb is None
+
+
+def test_a_policy_that_is_not_the_one_sampled_from_is_named_once(folder, capsys):
+    with a_log(folder) as log:
+        for i in (1, 2, 3):
+            log.iteration(i, VALUES | {"sampling_gap/llm1": 0.1 * (i > 1)}, [])
+    said = capsys.readouterr().out
+    assert said.count("sampling_gap exceeds rounding") == 1
 
 
 def test_the_project_of_the_environment_is_the_default():

@@ -51,7 +51,7 @@ def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     bare = finished(small_flags, tmp_path / "bare", *without, "--iterations", 3)
     ppo = finished(small_flags, tmp_path / "ppo", "--method", "ppo", "--iterations", 3)
     for a, b in zip(rows(bare), rows(ppo), strict=True):
-        assert a | b == a
+        assert a | {key: x for key, x in b.items() if not key.endswith("/mean")} == a
     first, seeing = training_rows(bare)[0], training_rows(whole)[0]     # by untouched models
     assert first["task_reward/llm1"] != first["task_reward/llm2"] != seeing["task_reward/llm2"]
 
@@ -89,18 +89,17 @@ def test_one_model_can_play_both_roles(small_flags, tmp_path):
     assert [first["kl_coef/llm1"], second["kl_coef/llm1"]] == pytest.approx([0.15, 0.15 * (1 - 0.2 * 8 / 20)])
 
 
-def test_exchanges_keep_moments_and_kl_coefficients_unless_they_reset_them(whole, small_flags, tmp_path):
+def test_exchanges_keep_moments_and_kl_coefficients(whole):
     """Exchanges come after iterations 2 and 4."""
-    folder = finished(small_flags, tmp_path / "r", "--reset_on_exchange", "--iterations", 3)
     for agent in ("llm1", "llm2"):
-        kept, reset = ([row[f"kl_coef/{agent}"] for row in training_rows(path)] for path in (whole, folder))
-        assert reset[0] == reset[2] == 0.15 not in (reset[1], *kept[1:])
-    for path, has_moments in ((whole, True), (folder, False)):
-        exchanged = saved_tensors(checkpoints_of(path)[1])
-        assert any("/adam/" in key for key in exchanged) == has_moments
+        etas = [row[f"kl_coef/{agent}"] for row in training_rows(whole)]
+        assert etas[0] == 0.15 not in etas[1:]
+    assert any("/adam/" in key for key in saved_tensors(checkpoints_of(whole)[1]))
 
 
 class Frozen(Cory):
+    frozen = ("llm2",)
+
     def update(self, role, agent, rollout, score):
         return super().update(role, agent, rollout, score) if agent.name == "llm1" else {}
 
@@ -127,8 +126,8 @@ def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
     agents = [Agent(name, bigram(), settings(lora_rank=2, seed=seed), i)
               for seed in (0, 1) for i, name in enumerate(["llm1", "llm2"])]
     for iteration in range(6):
-        setup = SimpleNamespace(cfg=settings())
-        Record.begin(SimpleNamespace(setup=setup, agents=[], method=setup, task=setup), iteration)
+        record = SimpleNamespace(cfg=settings(), agents=[], method=SimpleNamespace(), task=SimpleNamespace())
+        Record.begin(record, iteration)
         seeds.append(torch.initial_seed())
     assert len({0, *seeds}) == 11
     drawn = [agent.generator().random() for agent in agents for _ in range(3)]
@@ -201,7 +200,7 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
 @pytest.mark.parametrize("setting", ["advantage", "critic", "loss", "lr_schedule", "kl_controller"])
 def test_a_name_of_no_code_is_refused_before_a_model_is_loaded(
         setting, small_flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("cory.run.setup.load_language_model", None)
+    monkeypatch.setattr("cory.run.experiment.load_language_model", None)
     words = [*small_flags, f"--{setting}", "nowhere:x", "--run_dir", tmp_path / "r"]
     assert "nowhere:x: No module named 'nowhere'" in error_line(train_imdb.main, words, capsys)
 
@@ -234,21 +233,6 @@ TASK = SimpleNamespace(
     pioneer_prompts=lambda queries: [f"{query}:" for query in queries],
     observer_prompts=lambda queries, texts: [f"{query} {text}:" for query, text in zip(queries, texts)],
     reward=lambda queries, texts: torch.tensor([REWARD[text] for text in texts]))
-
-
-class Scheduled(Cory):
-    def cast(self, agents, iteration):
-        return [*agents] if iteration < 3 else [*agents][::-1]
-
-
-def test_agents_are_reset_where_roles_really_move():
-    def of(kind, **changes):
-        method = kind(settings(**changes), None)
-        return [i for i in range(1, 7) if method.exchange_follows(i)]
-
-    assert of(Scheduled) == [2] and of(Ppo) == of(Cory, role_exchange_every=0) == []
-    for shared in (False, True):                            # then where roles would move
-        assert of(Cory, role_exchange_every=2, share_weights=shared) == [2, 4, 6]
 
 
 class Three(Cory):

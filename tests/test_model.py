@@ -11,7 +11,7 @@ from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts
-from cory.run.setup import Setup
+from cory.run.experiment import Experiment
 from train_imdb import PRESETS
 
 
@@ -71,7 +71,8 @@ def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, 
     before = model.response_hidden(*encode_prompts(model, prompts, 3), response)
     model.store_in_bfloat16()
     assert torch.equal(before, model.response_hidden(*encode_prompts(model, prompts, 3), response))
-    run = Setup(parse(ImdbConfig, PRESETS, [*small_flags, "--dtype", "bfloat16", "--seed", "5"]), tmp_path)
+    cfg = parse(ImdbConfig, PRESETS, [*small_flags, "--dtype", "bfloat16", "--seed", "5"])
+    run = Experiment(cfg, tmp_path)
     (agent, _) = run.new_agents()
     for name, p in run.bases["base"].lm.named_parameters():
         in_a_product = name.startswith("transformer.h.") and p.dim() == 2

@@ -139,7 +139,7 @@ def test_the_page_reads_or_refuses_each_setting():
     code = "".join(path.read_text() for path in (SOURCE, *tasks.glob("*.py")))
     # read by `parse` or as `rows_per_optimizer_step`; nothing without LoRA, an evaluation, a folder or W&B
     others = {"preset", "mini_batch_size", "gradient_accumulation_steps", "load_in_4bit", "eval_samples",
-              "resume", "wandb_project", "wandb_group", "save_best", "gradient_checkpointing",
+              "resume", "wandb_project", "gradient_checkpointing",
               "eval_every", "run_dir"}
     for config_class, _ in EXPERIMENTS.values():
         unknown = {f.name for f in fields(config_class)} - {*one_page.HAS} - others

@@ -67,6 +67,8 @@ def test_losses_of_the_recipe_by_hand(tmp_path):
         loss_BT, metrics = own["gspo"](*given)                  # ratios exp(0.2), exp(-0.5): both clipped
         torch.testing.assert_close(loss_BT * mask_BT, f([[-1.1, -1.1], [0.9, 0]]))
         assert (metrics["clip_fraction"] * mask_BT).tolist() == [[1, 1], [1, 0]]
+        loss_BT, _ = own["clip_higher"](*given)                 # exp(0.3) above 1.28
+        torch.testing.assert_close(loss_BT * mask_BT, f([[-1.28, -1.1051709], [0.9, 0]]))
         loss_BT, metrics = own["entropy_bonus"](*given)
         torch.testing.assert_close(loss_BT, metrics["policy_loss"] - weight * entropy_BT)
         assert metrics["policy_loss"][0, 1] == pytest.approx(-1.1)      # exp(0.1), clipped

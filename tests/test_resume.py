@@ -127,9 +127,12 @@ def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(copy, monkeypatch)
     assert (copy / "final").exists() and not (copy / "eval.json").exists()
 
 
-def test_without_a_checkpoint_a_run_begins_anew(copy):
+def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, capsys):
     whole = rows(copy)
     shutil.rmtree(copy / "checkpoints")
+    refused = error_line(train_imdb.main, ["--resume", "--run_dir", copy], capsys)
+    assert "holds a run that is finished and has no checkpoint" in refused
+    (copy / "eval.json").unlink()
     resume(copy)
     assert rows(copy) == whole
 
@@ -163,7 +166,7 @@ def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):
 
 def test_a_folder_in_use_is_refused_until_its_run_ends(copy, small_flags, tmp_path, capsys):
     """The lock is another process's, which is then killed; it leaves no file."""
-    code = "import sys; from pathlib import Path; from cory.run.setup import held\n" \
+    code = "import sys; from pathlib import Path; from cory.run.record import held\n" \
            "with held(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
     before = {path.name for path in copy.iterdir()}
     with subprocess.Popen([sys.executable, "-c", code, copy], stdin=-1, stdout=-1) as other:
@@ -176,10 +179,12 @@ def test_a_folder_in_use_is_refused_until_its_run_ends(copy, small_flags, tmp_pa
     resume(copy, "--iterations", 4)                         # a run that has ended in this process holds none
 
 
-def test_ctrl_c_says_how_to_go_on(small_flags, tmp_path, monkeypatch):
+def test_ctrl_c_says_how_to_go_on(small_flags, tmp_path, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Ppo, "scores", interrupted)
-    with pytest.raises(SystemExit, match="interrupted; --resume --run_dir FOLDER goes on"):
+    with pytest.raises(SystemExit) as stop:
         finished(small_flags, tmp_path / "run", *PPO)
+    assert stop.value.code == 130
+    assert capsys.readouterr().out.endswith(f" --resume --run_dir {tmp_path / 'run'}\n")

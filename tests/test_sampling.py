@@ -54,7 +54,7 @@ def test_a_prompt_must_leave_the_response_room():
 def test_every_end_of_turn_that_the_model_knows_ends_a_response(listed, ends):
     """A chat model may end its turn with another token than its tokenizer's EOS."""
     model = bigram(path_model(*"fedcba."))
-    model.generation_config = GenerationConfig(eos_token_id=listed)
+    model.lm.generation_config = GenerationConfig(eos_token_id=listed)
     assert model.end_ids == ends
     assert sampled(model, ["f"], 9).text == [{6: "edcba", 0: "edcba", 2: "edc"}[min(ends)]]
 

@@ -8,6 +8,7 @@ import torch
 from toys import bigram, error_line, settings
 
 import train_imdb
+from cory.errors import UserError
 from cory.tasks.data import Data, divided, load_columns
 from cory.tasks.task import Task
 
@@ -104,6 +105,14 @@ def test_rewards_are_one_number_a_response(values):
     task.reward_of = lambda queries, responses: values
     reward = task.reward(["a", "c"], ["b", "d"])
     assert reward.tolist() == [0.5, -2] and reward.dtype == torch.float32 and not reward.requires_grad
+
+
+@pytest.mark.parametrize("answer", [[0.5], ([0.5, 1.0], {"praise": [0.5, 1.0, 2.0]})])
+def test_another_number_of_rewards_than_of_responses_is_refused(answer):
+    task = letters()
+    task.reward_of = lambda queries, responses: answer
+    with pytest.raises(UserError, match="reward_of gave [13] numbers for 2 responses"):
+        task.reward(["a", "c"], ["b", "d"])
 
 
 def test_the_parts_of_a_reward_are_means_by_name():

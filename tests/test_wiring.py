@@ -176,7 +176,7 @@ EFFECTS = {                 # by base, and by where they act first; `-`: nowhere
     ("ppo", "update 1"):
         "lora_rank=2 advantage=reinforce learning_rate=0.1 critic_learning_rate=0.1 mini_batch_size=1 "
         "gradient_accumulation_steps=2 num_ppo_epochs=1 kl_in=loss gamma=0.5 lam=0.1 cliprange=0.001 "
-        "cliprange_high=0.001 cliprange_value=0.001 vf_coef=1 max_grad_norm=0.01 loss=test_wiring:plain "
+        "cliprange_value=0.001 vf_coef=1 max_grad_norm=0.01 loss=test_wiring:plain "
         "critic=test_wiring:Nine",
     ("short", "update 1"): "loss_mean=constant",
     ("ppo", "rewards 2"): "kl_penalty=k1",
@@ -191,7 +191,6 @@ EFFECTS = {                 # by base, and by where they act first; `-`: nowhere
     ("cory", "responses 1"): "share_weights=true",
     ("cory", "held out, scores 1"): "partner_reward=0.5",
     ("cory", "scores 1"): "method=ppo",
-    ("cory", "update 2"): "reset_on_exchange=true",
     ("cory", "responses 2"): "role_exchange_every=0",
     ("imdb", "held out, rewards 1"): "reward_model={swapped}",
     ("imdb", "held out, queries 1"): "min_query_length=7 max_query_length=3",
@@ -199,7 +198,7 @@ EFFECTS = {                 # by base, and by where they act first; `-`: nowhere
     ("gsm8k", "held out, responses 1"): "one_shot=true"}
 ELSEWHERE = {
     "preset": "only names the settings", "run_dir": "where files are written", "wandb": "test_log",
-    "wandb_project": "test_log", "wandb_group": "test_log", "resume": "test_resume",
+    "wandb_project": "test_log", "resume": "test_resume",
     "save_every": "test_resume",
     "eval_every": "test_methods", "shard": "test_distributed", "gradient_checkpointing": "test_model",
     "device": "needs a GPU", "load_in_4bit": "needs bitsandbytes"}

@@ -12,7 +12,9 @@ from cory.config import Config
 
 def resolve_auto(cfg: Config) -> tuple[Config, torch.device]:
     """The settings with `auto` replaced by what this machine has, and the device."""
-    on_gpu = cfg.device == "cuda" or cfg.device == "auto" and torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
+    cfg.require("device", has_gpu or cfg.device != "cuda", "PyTorch finds no CUDA GPU here; use cpu")
+    on_gpu = has_gpu and cfg.device != "cpu"
     if cfg.dtype == "auto":
         has_bfloat16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
         cfg = replace(cfg, dtype="bfloat16" if has_bfloat16 else "float32")

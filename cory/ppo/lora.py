@@ -65,11 +65,10 @@ def switch_to(lm: nn.Module, name: str | None) -> None:
 
 @contextmanager
 def as_found(lm: nn.Module) -> Iterator[None]:
-    """A block that leaves each adapter's requires_grad as it was. peft freezes those that are not in use, but
-    a pending backward pass may still need them; and it thaws the one in use, which may be frozen on purpose.
+    """A block that leaves each requires_grad as it was. peft freezes adapters that are not in use, but a
+    pending backward pass may still need them; and it thaws the one in use, which may be frozen on purpose.
     """
-    of_all = [p for weights in getattr(lm, "adapters", {}).values() for p in weights.values()]
-    before = [p.requires_grad for p in of_all]
+    before = {p: p.requires_grad for p in lm.parameters()}
     yield
-    for p, was in zip(of_all, before, strict=True):
+    for p, was in before.items():
         p.requires_grad_(was)

@@ -20,35 +20,34 @@ from cory.ppo.lora import add_adapter, load_adapter, switch_to
 
 
 class LanguageModel(nn.Module):
-    """A Hugging Face causal LM with its tokenizer, rules of generation and perhaps an adapter's name. `lm` is
-    shared by bases of other settings and all adapters: call this module, not `lm`. Dropout is off, so that
-    sampling and updates use one pi.
+    """A Hugging Face causal LM with its tokenizer, a temperature, and perhaps the name of an adapter. `lm` is
+    shared by all temperatures and adapters: call this module, not `lm`. Dropout is off, so that sampling and
+    updates use one pi.
 
     DIFFERS: the released code samples and trains with dropout after its first update.
     """
 
     def __init__(self, lm: nn.Module, tokenizer, dtype: str = "float32", chat_template: bool = False,
-                 temperature: float = 1.0, generation_config=None, adapter: str | None = None):
+                 temperature: float = 1.0, adapter: str | None = None):
         super().__init__()
-        self.lm, self.tokenizer, self.dtype = lm.eval(), tokenizer, dtype
-        self.chat_template, self.temperature, self.adapter = chat_template, temperature, adapter
-        self.generation_config = generation_config or lm.generation_config
+        self.lm, self.tokenizer, self.dtype, self.chat_template = lm.eval(), tokenizer, dtype, chat_template
+        self.temperature, self.adapter = temperature, adapter
+
+    def around(self, lm: nn.Module, temperature: float, adapter: str | None = None) -> "LanguageModel":
+        """The same, but for these."""
+        return LanguageModel(lm, self.tokenizer, self.dtype, self.chat_template, temperature, adapter)
 
     def new_policy(self, name: str, cfg: Config) -> "LanguageModel":
         """What an agent samples from and trains: a new adapter on this base, or a copy of it."""
         if not cfg.lora_rank:
-            return self.like_this(copy.deepcopy(self.lm))
+            return self.around(copy.deepcopy(self.lm), self.temperature)
         add_adapter(self.lm, name, cfg)
-        return self.like_this(self.lm, name)
+        return self.around(self.lm, self.temperature, name)
 
     def saved_policy(self, name: str, folder: Path) -> "LanguageModel":
         """The policy whose adapter on this base lies in `folder`."""
         load_adapter(self.lm, name, folder)
-        return self.like_this(self.lm, name)
-
-    def like_this(self, lm: nn.Module, adapter: str | None = None) -> "LanguageModel":
-        return LanguageModel(lm, self.tokenizer, self.dtype, self.chat_template, self.temperature,
-                             self.generation_config, adapter)
+        return self.around(self.lm, self.temperature, name)
 
     def activate(self) -> None:
         """From here on `lm` computes with this model's adapter, or with none."""
@@ -72,7 +71,7 @@ class LanguageModel(nn.Module):
     @property
     def end_ids(self) -> set[int]:
         """Tokens that end a response: EOS, and any others in generation_config, as for chat models."""
-        more = self.generation_config.eos_token_id
+        more = self.lm.generation_config.eos_token_id
         return {self.tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
 
     def weights(self) -> dict[str, nn.Parameter]:

@@ -3,6 +3,8 @@
 Shapes as in `cory.ppo.model`.
 """
 from dataclasses import replace
+from functools import partial
+from typing import Callable
 
 import torch
 from torch import Tensor, nn
@@ -18,37 +20,48 @@ from cory.ppo.rollout import Rollout, join, max_length, passes, real_ids, take
 
 # Tokens between checks for finished rows, the loop's only GPU sync.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
-# Keys and values of the rows that are sampled together.
-MAX_CACHE_BYTES = {"cpu": 2**31, "cuda": 2**34}
+# Keys, values and probabilities of the rows that are sampled together.
+MAX_BYTES = {"cpu": 2**29, "cuda": 2**34}
 
 
 def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_new_tokens: int) -> Rollout:
     """`a ~ pi_agent(. | prompt)` for each prompt, with log-probabilities, KL and values. The responses to k
     consecutive prompts, k = `responses_per_query`, form a group.
-
-    Each process generates its rows, as many at a time as their keys and values fit; all then receive the
-    whole rollout.
     """
     policy, cfg, B = agent.policy, agent.cfg, len(prompts)
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
-    size = rows_at_once(policy, max(map(len, policy.encode(prompts))) + max_new_tokens)
+    score = partial(score_rollout, policy=policy, reference=agent.base, kl_penalty=cfg.kl_penalty,
+                    max_rows=cfg.mini_batch_size, critic=agent.critic)
+    with unsharded(policy, agent.base):
+        rollout = generate(policy, prompts, queries, max_new_tokens, uniform_TB, score).to(policy.device)
+    return replace(rollout, group_B=torch.arange(B, device=policy.device) // cfg.responses_per_query)
+
+
+def generate(model: LanguageModel, prompts: list[str], queries: list[str], max_new_tokens: int,
+             uniform_TB: Tensor | None, score: Callable[[Rollout], Rollout]) -> Rollout:
+    """A response to each prompt, as `sample` gives it and `score` completes it. Each process generates its
+    rows, as many at a time as their keys and values fit; all then receive the whole rollout, on the CPU.
+    """
+    B = len(queries)
+    if not isinstance(prompts, list) or len(prompts) != B:
+        raise UserError("prompts", prompts[:60], f"must be a list of {B} prompts, one for each query")
+    size = rows_at_once(model, max(map(len, model.encode(prompts))) + max_new_tokens)
     mine = range(B)[processes().rows(B)]
     chunks = []
-    with unsharded(policy, agent.base):
-        for start in mine[::size]:
-            rows = slice(start, min(start + size, mine.stop))
-            chunk = sample(policy, prompts[rows], queries[rows], max_new_tokens, uniform_TB[:, rows])
-            chunks.append(score_rollout(chunk, policy, agent.base, cfg.kl_penalty, cfg.mini_batch_size,
-                                        agent.critic))
-    rollout = join(processes().gather([chunk.to("cpu") for chunk in chunks])).to(policy.device)
-    return replace(rollout, group_B=torch.arange(B, device=policy.device) // cfg.responses_per_query)
+    for start in mine[::size]:
+        rows = slice(start, min(start + size, mine.stop))
+        of_rows = None if uniform_TB is None else uniform_TB[:, rows]
+        chunk = sample(model, prompts[rows], queries[rows], max_new_tokens, of_rows)
+        chunks.append(score(chunk).to("cpu"))
+    return join(processes().gather(chunks))
 
 
 def rows_at_once(model: LanguageModel, length: int) -> int:
     """How many rows of this length, in tokens, are sampled together."""
     layers = getattr(model.lm.config.get_text_config(), "num_hidden_layers", 1)
-    row_bytes = 2 * 4 * layers * model.head.in_features * length    # float32, without grouped queries
-    return max(1, MAX_CACHE_BYTES[model.device.type] // row_bytes)
+    cache_bytes = 2 * 4 * layers * model.head.in_features * length      # float32, without grouped queries
+    draw_bytes = (4 + 4 + 8) * model.head.out_features
+    return max(1, MAX_BYTES[model.device.type] // (cache_bytes + draw_bytes))
 
 
 # --- sampling ---
@@ -78,24 +91,27 @@ def decode(model: LanguageModel, prompt_ids: list[list[int]], response_ids: list
     return [text[len(prompt):] for prompt, text in zip(texts(prompt_ids), whole, strict=True)]
 
 
-def draw(logp_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logp_BV: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token per row by inverse-transform sampling, and its log-probability `log(p_v / sum_u p_u)`. The
     token is the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`, so that p, if it is edited, may have
-    any sum.
+    any sum; without uniform numbers it is the most probable one.
 
     In float64, because float32 would miss the many tokens with p below 6e-8.
     """
     p_BV = logp_BV.softmax(-1)              # softmax(log p) = p
     cumulative_BV = p_BV.cumsum(-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:]
-    # rounding may give uniform * total = total, beyond every token
-    largest_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
-    threshold_B1 = (uniform_B[:, None] * total_B1).minimum(largest_B1)
-    # right=True: strictly above the threshold, so never a token of probability 0
-    token_B = torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1)
-    token_B = token_B.clamp(max=logp_BV.shape[1] - 1)       # where all is NaN
-    drawn_B1 = p_BV.gather(1, token_B[:, None]) / total_B1
-    return token_B, drawn_B1.squeeze(1).log().to(logp_BV.dtype)
+    if uniform_B is None:
+        token_B1 = p_BV.argmax(-1, keepdim=True)
+    else:
+        # rounding may give uniform * total = total, beyond every token
+        largest_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+        threshold_B1 = (uniform_B[:, None] * total_B1).minimum(largest_B1)
+        # right=True: strictly above the threshold, so never a token of probability 0
+        token_B1 = torch.searchsorted(cumulative_BV, threshold_B1, right=True)
+        token_B1 = token_B1.clamp(max=logp_BV.shape[1] - 1)         # where all is NaN
+    drawn_B1 = p_BV.gather(1, token_B1) / total_B1
+    return token_B1.squeeze(1), drawn_B1.squeeze(1).log().to(logp_BV.dtype)
 
 
 @torch.no_grad()
@@ -124,10 +140,7 @@ def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new
         for t in range(max_new_tokens):
             hidden_RLH, cache = model.hidden_states(ids_RL, mask_RL, position_ids_RL, cache)
             logp_RV = model.logprobs(hidden_RLH[:, -1])
-            if uniform_TB is None:
-                drawn_logp_R, token_R = logp_RV.max(-1)
-            else:
-                token_R, drawn_logp_R = draw(logp_RV, uniform_TB[t, row_R])
+            token_R, drawn_logp_R = draw(logp_RV, None if uniform_TB is None else uniform_TB[t, row_R])
             token_R = token_R.where(running_R, 0)
             response_BT[row_R, t] = token_R
             mask_BT[row_R, t] = running_R.float()

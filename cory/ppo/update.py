@@ -3,6 +3,7 @@
     rollout -> token rewards -> advantages -> mini-batches -> loss of each token -> gradient -> Adam
 """
 import math
+import warnings
 from collections import defaultdict
 from dataclasses import replace
 from statistics import fmean
@@ -90,10 +91,9 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor, val
     are some of a step's rows, by their lengths: nothing here may relate one row to another.
     """
     cfg = agent.cfg
-    high = cfg.cliprange_high or cfg.cliprange
     loss_BT, is_clipped_BT = policy_loss(
         log_ratio_BT=logp_BT - rows.logp_BT, advantage_BT=rows.advantage_BT, mask_BT=rows.mask_BT,
-        low=cfg.cliprange, high=high)
+        low=cfg.cliprange, high=cfg.cliprange)
     metrics = {"policy_loss": loss_BT, "entropy": entropy_BT, "clip_fraction": is_clipped_BT,
                "approx_kl": formulas.kl_k3(rows.logp_BT, logp_BT)}         # of KL(pi_old || pi)
     if cfg.kl_in == "loss":
@@ -123,8 +123,7 @@ def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor) -> dict[str, Tens
     ((loss_BT[real] * rows.weight_BT[real]).sum() / divisor).backward()
     of_critic = [p for p in agent.critic.parameters() if p.requires_grad] if agent.critic else []
     if of_critic and all(p.grad is None for p in of_critic):
-        raise UserError("critic", agent.cfg.critic, f"no weight of {agent.name}'s critic has a gradient; "
-                        "its values, or a loss of your own, do not depend on it")
+        warnings.warn(f"no weight of {agent.name}'s critic ({agent.cfg.critic}) has a gradient", stacklevel=2)
     of_tokens = dict(**metrics, tokens=rows.mask_BT)
     return {name: x_BT.detach()[real].double().sum() for name, x_BT in of_tokens.items()}
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple, Sequence
 
 import numpy as np
 import pandas as pd
@@ -16,75 +17,80 @@ from cory.machine.distributed import processes
 from cory.machine.sharding import unsharded
 from cory.ppo.formulas import score_of_responses
 from cory.ppo.model import LanguageModel
-from cory.ppo.rollout import Rollout, join, real_ids
-from cory.ppo.sampling import sample, score_rollout
+from cory.ppo.rollout import Rollout, real_ids
+from cory.ppo.sampling import generate, score_rollout
+from cory.run.experiment import Experiment
 from cory.run.log import write_text
 from cory.run.report import tables
-from cory.run.setup import Setup
 from cory.tasks.task import Task
 
 EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations
 
 
+class Player(NamedTuple):
+    """A policy to evaluate; an `Agent` has these attributes, too."""
+    name: str
+    policy: LanguageModel
+    base: LanguageModel
+    cfg: Config
+
+
 def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
     """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
     cfg = load_config(run_dir)
-    setup = Setup(replace(cfg, eval_samples=samples, eval_queries=queries or cfg.eval_queries), run_dir)
+    run = Experiment(replace(cfg, eval_samples=samples, eval_queries=queries or cfg.eval_queries), run_dir)
     memory = torch.load(run_dir / "final/state.pt", weights_only=True,
-                        map_location={"cuda:0": str(setup.device)})
-    setup.method.memory, setup.task.memory = memory["method"], memory["task"]
-    policies = setup.bases | {name: setup.final_model(name) for name in setup.configs}
+                        map_location={"cuda:0": str(run.device)})
+    run.method.memory, run.task.memory = memory["method"], memory["task"]
+    players = [Player(name, run.final_model(name), run.bases[run.base_of[name]], own)
+               for name, own in run.configs.items()]
     folder = run_dir / "evaluation"
     folder.mkdir(exist_ok=True)
     iteration = json.loads((run_dir / "eval.json").read_text())["iteration"]
-    metrics = held_out_metrics(setup, policies, iteration, folder)
+    metrics = held_out_metrics(run.method, players, run.bases, iteration, folder)
     if processes().is_main:
-        results = {"iteration": iteration, "queries": setup.cfg.eval_queries, "samples": samples, **metrics}
+        results = {"iteration": iteration, "queries": run.cfg.eval_queries, "samples": samples, **metrics}
         write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
     print(f"{tables(run_dir.name, pd.DataFrame(metrics).T)}\nresponses and metrics: {folder}", flush=True)
 
 
-def held_out_metrics(setup: Setup, policies: dict[str, LanguageModel], iteration: int,
+def held_out_metrics(method, players: Sequence[Player], bases: dict[str, LanguageModel], iteration: int,
                      out: Path | None = None) -> dict[str, dict[str, float]]:
-    """Metrics of each policy against its base, and of the team that plays in an iteration; if bases are among
-    the policies, also of the team of bases. `out`: a folder for the responses.
+    """Metrics of the bases, if any; of each player's policy; their mean, over those that the method trains;
+    and of the team that plays in an iteration. `out`: a folder for the responses.
     """
-    method, task, metrics = setup.method, setup.task, {}
+    task, cfg = method.task, method.cfg
     for hooked in (method, task):
         hooked.iteration, hooked.training = iteration, False
-    for name, policy in policies.items():
-        base, cfg = setup.bases[setup.base_of.get(name, name)], setup.configs.get(name, setup.cfg)
-        metrics[name] = evaluate(policy, base, cfg, task, out and out / f"{name}.jsonl")
-    cast = method.cast([*setup.configs], max(iteration, 1))
-    teams = {"base_team": [setup.base_of[name] for name in cast], "team": cast}
-    for team, names in teams.items():
-        if len(cast) > 1 and policies.keys() >= {*names}:
-            metrics[team] = evaluate_team(method, [policies[name] for name in names])
+    of_bases = [Player(name, base, base, cfg) for name, base in bases.items()]
+    metrics = {x.name: evaluate(x.policy, x.base, x.cfg, task, out and out / f"{x.name}.jsonl")
+               for x in (*of_bases, *players)}
+    trained = [metrics[player.name] for player in players if player.name not in method.frozen]
+    metrics["mean"] = pd.DataFrame(trained).mean().to_dict()
+    cast = method.cast(players, max(iteration, 1))
+    if len(cast) > 1 and bases:
+        metrics["base_team"] = evaluate_team(method, [player.base for player in cast])
+    if len(cast) > 1:
+        metrics["team"] = evaluate_team(method, [player.policy for player in cast])
     return metrics
 
 
 def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str], length: int,
                      seed: int | None, reference: LanguageModel | None = None) -> Rollout:
     """A sampled response of at most `length` tokens to each prompt, greedy if `seed` is None; with the same
-    seed from the same random numbers, whatever the model and the number of processes. With a reference, also
-    with log-probabilities and the exact KL.
+    seed from the same random numbers, whatever the model. With a reference, also with log-probabilities and
+    the exact KL.
     """
-    size = 128 if model.device.type == "cuda" else max(1, min(128, 8192 // length))     # prompts at a time
+    uniform_TB = None
+    if seed is not None:
+        rng = np.random.default_rng((EVALUATION_SEED, seed))
+        uniform_TB = torch.from_numpy(rng.random((length, len(prompts))))
 
-    def responses(at: int) -> Rollout:
-        rows, uniform_TB = slice(at, at + size), None
-        if seed is not None:
-            rng = np.random.default_rng((EVALUATION_SEED, seed, at))
-            uniform_TB = torch.from_numpy(rng.random((length, len(prompts[rows]))))
-        rollout = sample(model, prompts[rows], queries[rows], length, uniform_TB)
-        if reference is not None:
-            rollout = score_rollout(rollout, model, reference, "full", size)
-        return rollout.to("cpu")
+    def score(rollout: Rollout) -> Rollout:
+        return score_rollout(rollout, model, reference, "full", len(prompts)) if reference else rollout
 
-    starts = range(0, len(prompts), size)
     with unsharded(*filter(None, (model, reference))):
-        mine = [responses(at) for at in starts[processes().rows(len(starts))]]
-    return join(processes().gather(mine))
+        return generate(model, prompts, queries, length, uniform_TB, score)
 
 
 def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,

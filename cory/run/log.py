@@ -1,19 +1,19 @@
 """What a run writes as it goes: metrics.jsonl, samples.jsonl, the progress bar, Weights & Biases (W&B)."""
 import json
 import os
-from collections import defaultdict
+import shlex
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import cache
 from math import nan
 from pathlib import Path
-from statistics import fmean
-from typing import Callable, Collection
+from typing import Callable
 
 import pandas as pd
 from tqdm import tqdm
 
-from cory.config import Config, short_name
+from cory.config import Config
 from cory.machine.distributed import processes
 
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"      # fits 80 columns
@@ -37,19 +37,6 @@ def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def mean_over_agents(row: dict, rows: list[dict], agents: Collection[str]) -> dict[str, float]:
-    """`eval_NAME/mean` of a row of metrics.jsonl: over the agents that have been trained, by the rows of
-    training among `rows`; over all, if none has.
-    """
-    trained = [name for name in agents if any(row.get(f"trained/{name}") for row in rows)] or [*agents]
-    of_name = defaultdict(list)
-    for key, x in row.items():
-        name, _, who = key.rpartition("/")
-        if name.startswith("eval_") and who in trained:
-            of_name[f"{name}/mean"].append(x)
-    return {key: fmean(xs) for key, xs in of_name.items()}
-
-
 class Logger(AbstractContextManager):
     """Writes in the main process, until its block ends. A resumed log drops the rows past `done`, the last
     iteration that was saved, and goes on with the W&B run `wandb_id`. Failures at W&B do not stop training.
@@ -57,22 +44,24 @@ class Logger(AbstractContextManager):
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, done: int, wandb_id: str):
         self.agents, self.wandb_id, self.wandb, self.say_once = agents, wandb_id, None, cache(tqdm.write)
+        self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
         self.metrics, self.samples = (run_dir / name for name in ("metrics.jsonl", "samples.jsonl"))
         if processes().is_main:
             for path in (self.metrics, self.samples):
                 kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
                 write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-            if cfg.wandb != "disabled":
-                self.wandb = self.guard(start_wandb, cfg, run_dir, wandb_id)
+            self.wandb = self.guard(start_wandb, cfg, run_dir, wandb_id)
             if self.wandb:
                 self.wandb_id = self.wandb.id
-        self.bar = tqdm(total=cfg.iterations, initial=done, desc=short_name(cfg.method), dynamic_ncols=True,
+        self.bar = tqdm(total=cfg.iterations, initial=done, desc=cfg.method, dynamic_ncols=True,
                         bar_format=BAR, disable=not processes().is_main)
 
     def __exit__(self, kind, error, traceback):
         self.bar.close()
         if self.wandb:
             self.guard(self.wandb.finish, exit_code=int(kind is not None))
+        if kind is KeyboardInterrupt and processes().is_main:
+            print(f"interrupted; go on with: python {sys.argv[0]} --resume --run_dir {self.metrics.parent}")
 
     def iteration(self, iteration: int, row: dict[str, float], samples: list[dict]) -> None:
         """A row of training metrics, by `NAME/AGENT` or `NAME`, and some texts."""
@@ -83,15 +72,13 @@ class Logger(AbstractContextManager):
                      for title, name in (("reward", "task_reward"), ("KL", "kl"))}
             self.bar.set_postfix(shown, refresh=False)
             self.bar.update()
+            if max(row.get(f"sampling_gap/{agent}", 0) for agent in self.agents) > self.rounding:
+                self.say_once("sampling_gap exceeds rounding: the policy sampled is not the one trained")
 
     def evaluation(self, iteration: int, row: dict[str, float]) -> None:
-        """A row of held-out metrics, `eval_NAME/AGENT`; at W&B also their means over agents, and a table of
-        the last texts.
-        """
+        """A row of held-out metrics, `eval_NAME/AGENT`; at W&B also a table of the last texts."""
         if processes().is_main:
             self.write(dict(iteration=iteration, **row))
-            self.send(iteration, lambda _: {in_section(key): x for key, x in mean_over_agents(
-                row, read_jsonl(self.metrics), self.agents).items()})
             self.send(iteration, lambda wandb: {"samples": wandb.Table(
                 dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)})
 
@@ -109,7 +96,7 @@ class Logger(AbstractContextManager):
         try:
             return call(*args, **named)
         except Exception as error:
-            self.say_once(f"W&B: {' '.join(str(error).split())[:200]}; the run goes on")
+            self.say_once(f"W&B: {one_line(error)}; the run goes on")
 
 
 def in_section(key: str) -> str:
@@ -120,13 +107,30 @@ def in_section(key: str) -> str:
 
 
 def start_wandb(cfg: Config, run_dir: Path, id: str):
-    """A W&B run, offline without a key."""
+    """A W&B run, beside any that is active; offline without a key or a network; None if W&B is disabled. Its
+    own variables hold, such as WANDB_RUN_GROUP.
+    """
+    mode = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
+    if mode == "disabled":
+        return None
     import wandb
-    mode = os.environ.get("WANDB_MODE") if cfg.wandb == "auto" else cfg.wandb
-    if mode is None:
-        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
-    group = cfg.wandb_group or "-".join([short_name(cfg.task), short_name(cfg.method), cfg.preset])
-    run = wandb.init(project=cfg.wandb_project, group=group, name=run_dir.name, id=id or None, resume="allow",
-                     config=asdict(cfg), mode=mode, dir=run_dir)
+    settings = wandb.Settings(silent=True, console="off", reinit="create_new", init_timeout=30)
+    about = dict(project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name), id=id or None,
+                 resume="allow", config=asdict(cfg), dir=os.environ.get("WANDB_DIR", run_dir),
+                 settings=settings)
+    wandb.setup(wandb.Settings(silent=True))                        # makes `login` silent
+    try:
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise ConnectionError("there is no key (`wandb login`)")
+        run = wandb.init(mode=mode, **about)
+    except Exception as error:
+        print(f"W&B: offline, since {one_line(error)}")
+        run = wandb.init(mode="offline", **about)
     run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
+    upload = f"wandb sync {shlex.quote(run.settings.wandb_dir)}/latest-run"
+    print(f"W&B: {upload if run.offline else run.url}", flush=True)
     return run
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

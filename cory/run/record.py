@@ -1,11 +1,14 @@
 """The record of a run: what is logged, evaluated and saved, and what a resumed run goes on from."""
+import fcntl
 import json
+import os
 import statistics
 import time
 from collections import defaultdict
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Iterator, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -13,17 +16,18 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from cory.config import config_json
+from cory.config import Config, config_json
+from cory.errors import UserError
 from cory.machine.device import peak_memory
 from cory.machine.distributed import processes
 from cory.machine.sharding import is_sharded, whole_on_cpu
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, real_ids
-from cory.run.checkpoint import load_checkpoint, save_checkpoint
+from cory.run.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
 from cory.run.evaluate import held_out_metrics
+from cory.run.experiment import Experiment
 from cory.run.log import Logger, read_jsonl, write_text
 from cory.run.report import draw_run, last_held_out, tables
-from cory.run.setup import Setup
 from cory.tasks.task import Task
 
 SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
@@ -46,24 +50,23 @@ class Turn(NamedTuple):
                    "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
                    "length": rollout.mask_BT.sum(1).mean().item(),
                    "truncated": rollout.truncated_B.double().mean().item(),
-                   "sampling_gap": rollout.sampling_gap, "trained": float(bool(self.update))}
+                   "sampling_gap": rollout.sampling_gap}
         return dict(**metrics, **self.update, **self.parts, **task.metrics(rollout.query, rollout.text))
 
 
 class Record:
     """done: iterations completed by the checkpoint that the run resumes from, or 0."""
 
-    def __init__(self, setup: Setup, agents: list[Agent]):
-        self.setup, self.agents, self.run_dir, cfg = setup, agents, setup.run_dir, setup.cfg
-        self.method, self.task, self.done, wandb_id = setup.method, setup.task, 0, ""
-        if cfg.resume and (state := load_checkpoint(self.run_dir, agents)):
+    def __init__(self, run: Experiment, agents: list[Agent]):
+        self.cfg, self.method, self.task, self.bases = run.cfg, run.method, run.task, run.bases
+        self.run_dir, self.device, self.agents, self.done, wandb_id = run.run_dir, run.device, agents, 0, ""
+        if run.cfg.resume and (state := load_checkpoint(run.run_dir, agents)):
             self.done, wandb_id = state["iteration"], state["wandb_id"]
             self.method.memory, self.task.memory = state["memory"]["method"], state["memory"]["task"]
         if processes().is_main:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            write_text(self.run_dir / "config.json", config_json(replace(cfg, resume=False), setup.base_of))
+            write_text(self.run_dir / "config.json", config_json(replace(run.cfg, resume=False), run.base_of))
             (self.run_dir / "eval.json").unlink(missing_ok=True)        # of a run that has ended alone
-        self.logger = Logger(cfg, [*setup.configs], self.run_dir, self.done, wandb_id)
+        self.logger = Logger(run.cfg, [*run.configs], self.run_dir, self.done, wandb_id)
 
     def begin(self, iteration: int) -> None:
         """Starts the iteration's clock, and seeds the global generators, for tasks and methods that draw from
@@ -72,7 +75,7 @@ class Record:
         for hooked in (self.method, self.task):
             hooked.iteration, hooked.training = iteration, True
         # a spawn key, so that no adapter of an agent starts from this seed
-        seed = np.random.SeedSequence(self.setup.cfg.seed, spawn_key=(iteration,)).generate_state(1)[0]
+        seed = np.random.SeedSequence(self.cfg.seed, spawn_key=(iteration,)).generate_state(1)[0]
         set_seed(int(seed))
         self.clock = time.perf_counter()
 
@@ -95,7 +98,7 @@ class Record:
     def samples(self, iteration: int, turns: list[Turn]) -> list[dict]:
         """A few queries, with each role's prompt, response, agent and reward."""
         rows, count = [], min(len(turn.rollout.query) for turn in turns)
-        for i in range(0, count, self.setup.cfg.responses_per_query)[:SAMPLES]:
+        for i in range(0, count, self.cfg.responses_per_query)[:SAMPLES]:
             row = {"iteration": iteration, "query": turns[0].rollout.query[i]}
             for role, agent, rollout, reward_B, *_ in turns:
                 (prompt,) = real_ids(rollout.prompt_BP[i:i + 1], rollout.prompt_mask_BP[i:i + 1])
@@ -109,15 +112,15 @@ class Record:
         """Logs held-out metrics as eval_NAME/AGENT; at first and at last of the bases, too, so that all are
         compared under one reward, which a task may have learned meanwhile.
         """
-        bases = self.setup.bases if iteration in (0, self.setup.cfg.iterations) else {}
-        metrics = held_out_metrics(self.setup, bases | {a.name: a.policy for a in self.agents}, iteration)
+        bases = self.bases if iteration in (0, self.cfg.iterations) else {}
+        metrics = held_out_metrics(self.method, self.agents, bases, iteration)
         row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
         self.logger.evaluation(iteration, row)
 
     def save_if_due(self, iteration: int) -> None:
         """Saves after iteration 1, every `save_every` iterations and at the end."""
-        every = self.setup.cfg.save_every
-        if every and (iteration in (1, self.setup.cfg.iterations) or iteration % every == 0):
+        every = self.cfg.save_every
+        if every and (iteration in (1, self.cfg.iterations) or iteration % every == 0):
             about = {"memory": self.memory(), "wandb_id": self.logger.wandb_id}
             save_checkpoint(self.run_dir, iteration, self.agents, about)
 
@@ -127,14 +130,14 @@ class Record:
 
     def finish(self) -> None:
         """Writes the final models, eval.json and curves.png; prints held-out tables and a few responses."""
-        cfg = self.setup.cfg
+        cfg = self.cfg
         self.logger.bar.close()
         save_models(self.run_dir / "final", self.agents)
         if not processes().is_main:
             return
         torch.save(self.memory(), self.run_dir / "final/state.pt")
         rows, samples = read_jsonl(self.logger.metrics), read_jsonl(self.logger.samples)
-        done, held_out = rows[-1]["iteration"], last_held_out(rows, [*self.setup.configs])
+        done, held_out = rows[-1]["iteration"], last_held_out(rows)
         about = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
                  "samples": cfg.eval_samples}
         write_text(self.run_dir / "eval.json", json.dumps(about | held_out, indent=1) + "\n")
@@ -146,7 +149,7 @@ class Record:
         seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
         print(f"\n{tables('held-out', pd.DataFrame(held_out).T)}\n\n"
               f"{seconds:.2f} s per iteration (median of {done}), "
-              f"peak memory {peak_memory(self.setup.device):.2f} GiB\nwritten to {self.run_dir}: "
+              f"peak memory {peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: "
               "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
 
 
@@ -161,6 +164,41 @@ def save_models(folder: Path, agents: list[Agent]) -> None:
             whole = whole_on_cpu({name: x for name, x in policy.lm.state_dict().items() if name in once})
         if processes().is_main:
             policy.activate()
-            policy.lm.generation_config = policy.generation_config
+            policy.lm.generation_config.temperature = policy.temperature
             policy.lm.save_pretrained(folder / agent.name, state_dict=whole)
             policy.tokenizer.save_pretrained(folder / agent.name)
+
+
+def run_folder(cfg: Config) -> Path:
+    """The folder of a run that is resumed, or one without a run: `cfg.run_dir`, or a new one under runs/."""
+    what = f"{cfg.task}-{cfg.method}-{cfg.preset}-seed{cfg.seed}".replace(":", "-").lower()
+    new = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    folder = Path(processes().gather([cfg.run_dir or new])[0])
+    cfg.require("run_dir", not folder.is_file(), "is a file; name a folder")
+    if cfg.resume:
+        goes_on = checkpoints_of(folder) or not (folder / "eval.json").exists()
+        cfg.require("run_dir", goes_on, "holds a run that is finished and has no checkpoint")
+    elif (folder / "config.json").exists():
+        raise UserError("run_dir", str(folder), "holds a run; go on with --resume, or name another folder")
+    return folder
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A block in which no other run may use the folder. The lock is on the folder itself: it leaves no file,
+    and ends with this process, however that ends. A folder that is still empty then is removed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError("run_dir", str(folder), "is in use by another run") from None
+    except OSError:
+        pass                                        # a file system that locks no folders, as NFS
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            folder.rmdir()                          # fails if it has files

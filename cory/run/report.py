@@ -1,17 +1,16 @@
 """Tables and plots of one run, and of several compared."""
 from collections import defaultdict
 from pathlib import Path
-from typing import Collection
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cory.config import read_config
-from cory.run.log import mean_over_agents, read_jsonl
+from cory.run.log import read_jsonl
 
 # Runs that differ in nothing else are one group, of several seeds; methods have names of their own.
-FREE = {"seed", "device", "resume", "run_dir", "save_every", "shard", "wandb", "wandb_project", "wandb_group",
+FREE = {"seed", "device", "resume", "run_dir", "save_every", "shard", "wandb", "wandb_project",
         "config_class", "agents", "method"}
 TITLES = {"task_reward": "task reward", "kl": "KL from the base (nats per response)",
           "combined_reward": "combined reward: reward - eta KL"}
@@ -28,11 +27,11 @@ def of_evaluation(row: dict) -> dict[str, dict[str, float]]:
     return found
 
 
-def last_held_out(rows: list[dict], agents: Collection[str]) -> dict[str, dict[str, float]]:
-    """The last held-out metrics of each, by whom they are of; `mean`: of the agents that were trained."""
+def last_held_out(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """The last held-out metrics of each, by whom they are of."""
     last = {}
     for row in rows:
-        last |= of_evaluation(row | mean_over_agents(row, rows, agents))
+        last |= of_evaluation(row)
     return last
 
 
@@ -116,7 +115,7 @@ def read_held_out(run_dirs: list[Path]) -> pd.DataFrame:
         group = ", ".join([method, *(f"{x} {config.get(x)}" for x in differ)])
         logged = read_jsonl(run_dir / "metrics.jsonl")
         for row in logged:
-            for who, metrics in of_evaluation(row | mean_over_agents(row, logged, config["agents"])).items():
+            for who, metrics in of_evaluation(row).items():
                 about = {"run": str(run_dir), "group": group, "who": who}
                 rows.append(about | {"iteration": row["iteration"]} | metrics)
     return pd.DataFrame(rows)

@@ -54,14 +54,16 @@ class Gsm8k(Task):
 
 
 # --- the answer in a worked solution or in a response; None where there is none ---
-SIGN = r"(?<![A-Za-z0-9.)\]}%])-[$€£]?"              # follows no word, number or bracket; -7 or -$7
+CURRENCY = r"[$\u00a2-\u00a5\u20a0-\u20cf]"
+SIGN = rf"(?<![A-Za-z0-9.)\]}}%])-{CURRENCY}?"         # follows no word, number or bracket; -7 or -$7
 DIGITS = r"\d+(?:,\d+)*(?:\.\d+)?|(?<![\w.])\.\d+"    # 1,234.5 or .5
 NUMBER = re.compile(f"(?:{SIGN})?(?:{DIGITS})", re.ASCII)
 
 # What is left out: the first anywhere, the second after one to three digits and before three.
 LATEX = r"\{,\}|\\,|\\! *"                            # 1{,}234 or 1\,234 or 1,\! 234
 THOUSANDS = r"(?<=\d)(?<!\d{4})(?:\\[;: ]|[\u00a0\u2007-\u200a\u202f'\u2019])(?=\d{3}(?!\d))"
-TO_ASCII = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x2212: "-"}      # ７ is 7, − is -
+TO_ASCII = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}       # full width: ７ is 7
+TO_ASCII |= dict.fromkeys((0x2010, 0x2011, 0x2013, 0x2212, 0xFE63), "-")
 
 
 def gold_answer(solution: str) -> Decimal:
@@ -94,6 +96,6 @@ def strict(response: str) -> Decimal | None:
 def decimal(text: str) -> Decimal | None:
     """The number without its commas and currency sign, or None."""
     try:
-        return Decimal(re.sub("[,$€£]", "", text))
+        return Decimal(re.sub(f",|{CURRENCY}", "", text))
     except InvalidOperation:
         return None

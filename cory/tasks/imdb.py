@@ -2,7 +2,6 @@
 import inspect
 import random
 from collections import defaultdict
-from statistics import fmean
 
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -28,12 +27,16 @@ class SentimentReward:
         if config.pad_token_id is None:             # decoders then refuse batches; no text has this token
             config.pad_token_id = -1
         self.takes = {"input_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys()
-        self.model, self.positive = model.to(device), positive[0]
+        self.model, self.positive, self.name = model.to(device), positive[0], name
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
         """Texts of as many tokens are read together, without padding: some models would read that, too."""
-        encoded = self.encode(texts, truncation=True, return_token_type_ids=True)
+        # a control token that a text spells out, as `[SEP]`, is read as text
+        encoded = self.tokenizer(texts, split_special_tokens=True, return_token_type_ids=True)
+        longest, limit = max(map(len, encoded["input_ids"])), self.tokenizer.model_max_length
+        if longest > limit:
+            raise UserError("reward_model", self.name, f"reads {limit} tokens, but a text has {longest}")
         if not any(map(any, encoded["token_type_ids"])):    # all 0: models have defaults, which may be none
             del encoded["token_type_ids"]
         of_length = defaultdict(list)
@@ -47,14 +50,6 @@ class SentimentReward:
                          for name in self.takes & encoded.keys()}
                 rewards[rows] = self.model(**batch).logits[:, self.positive].cpu()
         return rewards.tolist()
-
-    def encode(self, texts: list[str], **options):
-        """Token ids, in which a control token that a text spells out, as `[SEP]`, is read as text."""
-        return self.tokenizer(texts, split_special_tokens=True, **options)
-
-    def truncated(self, texts: list[str]) -> float:
-        """The share of texts that are longer than the classifier takes."""
-        return fmean(len(ids) > self.tokenizer.model_max_length for ids in self.encode(texts)["input_ids"])
 
 
 class Imdb(Task):
@@ -78,13 +73,5 @@ class Imdb(Task):
                 for query, response in zip(queries, responses, strict=True)]
 
     def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
-        return self.reward_model(joined(queries, responses))
-
-    def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
-        """The share of texts that are cut before they are scored."""
-        return {"reward_truncated": self.reward_model.truncated(joined(queries, responses))}
-
-
-def joined(queries: list[str], responses: list[str]) -> list[str]:
-    """The texts that are scored."""
-    return [query + response for query, response in zip(queries, responses, strict=True)]
+        texts = [query + response for query, response in zip(queries, responses, strict=True)]
+        return self.reward_model(texts)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cory.config import Config
+from cory.errors import UserError
 from cory.machine.distributed import processes
 from cory.ppo.model import LanguageModel
 from cory.tasks.data import Data, divided, load_columns
@@ -84,6 +85,10 @@ class Task:
         mine = processes().rows(len(responses))
         answer = self.reward_of(queries[mine], responses[mine])
         rewards, parts = answer if isinstance(answer, tuple) else (answer, {})
+        asked = len(responses[mine])
+        for values in (rewards, *parts.values()):
+            if len(values) != asked:
+                raise UserError(f"reward_of gave {len(values)} numbers for {asked} responses")
         return self.of_all(rewards), {name: self.of_all(x).mean().item() for name, x in parts.items()}
 
     def of_all(self, values: list[float] | Tensor) -> Tensor:

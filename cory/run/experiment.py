@@ -1,17 +1,11 @@
-"""What the settings of a run name: the method, the task with its data, the bases; and its agents."""
-import fcntl
-import os
-import time
-from contextlib import contextmanager
+"""What the settings of a run name: the task with its data, the bases, the method, and its agents."""
 from dataclasses import fields
 from pathlib import Path
-from typing import Iterator
 
 from transformers import set_seed
 
-from cory.config import NAMED, Config, require_settings_of, short_name
-from cory.errors import UserError
-from cory.loading import load_language_model, with_settings
+from cory.config import NAMED, Config, require_settings_of
+from cory.loading import load_language_model
 from cory.machine import device
 from cory.machine.distributed import processes
 from cory.machine.sharding import shard
@@ -19,10 +13,10 @@ from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
 
 
-class Setup:
+class Experiment:
     """configs: the settings of each agent, by name. bases: frozen models by their names in logs, which
-    `base_of` gives for each agent: its model, with its temperature and chat template. Agents whose model is
-    the same share the weights of that.
+    `base_of` gives for each agent: `base` is the first agent's. Each has the temperature of its agents, and
+    shares its weights with all that have the same model.
     """
 
     def __init__(self, cfg: Config, run_dir: Path):
@@ -37,23 +31,19 @@ class Setup:
         cfg.require("method", len({*names}) == len(names), f"names an agent twice: {', '.join(names)}")
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
         for name, own in self.configs.items():
-            for f in fields(cfg):
-                may_differ = f.metadata.get("per_agent") or getattr(own, f.name) == getattr(cfg, f.name)
-                own.require(f.name, may_differ, f"agents share it: agent_config may not change it for {name}")
-            own.require("lora_rank", bool(own.lora_rank) == bool(cfg.lora_rank), "must be 0 for all or none")
+            require_agent(name, own, cfg)
         if cfg.resume:
             require_settings_of(run_dir, cfg)
-        print(f"{short_name(cfg.method).upper()} on {short_name(cfg.task)}: preset {cfg.preset}, "
-              f"model {cfg.model}, data {cfg.dataset}, {self.device}, {cfg.dtype}; {run_dir}", flush=True)
+        print(f"{cfg.method} on {cfg.task}: preset {cfg.preset}, {cfg.dtype} on {self.device}, in {run_dir}\n"
+              f"model {cfg.model}, data {cfg.dataset}", flush=True)
         data = task_class.load_data(cfg)
         self.base_of, self.bases, named, loaded = {}, {}, {}, {}
-        for name, own in self.configs.items():          # `base` is the first agent's; `base_llm2`, llm2's own
+        for name, own in self.configs.items():
             if own.model not in loaded:
                 loaded[own.model] = load_language_model(own.model, own, self.device)
-            differs = own.model, own.temperature, own.chat_template
-            self.base_of[name] = base = named.setdefault(differs, f"base_{name}" if named else "base")
-            if base not in self.bases:
-                self.bases[base] = with_settings(loaded[own.model], own)
+            model, different = loaded[own.model], (own.model, own.temperature)
+            self.base_of[name] = base = named.setdefault(different, f"base_{name}" if named else "base")
+            self.bases[base] = model.around(model.lm, own.temperature)
         self.task = task_class(cfg, data, self.bases["base"])
         self.method = method_class(cfg, self.task)
 
@@ -79,33 +69,13 @@ class Setup:
         return self.bases[self.base_of[name]].saved_policy(name, folder)
 
 
-def new_run_dir(cfg: Config) -> Path:
-    """`cfg.run_dir`, or a new folder under runs/, named by what runs, when, and the process."""
-    what = f"{short_name(cfg.task)}-{short_name(cfg.method)}-{cfg.preset}-seed{cfg.seed}".lower()
-    new = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    folder = Path(processes().gather([cfg.run_dir or new])[0])
-    if processes().is_main and (folder / "config.json").exists():
-        raise UserError("run_dir", str(folder), "holds a run; go on with --resume, or name another folder")
-    return folder
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """A block in which no other run may use the folder. The lock is on the folder itself: it leaves no file,
-    and ends with this process, however that ends.
-    """
-    if not processes().is_main:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError("run_dir", str(folder), "is in use by another run") from None
-        except OSError:                     # a file system, as NFS, that locks no folder
-            pass
-        yield
-    finally:
-        os.close(descriptor)
+def require_agent(name: str, own: Config, cfg: Config) -> None:
+    """Raises `UserError` where an agent's settings differ from the run's in what agents share."""
+    may_differ = [f.name for f in fields(cfg) if f.metadata.get("per_agent")]
+    for setting, value in vars(cfg).items():
+        own.require(setting, setting in may_differ or getattr(own, setting) == value,
+                    f"agents share it, but {name}'s differs; they may differ in {', '.join(may_differ)}")
+    own.require("lora_rank", bool(own.lora_rank) == bool(cfg.lora_rank), "must be 0 for all agents or none")
+    rows, size = own.rows_per_optimizer_step, processes().size
+    own.require("mini_batch_size", rows >= size, f"{rows} rows of an optimizer step are too few for {size} "
+                "processes")
