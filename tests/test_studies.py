@@ -60,6 +60,7 @@ def test_pictures_are_drawn(tmp_path, monkeypatch):
 
 
 def test_a_difference_on_a_page_is_made_of_the_rows(capsys):
+    """Takes 6 s, for all tables of all studies."""
     table.main()
     collapse.main()
     number = r"[+-]\d+\.\d\d"
