@@ -226,8 +226,8 @@ def main() -> None:
         print(means_table(of_task))
         print(differences_table(pairs, marks) if pairs else "")
         if "share" in spec:
-            print("The gap in combined reward between CORY and PPO with the same number of responses is smaller "
-                  "by this share without the partner's reward, each method with settings of its own: "
+            print("The gap in combined reward between CORY and PPO with the same number of responses is "
+                  "smaller by this share without the partner's reward, each method with settings of its own: "
                   f"{share(spec['share'], of_task)}.\n")
 
 
