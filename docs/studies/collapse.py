@@ -87,7 +87,7 @@ def main() -> None:
     adjusted = holm([x.p for x in tests.values()])
     lines = [["CORY minus", "seeds", "reward at collapse", "p", "p after Holm"]]
     for (baseline, x), p in zip(tests.items(), adjusted, strict=True):
-        lines.append([baseline, x.seeds, str(x), f"{x.p:.4f}", f"{p:.4f}"])
+        lines.append([baseline, x.seeds, f"{x}{'*' if p < 0.05 else '†'}", f"{x.p:.4f}", f"{p:.4f}"])
     x = difference(value["cory"], value["no partner's reward"])
     lines.append(["no partner's reward (not tested)", x.seeds, str(x), "", ""])
     print(markdown(lines))

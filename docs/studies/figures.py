@@ -1,4 +1,4 @@
-"""Draws search.png, drift.png, collapse.png, and README's ../hero.png from the rows beside it.
+"""Draws drift.png, collapse.png, and README's ../hero.png from the rows beside it.
 
     python docs/studies/figures.py
 """
@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from scipy.stats import t
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from docs.studies.table import HERE, collapsed, draws_of, ends, lines_of, read, value_at
+from docs.studies.table import HERE, collapsed, ends, lines_of, read, value_at
 
 LABELS = {"ppo, twice the batch": "PPO, same number of responses", "ppo": "PPO, half as many responses",
           "cory": "CORY"}
@@ -123,19 +123,6 @@ def plot_perplexity(axis, rows: pd.DataFrame) -> None:
     axis.minorticks_off()
 
 
-def plot_draws(axis, rows: pd.DataFrame) -> None:
-    """CORY and PPO of twice the batch at each draw, in order of PPO's; below -0.7, at -0.7 with its value."""
-    draws = draws_of(rows).sort_values("ppo")
-    shown = draws.clip(lower=-0.7)
-    axis.vlines(shown.index, shown.ppo, shown.cory, color="lightgray")
-    for name, method in (("ppo", "ppo, twice the batch"), ("cory", "cory")):
-        axis.plot(shown.index, shown[name], MARKERS[method], color=COLORS[method], label=LABELS[method])
-        for draw, value in draws[name][draws[name] < -0.7].items():
-            axis.annotate(f"{value:.1f}", (draw, -0.7), xytext=(6, -3), textcoords="offset points")
-    axis.axhline(rows[rows.iteration == 0].combined_reward.mean(), color="gray", ls=":", label="base")
-    axis.set(xlabel="draw", ylabel="combined reward")
-
-
 def methods() -> list[Line2D]:
     return [Line2D([], [], color=COLORS[method], label=label, marker=MARKERS[method])
             for method, label in LABELS.items()]
@@ -157,9 +144,8 @@ def save(figure, path: Path) -> None:
 
 def main(out: Path = HERE) -> None:
     plt.rcParams.update(STYLE)
-    frontier, search, large = read("frontier"), read("search"), read("batch256")
+    frontier, large, tuned = read("frontier"), read("batch256"), read("tuned")
     frontier = frontier[(frontier.task == "imdb") & ~frontier.variant.str.startswith("no partner's reward")]
-    tuned = read("tuned")
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4), layout="constrained")
     plot_training(left, tuned[tuned.task == "imdb"])
@@ -185,13 +171,6 @@ def main(out: Path = HERE) -> None:
     axes[2].legend(handles=[hollow("repeats itself")], loc="lower right")
     figure.legend(handles=methods(), loc="outside lower center", ncols=3)
     save(figure, out / "collapse.png")
-
-    figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.8), layout="constrained")
-    for axis, task in zip(axes, ("imdb", "gsm8k"), strict=True):
-        plot_draws(axis, search[search.task == task])
-        axis.set_title("Generated reviews" if task == "imdb" else "Generated word problems")
-    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    save(figure, out / "search.png")
 
 
 if __name__ == "__main__":

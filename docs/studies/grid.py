@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 KEPT = {"commit", "agent", "method", "dtype", "batch_size", "init_kl_coef"}     # though all runs agree
 ENDED = ("finished", "diverged")
-LEFT_OUT = {"config_class", "agents", "task", "seed", "run_dir", "resume", "iterations", "wandb_group"}
+LEFT_OUT = {"config_class", "agents", "task", "seed", "run_dir", "resume", "iterations"}
 
 
 @dataclass(frozen=True)

@@ -1,41 +1,10 @@
-"""Methods that only studies need: PPO and CORY trained on another score, or evaluated at other times.
+"""Methods that only studies need: CORY trained on another score, PPO and CORY evaluated at other times.
 
-Used as `--method docs.studies.methods:ZeroPpo`. The logged task_reward stays the task's own.
+Used as `--method docs.studies.methods:StrangersCory`. The logged task_reward stays the task's own.
 """
-import torch
 from torch import Tensor
 
 from cory.train import Cory, Ppo
-
-
-class Zero:
-    """No reward: whatever moves the policy is noise, and the KL penalty."""
-
-    def scores(self, rollouts, rewards):
-        return [torch.zeros_like(reward_B) for reward_B in rewards]
-
-
-class Shuffled:
-    """The score of the next response, to another query: as much reward, of which nothing is learned."""
-
-    def scores(self, rollouts, rewards):
-        return [next_row(score_B, self.cfg) for score_B in super().scores(rollouts, rewards)]
-
-
-class ZeroPpo(Zero, Ppo):
-    pass
-
-
-class ZeroCory(Zero, Cory):
-    pass
-
-
-class ShuffledPpo(Shuffled, Ppo):
-    pass
-
-
-class ShuffledCory(Shuffled, Cory):
-    pass
 
 
 class StrangersCory(Cory):
@@ -44,27 +13,6 @@ class StrangersCory(Cory):
     def scores(self, rollouts, rewards):
         (r1, r2), lam = rewards, self.cfg.partner_reward
         return [r1 + lam * next_row(r2, self.cfg), r2 + lam * next_row(r1, self.cfg)]
-
-
-class CentredCory(Cory):
-    """The partner's reward less its batch mean: the shared reward without what it adds to every response."""
-
-    def scores(self, rollouts, rewards):
-        (r1, r2), lam = rewards, self.cfg.partner_reward
-        return [r1 + lam * (r2 - r2.mean()), r2 + lam * (r1 - r1.mean())]
-
-
-class CriticCory(Cory):
-    """The partner's reward as the observer's critic expects it, for the pioneer alone: V at the end of the
-    observer's prompt. It has no sample's noise, but a bias, since with `--kl_in reward` it includes the
-    observer's KL penalty.
-    """
-
-    def scores(self, rollouts, rewards):
-        (r1, r2), (_, a2), lam = rewards, rollouts, self.cfg.partner_reward
-        if not self.training:               # held-out responses have no values
-            return super().scores(rollouts, rewards)
-        return [r1 + lam * a2.value_BT[:, 0].to(r2), r2]
 
 
 class EarlyEvaluations:
