@@ -79,6 +79,9 @@ def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkey
 
 def test_without_a_network_a_run_is_offline_and_wandbs_variables_hold(folder, monkeypatch, capsys):
     """A run of the user's that is active stays so."""
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    monkeypatch.setenv("WANDB_NAME", "named")
+    wandb.teardown()                                        # it reads them once
     of_user, init, modes = wandb.init(mode="offline", dir=folder), wandb.init, []
 
     def without_network(mode, **named):
@@ -89,8 +92,6 @@ def test_without_a_network_a_run_is_offline_and_wandbs_variables_hold(folder, mo
 
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setattr("wandb.init", without_network)
-    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
-    monkeypatch.setenv("WANDB_NAME", "named")
     with a_log(folder) as log:
         assert (log.wandb.group, log.wandb.name, modes) == ("mine", "named", ["online", "offline"])
     assert capsys.readouterr().out.startswith("W&B: offline, since no network\nW&B: wandb sync '")
