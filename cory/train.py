@@ -64,13 +64,13 @@ class Ppo:
             rollouts = self.respond(cast, queries, sample)
 
             # PPO: r(s0, a1)              CORY: r(s0, a1) + r(s0, a2), for both
-            judged = [task.judge(rollout.query, rollout.text) for rollout in rollouts]
-            rewards = [reward_B for reward_B, _ in judged]
+            rewarded = [task.reward_and_parts(rollout.query, rollout.text) for rollout in rollouts]
+            rewards = [reward_B for reward_B, _ in rewarded]
             scores = self.scores(rollouts, [reward_B.clone() for reward_B in rewards])
 
             turns = []
             for role, agent, rollout, (reward_B, parts), score in zip(
-                    self.roles, cast, rollouts, judged, scores, strict=True):
+                    self.roles, cast, rollouts, rewarded, scores, strict=True):
                 update = self.update(role, agent, rollout, score)
                 turns.append(Turn(role, agent, rollout, reward_B, parts, update))
             for agent in agents:
@@ -82,7 +82,6 @@ class Ppo:
             task.learn(rollouts, rewards)
             if self.evaluation_is_due(iteration):
                 record.evaluate(iteration)
-
             record.save_if_due(iteration)
 
     def cast(self, agents: Sequence, iteration: int) -> list:
@@ -134,20 +133,16 @@ class Cory(Ppo):
     roles = ("pioneer", "observer")
 
     def respond(self, cast: list, queries: list[str], sample: Callable) -> list[Rollout]:
-        """Knowledge transfer: the pioneer responds to the query, the observer to the query and to that
-        response.
+        """Knowledge transfer: the pioneer responds to the query, and the observer, or each of several, to the
+        query and the response before its own.
         """
         pioneer, *observers = cast
         bare = self.task.pioneer_prompts(queries)
         rollouts = [sample(pioneer, bare, queries)]
-        for role, observer in enumerate(observers, start=1):
-            shown = self.task.observer_prompts(queries, rollouts[self.reads(role)].text)
+        for observer in observers:
+            shown = self.task.observer_prompts(queries, rollouts[-1].text)
             rollouts.append(sample(observer, shown if self.cfg.knowledge_transfer else bare, queries))
         return rollouts
-
-    def reads(self, role: int) -> int:
-        """The role whose response a role sees, by their numbers, the pioneer's being 0: the one before it."""
-        return role - 1
 
     def scores(self, rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
         """r_CORY = r(s0, a1) + r(s0, a2) for both; the partner's reward is weighted by `--partner_reward`."""
@@ -155,14 +150,13 @@ class Cory(Ppo):
         return [r + weight * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
     def metrics(self, rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
-        """How the last agent uses the response that it reads: how often it repeats it, and its mean reward
+        """How the last agent uses the response before its own: how often it repeats it, and its mean reward
         after responses that earned more than their mean, and after the others. These two are left out if all
-        responses that it reads earned the same.
+        responses before its own earned the same.
         """
-        last = len(rollouts) - 1
-        seen = self.reads(last)
-        a1, a2, r1, r2 = rollouts[seen], rollouts[last], rewards[seen], rewards[last]
-        copies = [first.strip() == second.strip() for first, second in zip(a1.text, a2.text, strict=True)]
+        *_, a1, a2 = [rollout.text for rollout in rollouts]
+        *_, r1, r2 = rewards
+        copies = [first.strip() == second.strip() for first, second in zip(a1, a2, strict=True)]
         metrics = {"observer_copies": fmean(copies)}
         better = r1 > r1.mean()
         if better.any() and not better.all():

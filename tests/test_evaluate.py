@@ -28,7 +28,7 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 # A task of eight queries whose reward counts letters.
 LETTERS = SimpleNamespace(
     held_out_queries=["a"] * 8, greedy=False, cfg=settings(max_response_length=5), pioneer_prompts=list,
-    judge=lambda queries, responses: (torch.tensor([float(len(text)) for text in responses]), {"part": 1}),
+    reward_and_parts=lambda queries, texts: (torch.tensor([float(len(text)) for text in texts]), {"part": 1}),
     metrics=lambda queries, responses: {"longest": max(map(len, responses))})
 
 
@@ -52,8 +52,8 @@ def test_pass_at_k_and_best_of_n_by_hand(tmp_path):
     """
     task = SimpleNamespace(**vars(LETTERS) | {"held_out_queries": ["a", "b"]})
     rewards = iter([[2.0, *[0.0] * 15], [1.0, 0.0]])                        # of samples, then of greedy ones
-    task.judge = lambda *_: (torch.tensor(next(rewards)), {})
-    task.reward = lambda *_: task.judge()[0]
+    task.reward_and_parts = lambda *_: (torch.tensor(next(rewards)), {})
+    task.reward = lambda *_: task.reward_and_parts()[0]
     out, model = tmp_path / "base.jsonl", bigram()
     cfg = settings(max_response_length=5, eval_samples=8)
     metrics = evaluate.evaluate(model, model, cfg, task, out)

@@ -45,7 +45,8 @@ def test_a_log_has_its_files_and_goes_to_wandb(folder, monkeypatch):
         logged.setdefault(step, {}).update(row), write(run, row, step=step)))
     with a_log(folder) as first:
         add(first, 0, 1, 2, 3)
-        assert first.bar.desc.startswith("chain:Chain") and first.bar.postfix == "reward=1.00 / nan, KL=2.50 / 3.00"
+        assert first.bar.desc.startswith("chain:Chain")
+        assert first.bar.postfix == "reward=1.00 / nan, KL=2.50 / 3.00"
     rows = read_jsonl(folder / "metrics.jsonl")
     assert rows == [{"iteration": 0, "eval_kl/base": 0.0, "eval_x/base_team": 0.5}] + [
         {"iteration": i} | row for i in (1, 2, 3) for row in (VALUES, HELD_OUT)]

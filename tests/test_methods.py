@@ -18,7 +18,7 @@ from cory.run import evaluate
 from cory.run.checkpoint import checkpoints_of
 from cory.run.record import Record
 from cory.tasks.imdb import Imdb
-from cory.train import Cory, Ppo
+from cory.train import Cory
 
 
 def training_rows(run_dir: Path) -> list[dict]:
@@ -239,13 +239,6 @@ class Three(Cory):
     agent_names, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
 
 
-class Tree(Three):
-    """Both observers see the pioneer's response."""
-
-    def reads(self, role):
-        return 0
-
-
 class OfTokens(Cory):
     """1 for each token, also on padding."""
 
@@ -275,12 +268,6 @@ USES = {"observer_copies": 0.25, "observer_after_better": 0.5, "observer_after_w
     (Three, {f"q{i}{shown}:": text for i in range(1, 5)
              for shown, text in (("", "good"), (" good", "bad"), (" bad", "good"))},
      {"score": 4 / 3, "observer_copies": 0.0}),
-    # both observers say " good", "bad", "bad" and "best", to the pioneer's "good", "good", "bad" and "bad";
-    # means 0.5, 1 and 1
-    (Tree, {"q1:": "good", "q2:": "good", "q3:": "bad", "q4:": "bad",
-            "q1 good:": " good", "q2 good:": "bad", "q3 bad:": "bad", "q4 bad:": "best"},
-     {"score": (1.5 + 1.75 + 1.75) / 3, "observer_copies": 0.5, "observer_after_better": 0.5,
-      "observer_after_worse": 1.5}),
     (OfTokens, {f"q{i}{shown}:": "bad" for i in range(1, 5) for shown in ("", " bad")},
      {"score": (2 + 1 + 1 + 2) / 4, "observer_copies": 1.0})])
 def test_the_team_is_measured_by_hand(method, said, expected, monkeypatch):

@@ -119,6 +119,6 @@ def test_the_parts_of_a_reward_are_means_by_name():
     task = letters()
     terms = {"praise": [1.0, 2.0], "length": torch.tensor([0, 3])}
     task.reward_of = lambda queries, responses: ([1.0, 4.0], terms)
-    reward, parts = task.judge(["a", "c"], ["b", "d"])
+    reward, parts = task.reward_and_parts(["a", "c"], ["b", "d"])
     assert reward.tolist() == [1, 4] and parts == {"praise": 1.5, "length": 1.5}
     assert torch.equal(task.reward(["a", "c"], ["b", "d"]), reward)

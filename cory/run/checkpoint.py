@@ -44,7 +44,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
                        map_location={"cuda:0": str(agents[0].policy.device)})
     for agent in agents:
         saved = state["agents"][agent.name]
-        agent.kl_coef, agent.draws, agent.memory = (saved[name] for name in ("kl_coef", "draws", "memory"))
+        agent.kl_coef, agent.draws, agent.memory = saved["kl_coef"], saved["draws"], saved["memory"]
         for name, p in agent.trainable_parameters().items():
             p.data.copy_(shard_like(saved["tensors"][name], p))
             agent.optimizer.state[p] = {moment: shard_like(x.clone().to(p.device), p)

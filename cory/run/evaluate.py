@@ -106,7 +106,7 @@ def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: 
     asked = [query for query in queries for _ in range(samples)]
     responses = sample_responses(model, task.pioneer_prompts(asked), asked, length, 0, reference)
     ids = real_ids(responses.response_BT, responses.mask_BT)
-    reward_B, parts = task.judge(asked, responses.text)
+    reward_B, parts = task.reward_and_parts(asked, responses.text)
     reward, kl, tokens = reward_B.mean().item(), responses.kl_B.mean().item(), sum(map(len, ids))
     metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
                "length": tokens / len(ids), "truncated": responses.truncated_B.double().mean().item(),

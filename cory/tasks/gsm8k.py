@@ -19,7 +19,7 @@ class Gsm8k(Task):
     greedy = True
 
     def __init__(self, cfg: Gsm8kConfig, data: Data, model: LanguageModel):
-        self.gold = dict(sum(data, []))
+        self.gold = {question: answer for split in data for question, answer in split}
         self.checker = cfg.find("checker")
         self.example = EXAMPLE if cfg.one_shot else ""
         super().__init__(cfg, data, model)

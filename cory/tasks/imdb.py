@@ -20,7 +20,7 @@ class SentimentReward:
     def __init__(self, name: str, device: torch.device):
         model, self.tokenizer = load_pretrained(AutoModelForSequenceClassification, name, dtype=torch.float32)
         labels = {index: str(label).lower() for index, label in model.config.id2label.items()}
-        positive = [index for index, label in labels.items() if len(labels) == 1 or "pos" in label]
+        positive = [0] if len(labels) == 1 else [index for index, label in labels.items() if "pos" in label]
         if len(positive) != 1:
             raise UserError("reward_model", name, f"one label of its id2label must be positive, of {labels}")
         config = model.config.get_text_config()

@@ -78,10 +78,10 @@ class Task:
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device."""
-        return self.judge(queries, responses)[0]
+        return self.reward_and_parts(queries, responses)[0]
 
-    def judge(self, queries: list[str], responses: list[str]) -> tuple[Tensor, dict[str, float]]:
-        """(task reward of each response, (B,); means of its parts). Each process asks for its own rows."""
+    def reward_and_parts(self, queries: list[str], responses: list[str]) -> tuple[Tensor, dict[str, float]]:
+        """(task reward of each response, (B,); the mean of each of its parts, by name)."""
         mine = processes().rows(len(responses))
         answer = self.reward_of(queries[mine], responses[mine])
         rewards, parts = answer if isinstance(answer, tuple) else (answer, {})
