@@ -15,6 +15,7 @@ TEXT = "a good film"            # what models are tested on
 NF4 = transformers.BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
+logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
@@ -63,8 +64,10 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
             # its own class may take the vocabulary alone from that file, and split, say, numbers otherwise
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
                 place, **tokenizer.special_tokens_map, **where)
+        logging.set_verbosity_warning()             # for its report of weights that the model does not use
         model, info = auto_class.from_pretrained(place, config=config, output_loading_info=True, **where,
                                                  **kwargs)
+        logging.set_verbosity_error()
     if missing := info["missing_keys"]:                         # they would be random
         raise UserError(f"the weights of {name} lack {min(missing)} of a {type(model).__name__}")
     return model, tokenizer

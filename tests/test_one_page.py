@@ -33,15 +33,15 @@ DATA = {"imdb": [{"text": text} for text in ("good film", "a bad film", "it was"
 COMMON = (
     "--iterations 6 --batch_size 4 --mini_batch_size 1 --gradient_accumulation_steps 2 --num_ppo_epochs 2 "
     "--min_response_length 3 --max_response_length 6 --temperature 0.8 --gamma 0.97 --lam 0.9 --vf_coef 0.5 "
-    "--cliprange 0.1 --cliprange_value 0.02 --kl_target 1 --kl_horizon 6 --max_grad_norm 3 --lora_rank 0 "
+    "--cliprange 0.1 --cliprange_value 0.02 --kl_target 1 --kl_horizon 6 --lora_rank 0 "
     "--learning_rate 3e-3 --critic_learning_rate 1e-2 --lr_schedule linear --role_exchange_every 2 "
     "--partner_reward 0.5 --dtype float32 --device cpu --wandb disabled --eval_queries 1 --eval_samples 1 "
     "--eval_every 0 --save_every 0").split()
 RUNS = {
-    "imdb cory": "--kl_penalty full --seed 2",
+    "imdb cory": "--kl_penalty full --seed 5",
     "gsm8k cory": "--kl_penalty k1 --one_shot false --seed 1",
     "imdb ppo": "--method ppo --kl_penalty full --iterations 2 --lr_schedule cosine --critic_learning_rate 0 "
-    "--max_grad_norm 0 --kl_target 0",
+    "--kl_target 0",
     "gsm8k ablated": "--knowledge_transfer false --role_exchange_every 0 --iterations 1 --one_shot false"}
 
 
@@ -83,8 +83,8 @@ def require_same(steps, run_dir: Path) -> None:
     """What the page yields are the texts, the metrics and the final weights of the package's run."""
     training = [row for row in rows(run_dir) if "role/llm1" in row]
     agents, done = {}, 0
-    for iteration, agent, responses, metrics in steps:
-        row, role = training[iteration - 1], ("pioneer", "observer")[metrics["role"]]
+    for iteration, role, agent, responses, metrics in steps:
+        row = training[iteration - 1]
         expected = {name: row[f"{name}/{agent.name}"] for name in metrics}
         assert metrics == pytest.approx(expected, rel=1e-7, abs=1e-10), (iteration, agent.name)
         samples = [sample for sample in rows(run_dir, "samples.jsonl") if sample["iteration"] == iteration]
@@ -119,15 +119,14 @@ def test_without_the_lines_marked_cory_the_page_is_ppo(folder):
     code = "\n".join(line for line in lines if "# CORY" not in line)
     exec(code, vars(page))
     assert "observer" not in code.partition("import copy")[2]
-    assert next(run_page(page, "imdb ppo", folder))[3] == next(run_page(one_page, "imdb ppo", folder))[3]
+    assert next(run_page(page, "imdb ppo", folder))[4] == next(run_page(one_page, "imdb ppo", folder))[4]
 
 
 def test_the_page_prints_metrics_and_refuses_what_it_leaves_out(folder, capsys):
     flags = [*flags_of("gsm8k cory", folder), "--iterations", "1", "--task", "gsm8k"]
     one_page.main(flags)
-    pattern = r"(?m)^1 (llm.) kl=0 .* task_reward=[\d.]+ accuracy=[\d.]+ .*\]$"
-    printed = re.findall(pattern, capsys.readouterr().out)
-    assert printed == ["llm1", "llm2"]
+    printed = re.findall(r"\n1 (\w+ llm.): '.*'\nkl 0, task reward [\d.]+, score ", capsys.readouterr().out)
+    assert printed == ["pioneer llm1", "observer llm2"]
     for flag, value in (("lora_rank", "8"), ("advantage", "rloo"), ("method", "my:Own"), ("task", "my:Own")):
         with pytest.raises(UserError, match=f"^{flag} is '?{value}'?: the page has only"):
             one_page.main([*flags, f"--{flag}", value])
@@ -137,10 +136,9 @@ def test_the_page_reads_or_refuses_each_setting():
     """A new setting is in the page, in a task, or in what the page refuses."""
     tasks = SOURCE.parent / "tasks"
     code = "".join(path.read_text() for path in (SOURCE, *tasks.glob("*.py")))
-    # read by `parse` or as `rows_per_optimizer_step`; nothing without LoRA, an evaluation, a folder or W&B
-    others = {"preset", "mini_batch_size", "gradient_accumulation_steps", "load_in_4bit", "eval_samples",
-              "resume", "wandb_project", "gradient_checkpointing",
+    # read by `parse`; nothing without LoRA, an evaluation, a folder or W&B
+    others = {"preset", "load_in_4bit", "eval_samples", "resume", "wandb_project", "gradient_checkpointing",
               "eval_every", "run_dir"}
     for config_class, _ in EXPERIMENTS.values():
-        unknown = {f.name for f in fields(config_class)} - {*one_page.HAS} - others
+        unknown = {f.name for f in fields(config_class)} - {*one_page.FIXED} - others
         assert not {name for name in unknown if not re.search(rf'cfg\.{name}\b|find\("{name}"\)', code)}
