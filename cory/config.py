@@ -23,8 +23,8 @@ NAMED = {
     "task": {"imdb": "cory.tasks.imdb:Imdb", "gsm8k": "cory.tasks.gsm8k:Gsm8k"},
     "method": {"ppo": "cory.train:Ppo", "cory": "cory.train:Cory"},
     "advantage": {name: f"cory.ppo.advantages:{name}"
-                  for name in ("gae", "rloo", "grpo", "dr_grpo", "reinforce")},
-    "checker": {name: f"cory.tasks.gsm8k:{name}" for name in ("last_number", "strict")},
+                  for name in ("gae", "rloo", "grpo", "reinforce")},
+    "checker": {"last_number": "cory.tasks.gsm8k:last_number"},
     "loss": {"ppo": "cory.ppo.update:losses"},
     "critic": {"linear": "cory.ppo.model:Critic"},
     "lr_schedule": {name: f"cory.ppo.agent:{name}" for name in ("constant", "linear", "cosine")},
@@ -112,7 +112,7 @@ class Config:
         False, "put each prompt into the model's chat template, as a user's message")
     # the update
     advantage: str = each(
-        "gae", "advantage estimator: gae (paper), rloo, grpo, dr_grpo, reinforce, or your own, given as "
+        "gae", "advantage estimator: gae (paper), rloo, grpo, reinforce, or your own, given as "
         "module:function")
     critic: str = each(
         "linear", "critic: linear (a value head on the policy's last hidden state; paper), or your own, "
@@ -220,8 +220,8 @@ class ImdbConfig(Config):
 @dataclass(frozen=True)
 class Gsm8kConfig(Config):
     task: str = setting("gsm8k", "gsm8k, or your own class, given as module:Class")
-    checker: str = setting("last_number", "how an answer is read: last_number (paper), strict (the number "
-                           "after ####), or your own, given as module:function")
+    checker: str = setting("last_number", "how an answer is read: last_number (paper), or your own, given as "
+                           "module:function")
     one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
 
 

@@ -65,19 +65,6 @@ def test_a_log_has_its_files_and_goes_to_wandb(folder, monkeypatch):
         assert [row["iteration"] for row in read_jsonl(folder / name)] == kept
 
 
-def test_what_fails_at_wandb_is_said_once_and_ends_no_run(folder, capsys, monkeypatch):
-    def fail(*_, **__):
-        raise wandb.errors.AuthenticationError("no\nnetwork")
-
-    with a_log(folder) as whole:
-        monkeypatch.setattr(wandb.Run, "log", fail)
-        add(whole, 0, 1, 2)
-    monkeypatch.setattr("wandb.init", fail)
-    add(a_log(folder, 2), 3)
-    assert capsys.readouterr().out.count("W&B: no network; the run goes on\n") == 2
-    assert len(read_jsonl(folder / "metrics.jsonl")) == 7
-
-
 def test_without_a_network_a_run_is_offline_and_wandbs_variables_hold(folder, monkeypatch, capsys):
     """A run of the user's that is active stays so."""
     monkeypatch.setenv("WANDB_RUN_GROUP", "mine")

@@ -1,118 +1,128 @@
 """Tables and plots of one run, and of several over seeds and settings."""
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.colors import to_hex
 from toys import error_line
 
 from cory.__main__ import main
 from cory.run import report
-from cory.run.log import read_jsonl, write_text
+
+GREY = to_hex(report.BASE["color"])
 
 
-def held_out(reward: float) -> dict:
-    return {"task_reward": reward, "kl": 10 * reward, "combined_reward": 0.5, "accuracy": 0.5}
-
-
-def write_run(folder: Path, reward=1.0, length=12, **changes) -> Path:
-    """LLM1 starts at held-out reward 0.5, not as its base, and ends at `reward`; LLM2 starts as its base at
-    0.01 and ends 0.1 above LLM1.
-    """
-    config = {"config_class": "cory.config:ImdbConfig",
-              "agents": {"llm1": "base", "llm2": "base_llm2"}, "task": "imdb", "method": "cory", "seed": 0,
-              "preset": "tiny", "gamma": 1.0, "learning_rate": 0.1} | changes
-    first = {"base": held_out(0.0), "base_llm2": held_out(0.01), "llm1": held_out(0.5),
-             "llm2": held_out(0.01), "team": {"copies": 0.1}, "base_team": {"copies": 0.1}}
-    last = {name: first[name] for name in ("base", "base_llm2", "base_team")} | {
-        "llm1": held_out(reward), "llm2": held_out(reward + 0.1), "team": {"copies": 0.3}}
-    rows = [{"iteration": i, "role/llm1": 0, "kl/llm1": i / 3, "kl/llm2": 2.0, "spread": 0.1 * i}
-            for i in range(1, length + 1)]
-    for at, parts, iteration in ((0, first, 0), (len(rows) + 1, last, length)):
-        values = {f"eval_{key}/{who}": x for who, part in parts.items() for key, x in part.items()}
-        rows.insert(at, {"iteration": iteration} | values)
+def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
+    """12 iterations, exchanges after 4 and 8. LLM1 ends at held-out `reward`, LLM2 0.1 above it."""
+    config = {"config_class": "cory.config:ImdbConfig", "agents": {"llm1": "base", "llm2": "base"}, "seed": 0,
+              "method": "cory", "preset": "tiny", "learning_rate": 0.1} | changes
+    rows = [{"iteration": i, "role/llm1": (i - 1) // 4 % 2, "kl/llm1": i / 3, "kl/llm2": i / 3 + 1,
+             "score/llm1": i, "score/llm2": i, "seconds": i, "grad_norm/llm1": i, "observer_copies": 0,
+             "observer_after_better": i, "observer_after_worse": -i, "spread": i} for i in range(1, 13)]
+    for i, llm1, llm2 in (0, 0.5, 0.01), (12, reward, reward + 0.1):
+        row = {"iteration": i, "eval_score/team": i + 0.1, "eval_score/base_team": 0.1}
+        for who, x in ("base", base), ("llm1", llm1), ("llm2", llm2), ("mean", (llm1 + llm2) / 2):
+            row |= {f"eval_task_reward/{who}": x, f"eval_kl/{who}": 10 * x, f"eval_combined_reward/{who}": x,
+                    f"eval_accuracy/{who}": 0.5}
+        rows.insert(13 if i else 0, row)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def lines_of(figure, title: str) -> list[list]:
-    """The points of each line in a panel."""
+def lines_of(figure, title: str) -> dict[str, tuple]:
+    """The points, style and colour of each line in a panel, by label."""
     (ax,) = [ax for ax in figure.axes if ax.get_title() == title]
-    return [line.get_xydata().tolist() for line in ax.lines]
+    return {line.get_label(): (line.get_xydata().tolist(), line.get_linestyle(), to_hex(line.get_color()))
+            for line in ax.lines}
 
 
-def legend_of(figure) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def test_a_run_has_a_panel_for_each_metric_and_a_line_for_each_agent_base_and_team(tmp_path):
+def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
+    """`observer_copies` and `accuracy` are constant, `seconds` and `grad_norm` technical."""
     figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
-    kl = "KL from the base (nats per response)"
-    assert {ax.get_title() for ax in figure.axes} == {
-        "task reward", kl, "combined reward: reward - eta KL", "accuracy", "copies", "role", "spread"}
-    assert {*legend_of(figure)} == {"base", "base_llm2", "base_team", "llm1", "llm2", "team"}
-    assert lines_of(figure, "task reward") == [
-        [[0, 0], [12, 0]], [[0, 0.01], [12, 0.01]], [[0, 0.5], [12, 1.0]], [[0, 0.01], [12, 1.1]]]
-    assert [[i, 2.0] for i in range(1, 13)] in lines_of(figure, kl)                 # of llm2
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    titles = ["task_reward", "kl", "combined_reward", "score", "observer_after_better"]
+    assert [ax.get_title() for ax in figure.axes] == [
+        *map(report.TITLES.get, titles), "spread", "held-out reward against KL"]
+    held_out, training = [[f"{who}, {kind}" for who in ("llm1", "llm2", "team")]
+                          for kind in ("held out", "training")]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        *held_out, *training, "exchange of roles", "base", "base_team"]
+    lines = lines_of(figure, report.TITLES["kl"])
+    assert len(lines) == 6                                              # with an exchange, without the mean
+    assert lines["llm1, held out"] == ([[0, 5], [12, 10]], "-", report.PALETTE["CORY"])
+    assert lines["base"] == ([[0, 0], [12, 0]], "-", GREY)
+    points, style, color = lines["llm2, training"]
+    assert points == [[i, pytest.approx(i / 3 + 1)] for i in range(1, 13)] and style == ":"
+    assert color == lines["llm2, held out"][2] != report.PALETTE["CORY"]
+    score = lines_of(figure, report.TITLES["score"])
+    assert score.keys() == {"team, training", "team, held out", "base_team", "exchange of roles"}
+    assert score["base_team"] == ([[0, 0.1], [12, 0.1]], "--", GREY)
+    assert [line.get_xdata()[0] for line in figure.axes[0].lines[:3]] == [4.5, 8.5, 0]      # exchanges
+    assert {-12, 12} <= {line.get_ydata()[-1] for line in figure.axes[4].lines}
+    assert [[0.1, 0.01], [11, 1.1]] in [line.get_xydata().tolist() for line in figure.axes[-1].lines]
+
+
+def test_training_curves_are_running_means_over_a_twentieth():
+    """Of 60 iterations: over 3. An infinite value is left out."""
+    rows = [{"iteration": i, "kl/llm1": float("inf") if i == 30 else i % 3} for i in range(1, 61)]
+    values = report.read_curves(rows).value.tolist()
+    assert values[:3] == pytest.approx([1.5, 1, 1]) and len(values) == 59
 
 
 def test_a_table_has_means_and_sample_std():
-    """Of 1 and 2: 1.5 and 1 / sqrt(2). Teams have no task reward, and a table of their own."""
-    frame = pd.DataFrame([{"task_reward": 1.0, "kl": 0.5}, {"task_reward": 0.126, "kl": 0.0},
-                          {"task_reward": 2.0, "kl": 0.5}, {"score": 0.5}], index=["A", "B", "A", "A TEAM"])
+    """Of 1 and 2: 1.5 and 1 / sqrt(2). Teams have a table of their own; a mean of one agent is left out."""
+    frame = pd.DataFrame([{"task_reward": 1.0, "kl": 0.5, "gap": 1e-6}, {"task_reward": 0.126, "kl": 15.0},
+                          {"task_reward": 2.0, "kl": 0.5, "big": 1234.5}, {"score": 0.5},
+                          {"task_reward": 0.126, "kl": 15.0}], index=["A", "B", "A", "A TEAM", "mean"])
     assert report.tables("held-out", frame) == (
-        "held-out              A      B\n"
-        "task_reward  1.5 ± 0.71  0.126\n"
-        "kl              0.5 ± 0      0\n"
+        "held-out               A     B\n"
+        "runs                   2     1\n"
+        "task_reward  1.50 ± 0.71  0.13\n"
+        "kl             0.5 ± 0.0  15.0\n"
+        "big                    –     –\n"
         "\n"
         "held-out A TEAM\n"
-        "score       0.5")
+        "score     0.500")
 
 
-def test_runs_that_differ_in_more_than_the_seed_are_groups(tmp_path, capsys, monkeypatch):
-    """Two rates, two seeds each: llm1's held-out reward ends at 1 and 2, 3 and 4; the agents' mean is 0.05
-    above it. A setting that a run is older than has its default.
-    """
+@pytest.mark.parametrize("bases", [(0.0, 0.0), (0.0, 0.2)])
+def test_runs_that_differ_in_more_than_the_seed_are_groups(bases, tmp_path, capsys, monkeypatch):
+    """CORY's mean ends at 3.05 and 4.05. The band is t(0.975) for two runs, 12.706, times 0.71 / sqrt(2)."""
     drawn, draw = [], report.draw_comparison
     monkeypatch.setattr(report, "draw_comparison", lambda *args: drawn.append(draw(*args)))
-    runs = [write_run(tmp_path / str(end), learning_rate=rate, seed=seed, reward=end, device=device, **more)
-            for rate, seed, end, device, more in ((1e-5, 0, 1.0, "cpu", {}), (1e-5, 1, 2.0, "cuda", {}),
-                                                  (1e-4, 0, 3.0, "cpu", {"kl_target": 6.0}),
-                                                  (1e-4, 1, 4.0, "cpu", {}))]
-    out = tmp_path / "new" / "c.pdf"
-    main(["report", *map(str, runs), "--out", str(out)])
-    said = capsys.readouterr().out
-    groups = [f"CORY, learning_rate {rate}" for rate in ("1e-05", "0.0001")]
-    for words in (f"{groups[0]} llm1", f"{groups[1]} base_llm2", "1.5 ± 0.71", "3.5 ± 0.71", str(out)):
-        assert words in said
-    assert out.read_bytes()[:4] == b"%PDF"
-    assert legend_of(drawn[0]) == [f"{group} (2 runs)" for group in groups]
-    assert [[0, 0.255], [12, 3.55]] in lines_of(drawn[0], "task reward, held out")
-    tops = [band.get_paths()[0].get_extents().y1 for band in drawn[0].axes[0].collections]
-    assert pytest.approx(3.55 + 0.5**0.5) in tops
+    both = ("ppo", 1, bases[0], {}), ("cory", 3, bases[1], {"kl_target": 6.0, "device": "cuda"})
+    runs = [write_run(tmp_path / f"{method}{seed}", end + seed, base, method=method, seed=seed, **more)
+            for method, end, base, more in both for seed in (0, 1)]
+    main(["report", *map(str, runs), "--out", str(tmp_path / "new/c.pdf")])
+    labels, seeds, reward = [re.split(" {2,}", x) for x in capsys.readouterr().out.splitlines()[:3]]
+    of_bases = ["base"] if bases[0] == bases[1] else ["PPO base", "CORY base"]
+    assert {*labels[1:]} == {*of_bases, "PPO", "CORY"} and len(labels) == len(seeds)
+    assert dict(zip(labels, reward, strict=True))["CORY"] == "3.55 ± 0.71"
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["CORY", "PPO"]
+    lines = lines_of(drawn[0], "task reward")
+    assert lines["CORY"] == ([[0, 0.255], [12, 3.55]], "-", report.PALETTE["CORY"])
+    assert lines["_base"][2] == GREY and (tmp_path / "new/c.pdf").read_bytes()[:4] == b"%PDF"
+    tops = [band.get_paths()[0].get_extents().y1 for band in drawn[0].axes[1].collections]
+    assert pytest.approx(3.55 + 12.706 / 2, abs=1e-3) in tops
 
 
-@pytest.mark.parametrize("trained, mean", [((), 1.05), (("llm1",), 1.0), (("llm1", "llm2"), 1.05)])
-def test_a_mean_is_over_the_agents_that_have_been_trained(trained, mean, tmp_path, capsys):
-    """In the tables and curves of a run and of several."""
-    rows = read_jsonl(write_run(tmp_path / "run") / "metrics.jsonl")
-    rows[3] |= {f"trained/{name}": 1.0 for name in trained} | {"trained/llm1": float("llm1" in trained)}
-    write_text(tmp_path / "run/metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    assert report.last_held_out(rows, ["llm1", "llm2"])["mean"]["task_reward"] == pytest.approx(mean)
-    main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "p.png")])
-    header, _, reward, *_ = capsys.readouterr().out.splitlines()
-    assert header.split("CORY ")[-1].strip() == "mean" and reward.split()[-1] == f"{mean:.4g}"
-
-
-def test_ones_own_methods_of_the_same_name_are_two_groups(tmp_path, capsys):
-    methods = ["one:Own", "two:Own", "ppo"]
-    runs = [write_run(tmp_path / str(i), method=method) for i, method in enumerate(methods)]
-    main(["report", *map(str, runs), "--out", str(tmp_path / "p.png")])
-    said = capsys.readouterr().out
-    assert all(f"{group} llm1" in said for group in ("one:Own", "two:Own", "PPO")) and "±" not in said
+def test_groups_have_six_colours_and_a_line_for_each_method_or_every_sixth(tmp_path):
+    """Equal settings have equal colours, also where a method lacks some of them."""
+    runs = [write_run(tmp_path / f"{rate}", method=method, learning_rate=rate)
+            for method, rate in (("own:Own", 1.0), ("cory", 2), ("cory", 1))]
+    groups = report.groups_of(runs)
+    assert groups.group.tolist() == [
+        "CORY, learning_rate 1.0", "CORY, learning_rate 2.0", "own:Own, learning_rate 1.0"]
+    looks = report.looks_of(groups)
+    one, two, own = ((tuple(looks[group]["color"]), looks[group]["linestyle"]) for group in groups.group)
+    assert one[0] == own[0] != two[0] and one[1] == two[1] != own[1]
+    rates = pd.DataFrame({"method": "PPO", "settings": [f", rate {i}" for i in range(7)]})
+    looks = report.looks_of(rates.assign(group=rates.settings))
+    assert [looks[f", rate {i}"]["linestyle"] for i in range(7)] == ["-"] * 6 + ["--"]
 
 
 def test_a_folder_without_a_run_is_named(capsys):

@@ -71,7 +71,7 @@ def rloo(reward_BT: Tensor, mask_BT: Tensor, group_B: Tensor, **_) -> Tensor:
 
     over the k >= 2 responses of a group. R_i is the score of response i minus, with `--kl_in reward`, its KL
     penalty. DIFFERS from that paper: PPO's clipped ratio of each token, over `num_ppo_epochs`, not one plain
-    step.
+    step. It is k / (k - 1) times Dr. GRPO's (arXiv:2503.20783), whose loss has `--loss_mean constant`.
     """
     return_B, count_B = returns(reward_BT, mask_BT), group_sum(torch.ones_like(group_B), group_B)
     others_B = (group_sum(return_B, group_B) - return_B) / (count_B - 1)
@@ -91,15 +91,6 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_B: Tensor, **_) -> Tensor:
     centred_B = return_B - group_mean(return_B, group_B)
     std_B = group_mean(centred_B**2, group_B).sqrt()
     return (centred_B / (std_B + 1e-6))[:, None] * mask_BT
-
-
-@estimator(critic=False, whiten=False, grouped=True)
-def dr_grpo(reward_BT: Tensor, mask_BT: Tensor, group_B: Tensor, **_) -> Tensor:
-    """GRPO without the division by the standard deviation (Liu et al., arXiv:2503.20783, sec. 3.2). That
-    paper divides the loss by a constant: `--loss_mean constant`.
-    """
-    return_B = returns(reward_BT, mask_BT)
-    return (return_B - group_mean(return_B, group_B))[:, None] * mask_BT
 
 
 def returns(reward_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -91,11 +91,6 @@ class LanguageModel(nn.Module):
         return [self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **rules)
                 for prompt in prompts]
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """The logits (B, L, V) after each token of rows that are padded on the left."""
-        hidden_BLH, _ = self.hidden_states(ids, mask, positions(mask))
-        return self.logits(hidden_BLH.flatten(0, 1)).unflatten(0, ids.shape)
-
     def hidden_states(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache=None) -> tuple:
         """The transformer without its head, with this model's adapter: (last hidden states, cache)."""
         self.activate()

@@ -39,27 +39,26 @@ def read_jsonl(path: Path) -> list[dict]:
 
 class Logger(AbstractContextManager):
     """Writes in the main process, until its block ends. A resumed log drops the rows past `done`, the last
-    iteration that was saved, and goes on with the W&B run `wandb_id`. Failures at W&B do not stop training.
+    iteration that was saved, and goes on with the W&B run `wandb_id`.
     """
 
     def __init__(self, cfg: Config, agents: list[str], run_dir: Path, done: int, wandb_id: str):
-        self.agents, self.wandb_id, self.wandb, self.say_once = agents, wandb_id, None, cache(tqdm.write)
+        self.agents, self.wandb, self.say_once = agents, None, cache(tqdm.write)
         self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
-        self.metrics, self.samples = (run_dir / name for name in ("metrics.jsonl", "samples.jsonl"))
+        self.metrics, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
         if processes().is_main:
             for path in (self.metrics, self.samples):
                 kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
                 write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-            self.wandb = self.guard(start_wandb, cfg, run_dir, wandb_id)
-            if self.wandb:
-                self.wandb_id = self.wandb.id
+            self.wandb = start_wandb(cfg, run_dir, wandb_id)
+        self.wandb_id = self.wandb.id if self.wandb else wandb_id
         self.bar = tqdm(total=cfg.iterations, initial=done, desc=cfg.method, dynamic_ncols=True,
                         bar_format=BAR, disable=not processes().is_main)
 
     def __exit__(self, kind, error, traceback):
         self.bar.close()
         if self.wandb:
-            self.guard(self.wandb.finish, exit_code=int(kind is not None))
+            self.wandb.finish(exit_code=int(kind is not None))
         if kind is KeyboardInterrupt and processes().is_main:
             print(f"interrupted; go on with: python {sys.argv[0]} --resume --run_dir {self.metrics.parent}")
 
@@ -76,11 +75,11 @@ class Logger(AbstractContextManager):
                 self.say_once("sampling_gap exceeds rounding: the policy sampled is not the one trained")
 
     def evaluation(self, iteration: int, row: dict[str, float]) -> None:
-        """A row of held-out metrics, `eval_NAME/AGENT`; at W&B also a table of the last texts."""
+        """A row of held-out metrics, `eval_NAME/WHO`; at W&B also a table of the last texts."""
         if processes().is_main:
             self.write(dict(iteration=iteration, **row))
-            self.send(iteration, lambda wandb: {"samples": wandb.Table(
-                dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)})
+            texts = dict(dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)
+            self.send(iteration, lambda wandb: {"samples": wandb.Table(**texts)})
 
     def write(self, row: dict[str, float]) -> None:
         append_jsonl(self.metrics, [row])
@@ -90,13 +89,7 @@ class Logger(AbstractContextManager):
         """Sends what `values` returns, a dictionary, for the module wandb."""
         if self.wandb:
             import wandb
-            self.guard(lambda: self.wandb.log(values(wandb), step=iteration))
-
-    def guard(self, call: Callable, *args, **named):
-        try:
-            return call(*args, **named)
-        except Exception as error:
-            self.say_once(f"W&B: {one_line(error)}; the run goes on")
+            self.wandb.log(values(wandb), step=iteration)
 
 
 def in_section(key: str) -> str:
@@ -124,13 +117,9 @@ def start_wandb(cfg: Config, run_dir: Path, id: str):
             raise ConnectionError("there is no key (`wandb login`)")
         run = wandb.init(mode=mode, **about)
     except Exception as error:
-        print(f"W&B: offline, since {one_line(error)}")
+        print(f"W&B: offline, since {str(error).splitlines()[0][:200]}")
         run = wandb.init(mode="offline", **about)
     run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
     upload = f"wandb sync {shlex.quote(run.settings.wandb_dir)}/latest-run"
     print(f"W&B: {upload if run.offline else run.url}", flush=True)
     return run
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

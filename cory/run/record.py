@@ -89,10 +89,8 @@ class Record:
             for name, x in turn.metrics(self.task).items():
                 of_agents[f"{name}/{turn.agent.name}"].append(x)
         means = {name: statistics.fmean(xs) for name, xs in of_agents.items()}
-        seconds = time.perf_counter() - self.clock
-        tokens = sum(turn.rollout.mask_BT.sum().item() for turn in turns)
-        row = dict(**means, **{name: float(x) for name, x in metrics.items()},
-                   seconds=seconds, tokens_per_second=tokens / seconds)
+        of_team = {name: float(x) for name, x in metrics.items()}
+        row = dict(**means, **of_team, seconds=time.perf_counter() - self.clock)
         self.logger.iteration(iteration, row, self.samples(iteration, turns))
 
     def samples(self, iteration: int, turns: list[Turn]) -> list[dict]:

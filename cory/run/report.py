@@ -1,132 +1,205 @@
 """Tables and plots of one run, and of several compared."""
-from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
+from matplotlib import colormaps
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from cory.config import read_config
+from cory.config import FREE_ON_RESUME, read_config
 from cory.run.log import read_jsonl
 
-# Runs that differ in nothing else are one group, of several seeds; methods have names of their own.
-FREE = {"seed", "device", "resume", "run_dir", "save_every", "shard", "wandb", "wandb_project",
-        "config_class", "agents", "method"}
+# Panels of a run stand in this order, and those of other metrics after them.
 TITLES = {"task_reward": "task reward", "kl": "KL from the base (nats per response)",
-          "combined_reward": "combined reward: reward - eta KL"}
+          "combined_reward": "combined reward: reward - eta KL", "score": "score: what agents are trained on",
+          "entropy": "entropy (nats per token)", "explained_variance": "explained variance of the critic",
+          "observer_after_better": "observer's reward after better (open: worse)",
+          "observer_copies": "share of copies by the observer"}
+WITHOUT_PANEL = """role task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
+    approx_kl clip_fraction grad_norm learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity
+    seconds""".split()
+PALETTE = {"PPO": "#08519c", "CORY": "#d94801"}     # in every picture; others have matplotlib's from C2 on
+MARKERS, LINES = "os^Dvp", ["-", "--", "-.", ":"]
+BASE, DOTTED = dict(color="0.55", marker=".", linewidth=1.2), dict(linestyle=":", linewidth=1.8, marker="")
+# Runs that differ in nothing else are one group, of several seeds. The method is in every group's name.
+NOT_IN_NAMES = FREE_ON_RESUME - {"iterations"} | {"seed", "device", "config_class", "agents", "method"}
 
 
 # --- tables ---
-def of_evaluation(row: dict) -> dict[str, dict[str, float]]:
-    """The held-out metrics of a row of metrics.jsonl, by whom they are of: a base, an agent, a team."""
-    found = defaultdict(dict)
-    for key, value in row.items():
-        if key.startswith("eval_"):
-            name, _, who = key.removeprefix("eval_").rpartition("/")
-            found[who][name] = value
-    return found
+def held_out(rows: list[dict]) -> pd.DataFrame:
+    """Rows of metrics.jsonl -> a row for each iteration and who, a column for each metric `eval_NAME/WHO`."""
+    frame = pd.DataFrame(rows).set_index("iteration").filter(regex="^eval_")
+    frame.columns = frame.columns.str.removeprefix("eval_").str.rsplit("/", n=1, expand=True)
+    return frame.stack(1).dropna(how="all").rename_axis(["iteration", "who"])
 
 
 def last_held_out(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """The last held-out metrics of each, by whom they are of."""
-    last = {}
-    for row in rows:
-        last |= of_evaluation(row)
-    return last
+    """The last held-out metrics of each base, agent, team, and of `mean`, over the trained agents."""
+    last = held_out(rows).groupby("who").tail(1).droplevel("iteration")
+    return {who: metrics.dropna().to_dict() for who, metrics in last.iterrows()}
 
 
 def tables(corner: str, frame: pd.DataFrame) -> str:
-    """Mean ± sample std of every metric over the rows with the same label: a table of models, and one of
-    teams, which have no task reward.
-    """
-    def cell(x: pd.Series) -> str:
-        return f"{x.mean():.4g}" + f" ± {x.std():.2g}" * (len(x) > 1)
-
+    """A table of models, and one of teams, which have no task reward. The index has a label for each row."""
+    frame = frame[~(frame.duplicated(keep=False) & (frame.index == "mean"))]    # of one agent
     is_model = frame.task_reward.notna()
-    parts = [part.dropna(axis=1, how="all") for part in (frame[is_model], frame[~is_model]) if len(part)]
-    cells = [part.groupby(level=0, sort=False).agg(cell).T.rename_axis(index=None, columns=corner)
-             for part in parts]
-    return "\n\n".join(part.to_string() for part in cells)
+    return "\n\n".join(table(corner, part) for part in (frame[is_model], frame[~is_model]) if len(part))
 
 
-# --- pictures ---
+def table(corner: str, frame: pd.DataFrame) -> str:
+    """Mean ± sample std over rows with the same label. The largest value has three significant digits."""
+    frame = frame.loc[:, frame.abs().max() >= 0.0005]
+    decimals = (2 - np.floor(np.log10(frame.abs().max()))).clip(upper=3)
+
+    def cell(x: pd.Series) -> str:
+        spec = f".{decimals[x.name]:.0f}f" if decimals[x.name] >= 0 else ".3g"
+        std = f" ± {x.std():{spec}}" if len(x) > 1 else ""
+        return "–" if x.hasnans else f"{x.mean():{spec}}{std}"
+
+    groups = frame.groupby(level=0, sort=False)
+    cells = groups.agg(cell).rename_axis(columns=corner)
+    if len(cells) < len(frame):
+        cells.insert(0, "runs", groups.size().astype(str))
+    text = cells.T.rename_axis(columns=corner, index=None).to_string()
+    return text if text.index("\n") <= 100 else cells.to_string(line_width=100)
+
+
+# --- one run ---
+def read_curves(rows: list[dict]) -> pd.DataFrame:
+    """A row for each value of what has a panel; in training, of running means over a twentieth of the run."""
+    frame = pd.DataFrame(rows)
+    score = frame.filter(regex="^score/")
+    if score.shape[1] > 1 and score.nunique(axis=1).max() == 1:         # all agents have the same, as in CORY
+        frame = frame.rename(columns={score.columns[0]: "score"}).drop(columns=score.columns[1:])
+    curves = frame.melt("iteration").replace([np.inf, -np.inf], np.nan).dropna()
+    key = curves.variable.str.extract("^(?P<kind>eval_)?(?P<metric>.+?)(?:/(?P<who>[^/]+))?$")
+    curves = curves.join(key.fillna({"kind": "training", "who": "team"}).replace("eval_", "held out"))
+    curves["panel"] = curves.metric.str.removeprefix("greedy_").str.replace("after_worse", "after_better")
+    width = 2 * (curves.iteration.max() // 40) + 1
+    curves.update(curves[curves.kind == "training"].groupby("variable").value.transform(
+        lambda x: x.rolling(width, center=True, min_periods=1).mean()))
+    return curves[~curves.panel.isin(WITHOUT_PANEL)].groupby("panel").filter(
+        lambda panel: panel.name in ("task_reward", "kl") or panel.value.nunique() > 1)
+
+
 def draw_run(run_dir: Path, out: Path) -> Figure:
-    """A panel for each metric: dotted lines in training, solid ones held out."""
-    rows = pd.DataFrame(read_jsonl(run_dir / "metrics.jsonl")).set_index("iteration")
-    panels = defaultdict(list)
-    for key in rows:
-        name, _, who = key.removeprefix("eval_").partition("/")
-        panels[name].append((key, who or "team"))
-    everyone = dict.fromkeys(who for curves in panels.values() for _, who in curves)
-    color = {who: f"C{i}" for i, who in enumerate(everyone)}
-    figure = Figure(figsize=(14, 0.6 + 2.5 * -(-len(panels) // 4)), layout="constrained")
-    axes = figure.subplots(-(-len(panels) // 4), 4, squeeze=False).ravel()
-    for ax, (name, curves) in zip(axes, panels.items(), strict=False):
-        for key, who in curves:
-            values, style = rows[key].dropna(), "o-" if key.startswith("eval_") else ":"
-            ax.plot(values.index, values, style, color=color[who], markersize=3, linewidth=1, label=who)
-        ax.set(title=TITLES.get(name, name.replace("_", " ")), xlabel="iteration")
-    for ax in axes[len(panels):]:
-        ax.remove()
-    return saved(figure, axes[:len(panels)], out)
+    """Dotted: agents in their roles, in training. Solid: held out, each agent alone; the team in roles."""
+    config, rows = read_config(run_dir), read_jsonl(run_dir / "metrics.jsonl")
+    agents, method, curves = config["agents"], name_of(config["method"]), read_curves(rows)
+    looks = dict.fromkeys(agents.values(), BASE) | {"base_team": BASE | dict(linestyle="--")}
+    looks["team"] = dict(color="black", marker="D")
+    darkest = np.array(to_rgb(PALETTE.get(method, "C2")))
+    for i, agent in enumerate(agents):
+        looks[agent] = dict(color=1 - (1 - darkest) * 0.6**i, marker=MARKERS[i % 6])
+    panels = sorted(curves.panel.unique(), key=lambda name: (*TITLES, name).index(name))
+    count = len(panels) + 1
+    columns = min((3, 4, 5), key=lambda columns: -count % columns)      # with the fewest empty places
+    lines = -(-count // columns)
+    figure = Figure(figsize=(3.5 * columns, 2.8 * lines + 0.8), layout="constrained")
+    figure.suptitle(f"{method} on {config['task']}, preset {config['preset']}, seed {config['seed']}")
+    *over_iterations, against_kl = [figure.add_subplot(lines, columns, i + 1) for i in range(count)]
+    role = pd.DataFrame(rows).set_index("iteration").filter(regex="^role/").iloc[:, 0].dropna()
+    for ax, panel in zip(over_iterations, panels, strict=True):
+        of_panel = curves[(curves.panel == panel) & curves.who.isin([*looks])]
+        greedy = " (open: greedy)" if any(of_panel.metric == f"greedy_{panel}") else ""
+        ax.set(title=TITLES.get(panel, panel.replace("_", " ") + greedy), xlabel="iteration")
+        for iteration in role.index[role.diff().fillna(0) != 0]:
+            ax.axvline(iteration - 0.5, color="0.8", linewidth=0.8, zorder=0, label="exchange of roles")
+        for (metric, kind, who), curve in of_panel.groupby(["metric", "kind", "who"]):
+            label = who if who.startswith("base") else f"{who}, {kind}"
+            look = looks[who] | (DOTTED if kind == "training" else {})
+            ax.plot(curve.iteration, curve.value, label=label, **look,
+                    markerfacecolor=look["color"] if metric == panel else "white")
+    for who, points in held_out(rows).dropna(subset="kl").query("who in @looks").groupby("who"):
+        against_kl.plot(points.kl, points.task_reward, **looks[who])
+    against_kl.set(title="held-out reward against KL", xlabel=TITLES["kl"])
+    return finished(figure, out, ncols=3)
 
 
-def saved(figure: Figure, axes: list[Axes], out: Path) -> Figure:
-    """The figure, with a legend that has each label once, as it is written."""
-    handles = {}
-    for ax in axes:
-        handles |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, frameon=False)
+def name_of(method: str) -> str:
+    return method if ":" in method else method.upper()
+
+
+def finished(figure: Figure, out: Path, ncols: int) -> Figure:
+    """Written, with a legend: what is held out, what is of training, all else."""
+    lines = {}
+    for ax in figure.axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.title.set_size(10)
+        for line, name in zip(*ax.get_legend_handles_labels(), strict=True):
+            lines.setdefault(name, line)
+    names = sorted(lines, key=lambda name: ("held out" not in name, "training" not in name))
+    figure.legend([*map(lines.get, names)], names, ncols=ncols, loc="outside lower center", frameon=False)
     figure.savefig(out, dpi=110)
     return figure
 
 
-def draw_comparison(rows: pd.DataFrame, out: Path) -> Figure:
-    """Held-out reward, KL and combined reward over iterations, and reward against KL. A curve is a mean over
-    a group's runs of the mean over their trained agents; its band is a standard deviation over runs.
-    """
-    figure = Figure(figsize=(11, 7.6), layout="constrained")
-    *over_iterations, against_kl = figure.subplots(2, 2).ravel()
-    for place, (group, of_group) in enumerate(rows[rows.who == "mean"].groupby("group", sort=False)):
-        of_runs = of_group.groupby("iteration")[[*TITLES]]
-        mean, std, color = of_runs.mean(), of_runs.std(), f"C{place}"
-        label = f"{group} ({of_group.run.nunique()} runs)"
-        for ax, metric in zip(over_iterations, TITLES, strict=True):
-            ax.plot(mean.index, mean[metric], "o-", color=color, markersize=4, label=label)
-            ax.fill_between(mean.index, (mean - std)[metric], (mean + std)[metric], color=color, alpha=0.15)
-        against_kl.plot(mean.kl, mean.task_reward, "o-", color=color, markersize=4)
-    for ax, title in zip(over_iterations, TITLES.values(), strict=True):
-        ax.set(title=f"{title}, held out", xlabel="iteration")
-    against_kl.set(title="held-out reward against KL", xlabel=TITLES["kl"])
-    return saved(figure, over_iterations, out)
-
-
 # --- several runs compared ---
-def read_held_out(run_dirs: list[Path]) -> pd.DataFrame:
-    """A row for each held-out evaluation of each base, agent and team, and one for the mean over agents.
-    `group`: the method, and each setting that differs between the runs, but for `FREE` ones.
+def groups_of(run_dirs: list[Path]) -> pd.DataFrame:
+    """By run: its method; `settings`, the other ones in which the runs differ; `group`, which names both."""
+    configs = pd.DataFrame([read_config(run_dir) for run_dir in run_dirs], index=run_dirs)
+    differ = [name for name in configs if name not in NOT_IN_NAMES and configs[name].map(str).nunique() > 1]
+    groups = pd.DataFrame({"method": configs.method.map(name_of)})
+    groups["settings"] = configs[differ].apply(lambda run: "".join(f", {x} {run[x]}" for x in differ), axis=1)
+    in_order = configs.sort_values(["method", *differ, "seed"]).index
+    return groups.assign(group=groups.method + groups.settings).loc[in_order]
+
+
+def looks_of(groups: pd.DataFrame) -> dict[str, dict]:
+    """How each group is drawn: the settings give its colour and marker, the method its line; if only methods
+    differ, they have their own colours, and if only settings do, every sixth begins another line.
     """
-    configs = [read_config(run_dir) for run_dir in run_dirs]
-    differ = [name for name in dict.fromkeys(name for config in configs for name in config)
-              if name not in FREE and any(config.get(name) != configs[0].get(name) for config in configs)]
-    rows = []
-    for run_dir, config in zip(run_dirs, configs, strict=True):
-        method = config["method"] if ":" in config["method"] else config["method"].upper()
-        group = ", ".join([method, *(f"{x} {config.get(x)}" for x in differ)])
-        logged = read_jsonl(run_dir / "metrics.jsonl")
-        for row in logged:
-            for who, metrics in of_evaluation(row).items():
-                about = {"run": str(run_dir), "group": group, "who": who}
-                rows.append(about | {"iteration": row["iteration"]} | metrics)
-    return pd.DataFrame(rows)
+    settings, methods = groups.settings.unique().tolist(), groups.method.unique().tolist()
+    looks = {}
+    for method, of_settings, group in groups.drop_duplicates().itertuples(index=False):
+        line, place = methods.index(method), settings.index(of_settings)
+        color = PALETTE.get(method, f"C{line + 2}")
+        if len(settings) > 1:
+            color = colormaps["viridis"](0.9 * (place % 6) / min(5, len(settings) - 1))
+        style = LINES[(line + place // 6) % 4]
+        looks[group] = dict(color=color, marker=MARKERS[(line + place) % 6], linestyle=style)
+    return looks | {"base": BASE}
+
+
+def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figure:
+    """A curve is a mean over runs, at iterations that all of a group have, of the means over agents."""
+    from scipy.stats import t  # a run, which draws no comparison, would hold 25 MiB for it
+
+    looks = looks_of(groups)
+    figure = Figure(figsize=(11, 8.5), layout="constrained")
+    figure.suptitle("held out: means over runs, with 95% t-intervals")
+    metrics = ["combined_reward", "task_reward", "kl"]
+    axes = figure.subplot_mosaic([metrics[:1] * 3, [*metrics[1:], "against_kl"]], height_ratios=(3, 2))
+    rows = rows[rows.task_reward.notna()].reset_index()
+    rows["group"] = rows.group.where(rows.who == "mean", "base")
+    for group, look in looks.items():
+        by_iteration = rows[rows.group == group].groupby("iteration")[metrics]
+        runs = by_iteration.size()
+        mean = by_iteration.mean()[runs == runs.max()]
+        half = by_iteration.sem().mul(t.ppf(0.975, runs - 1), axis=0).loc[mean.index]       # NaN of one run
+        for metric in metrics:
+            ax = axes[metric]
+            ax.set(title=TITLES[metric], xlabel="iteration")
+            ax.plot(mean[metric], label="_base" if group == "base" else group, **look)
+            ax.fill_between(mean.index, (mean - half)[metric], (mean + half)[metric], linewidth=0,
+                            color=look["color"], alpha=0.5 / max(3, len(looks)))
+        axes["against_kl"].plot(mean.kl, mean.task_reward, **look)
+    axes["combined_reward"].annotate("base", (mean.index[-1], mean.combined_reward.iloc[-1]), color="0.4")
+    axes["against_kl"].set(title="reward against KL", xlabel=TITLES["kl"])
+    return finished(figure, out, ncols=max(2, groups.method.nunique()))
 
 
 def compare(run_dirs: list[Path], out: Path) -> None:
     """Prints tables of each group's last held-out metrics, and draws the groups into `out`."""
-    rows = read_held_out(run_dirs)
-    last = rows.groupby(["run", "who"], sort=False).tail(1)
-    print(tables("held-out", last.drop(columns=["run", "group", "who"])
-                 .set_axis(last.group + " " + last.who)))
+    groups = groups_of(run_dirs)
+    of_runs = {group: held_out(read_jsonl(group[0] / "metrics.jsonl")) for group in groups.group.items()}
+    rows = pd.concat(of_runs, names=["run", "group"]).query("who.str.match('mean$|team$|base')")
+    last = rows.groupby(["run", "who"], sort=False).tail(1).droplevel(["run", "iteration"])
+    is_shared = last.round(3).groupby("who").nunique().max(axis=1) <= 1
+    labels = [group if who in ("mean", "team") else who if is_shared[who] else f"{group} {who}"
+              for group, who in last.index]
+    print(tables("held-out", last.set_axis(labels)))
     out.parent.mkdir(parents=True, exist_ok=True)
-    draw_comparison(rows, out)
+    draw_comparison(rows, groups, out)
     print(f"written: {out}")

@@ -46,10 +46,9 @@ class Gsm8k(Task):
                 for query, response in zip(queries, responses, strict=True)]
 
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
-        """Shares correct by the last number, correct by OpenAI's rule, and with no answer for the checker."""
+        """Shares of responses whose last number is correct, and that have no answer for the checker."""
         pairs = [(response, self.gold[query]) for query, response in zip(queries, responses, strict=True)]
         return {"accuracy": fmean(last_number(response) == gold for response, gold in pairs),
-                "strict_accuracy": fmean(strict(response) == gold for response, gold in pairs),
                 "unparsed": fmean(self.answer_in(response) is None for response in responses)}
 
 
@@ -85,12 +84,6 @@ def last_number(response: str) -> Decimal | None:
         return None
     rest, _, _ = plain[first.end():].partition("Question:")
     return decimal(NUMBER.findall(plain[:first.end()] + rest)[-1])
-
-
-def strict(response: str) -> Decimal | None:
-    """OpenAI's rule (arXiv:2110.14168): the number right after the first `#### `, compared as a number."""
-    match = re.search(r"#### (-?[0-9.,]+)", response)           # the pattern published with the data set
-    return decimal(match[1]) if match else None
 
 
 def decimal(text: str) -> Decimal | None:

@@ -27,16 +27,13 @@ class SentimentReward:
         if config.pad_token_id is None:             # decoders then refuse batches; no text has this token
             config.pad_token_id = -1
         self.takes = {"input_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys()
-        self.model, self.positive, self.name = model.to(device), positive[0], name
+        self.model, self.positive = model.to(device), positive[0]
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
         """Texts of as many tokens are read together, without padding: some models would read that, too."""
         # a control token that a text spells out, as `[SEP]`, is read as text
         encoded = self.tokenizer(texts, split_special_tokens=True, return_token_type_ids=True)
-        longest, limit = max(map(len, encoded["input_ids"])), self.tokenizer.model_max_length
-        if longest > limit:
-            raise UserError("reward_model", self.name, f"reads {limit} tokens, but a text has {longest}")
         if not any(map(any, encoded["token_type_ids"])):    # all 0: models have defaults, which may be none
             del encoded["token_type_ids"]
         of_length = defaultdict(list)
