@@ -1,8 +1,8 @@
 """A run that is killed, stopped, damaged, or continued under other conditions."""
+import multiprocessing
 import random
 import shutil
-import subprocess
-import sys
+import time
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import fmean
@@ -25,6 +25,7 @@ from toys import (
 
 import train_imdb
 from cory.run.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
+from cory.run.setup import held
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
@@ -161,16 +162,23 @@ def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):
         train_imdb.main, [*small_flags, "--run_dir", copy], capsys)
 
 
-def test_a_folder_in_use_is_refused_until_its_run_ends(copy, small_flags, tmp_path, capsys):
+def test_a_folder_in_use_is_refused_until_its_run_ends(copy, capsys):
     """The lock is another process's, which is then killed; it leaves no file."""
-    code = "import sys; from pathlib import Path; from cory.run.setup import held\n" \
-           "with held(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
     before = {path.name for path in copy.iterdir()}
-    with subprocess.Popen([sys.executable, "-c", code, copy], stdin=-1, stdout=-1) as other:
-        other.stdout.readline()
-        more = ["--resume", "--run_dir", copy, "--iterations", 3]
-        assert f"run_dir is '{copy}': is in use by another run" in error_line(train_imdb.main, more, capsys)
-        other.kill()
+    fork = multiprocessing.get_context("fork")
+    locked, more = fork.Event(), ["--resume", "--run_dir", copy, "--iterations", 3]
+
+    def hold():
+        with held(copy):
+            locked.set()
+            time.sleep(100)
+
+    other = fork.Process(target=hold)
+    other.start()
+    assert locked.wait(60)
+    assert f"run_dir is '{copy}': is in use by another run" in error_line(train_imdb.main, more, capsys)
+    other.kill()
+    other.join()
     assert {path.name for path in copy.iterdir()} == before
     resume(copy, "--iterations", 3)
     resume(copy, "--iterations", 4)                         # a run that has ended in this process holds none
