@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
-from toys import bigram, error_line, finished, read, rows, settings
+from toys import bigram, finished, read, refusal, rows, settings
 
-import train_imdb
 from cory import train
 from cory.__main__ import main
 from cory.run import evaluate
 from cory.run.log import read_jsonl
+
+pytestmark = pytest.mark.usefixtures("read_once")
 
 
 def test_best_of_n_is_the_mean_over_all_subsets():
@@ -127,4 +128,4 @@ def test_agents_of_one_model_have_temperatures_of_their_own(rank, small_flags, t
 def test_what_agents_must_share_is_refused(changes, says, small_flags, tmp_path, capsys, monkeypatch):
     own = lambda cfg, name: replace(cfg, **changes) if name == "llm2" else cfg
     monkeypatch.setattr(train.Cory, "agent_config", staticmethod(own))
-    assert says in error_line(train_imdb.main, [*small_flags, "--run_dir", tmp_path / "run"], capsys)
+    assert says in refusal(small_flags, tmp_path / "run", capsys)

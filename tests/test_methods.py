@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import byte_tokenizer, save_model
-from toys import bigram, error_line, finished, read, require_same_runs, rows, saved_tensors, settings, stopped
+from toys import (
+    bigram,
+    finished,
+    read,
+    refusal,
+    require_same_runs,
+    resume,
+    rows,
+    saved_tensors,
+    settings,
+    stopped,
+    training,
+)
 
-import train_imdb
 from cory.ppo import model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
@@ -20,9 +31,7 @@ from cory.run.record import Record
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
-
-def training_rows(run_dir: Path) -> list[dict]:
-    return [row for row in rows(run_dir) if "role/llm1" in row]
+pytestmark = pytest.mark.usefixtures("read_once")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +41,7 @@ def whole(small_flags, tmp_path_factory) -> Path:
 
 
 def test_metrics_stand_under_their_agent(whole):
-    found = training_rows(whole)
+    found = training(whole)
     assert [row["role/llm1"] for row in found] == [0, 0, 1, 1, 0]       # exchanged after iterations 2 and 4
     for row in found:
         assert row["role/llm2"] == 1 - row["role/llm1"]
@@ -52,7 +61,7 @@ def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     ppo = finished(small_flags, tmp_path / "ppo", "--method", "ppo", "--iterations", 3)
     for a, b in zip(rows(bare), rows(ppo), strict=True):
         assert a | b == a
-    first, seeing = training_rows(bare)[0], training_rows(whole)[0]     # by untouched models
+    first, seeing = training(bare)[0], training(whole)[0]     # by untouched models
     assert first["task_reward/llm1"] != first["task_reward/llm2"] != seeing["task_reward/llm2"]
 
 
@@ -79,7 +88,7 @@ def test_one_model_can_play_both_roles(small_flags, tmp_path):
     """Its second update is on responses from before the first, so that its first ratio is not 1."""
     words = ["--share_weights", "--method", "test_methods:Noted", "--iterations", 2]
     folder = finished(small_flags, tmp_path / "r", *words)
-    first, second = training_rows(folder)
+    first, second = training(folder)
     assert first["noted/llm1"] == 2
     assert first["approx_kl/llm1"] > 1e-5
     rewards = [row[f"{role}_reward"] for row in rows(folder, "samples.jsonl")[:4]
@@ -93,7 +102,7 @@ def test_exchanges_keep_moments_and_kl_coefficients_unless_they_reset_them(whole
     """Exchanges come after iterations 2 and 4."""
     folder = finished(small_flags, tmp_path / "r", "--reset_on_exchange", "--iterations", 3)
     for agent in ("llm1", "llm2"):
-        kept, reset = ([row[f"kl_coef/{agent}"] for row in training_rows(path)] for path in (whole, folder))
+        kept, reset = ([row[f"kl_coef/{agent}"] for row in training(path)] for path in (whole, folder))
         assert reset[0] == reset[2] == 0.15 not in (reset[1], *kept[1:])
     for path, has_moments in ((whole, True), (folder, False)):
         exchanged = saved_tensors(checkpoints_of(path)[1])
@@ -173,11 +182,11 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     of_bases, held_out, first, again, second, bases_again, end = Own.asked
     assert of_bases == held_out == again == bases_again == end and held_out not in (first, second)
     part = stopped(whole, tmp_path / "part")
-    train_imdb.main(["--resume", "--run_dir", str(part)])
+    resume(part)
     require_same_runs(whole, part)
     for row in rows(whole, "samples.jsonl"):
         assert row["query"] == row["pioneer_prompt"] and f"{row['pioneer']}|" in row["observer_prompt"]
-    for row in training_rows(whole):
+    for row in training(whole):
         for agent in ("llm1", "llm2"):
             own = row[f"task_reward/{agent}"] + row[f"role/{agent}"]
             assert row[f"score/{agent}"] == pytest.approx(own)
@@ -202,8 +211,8 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
 def test_a_name_of_no_code_is_refused_before_a_model_is_loaded(
         setting, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("cory.run.setup.load_language_model", None)
-    words = [*small_flags, f"--{setting}", "nowhere:x", "--run_dir", tmp_path / "r"]
-    assert "nowhere:x: No module named 'nowhere'" in error_line(train_imdb.main, words, capsys)
+    line = refusal(small_flags, tmp_path / "r", capsys, f"--{setting}", "nowhere:x")
+    assert "nowhere:x: No module named 'nowhere'" in line
 
 
 class Twins(Cory):
@@ -211,8 +220,8 @@ class Twins(Cory):
 
 
 def test_an_agent_that_is_named_twice_is_refused(small_flags, tmp_path, capsys):
-    words = [*small_flags, "--method", "test_methods:Twins", "--run_dir", tmp_path / "r"]
-    assert "names an agent twice: llm1, llm1" in error_line(train_imdb.main, words, capsys)
+    line = refusal(small_flags, tmp_path / "r", capsys, "--method", "test_methods:Twins")
+    assert "names an agent twice: llm1, llm1" in line
 
 
 def test_a_metric_named_iteration_is_an_error(small_flags, tmp_path, monkeypatch):

@@ -158,11 +158,25 @@ def finished(flags: list[str], folder: Path, *more) -> Path:
     return folder
 
 
+def resume(run_dir: Path, *more) -> None:
+    finished(["--resume"], run_dir, *more)
+
+
+def refusal(flags: list[str], folder: Path, capsys, *more) -> str:
+    """The one line in which a run ends."""
+    return error_line(train_imdb.main, [*flags, "--run_dir", folder, *more], capsys)
+
+
 def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
     """Of a run's file, without the times, which no two runs share."""
     lines = [json.loads(line) for line in Path(run_dir, file).open()]
     timing = re.compile("seconds|tokens_per_second")
     return [{key: value for key, value in row.items() if not timing.match(key)} for row in lines]
+
+
+def training(run_dir: Path) -> list[dict]:
+    """The rows of training."""
+    return [row for row in rows(run_dir) if "role/llm1" in row]
 
 
 def read(path: Path) -> dict:
