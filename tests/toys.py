@@ -113,6 +113,8 @@ class InFloat64(TorchFunctionMode):
         self.used = set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") == "__get__":      # an attribute, as shapes are, has no dtype
+            return function(*args)
         double = lambda x: torch.float64 if x is torch.float32 else x
         function = torch.Tensor.double if function is torch.Tensor.float else function
         result = function(*map(double, args), **{name: double(x) for name, x in (kwargs or {}).items()})
