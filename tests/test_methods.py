@@ -224,17 +224,12 @@ def test_an_agent_that_is_named_twice_is_refused(small_flags, tmp_path, capsys):
     assert "names an agent twice: llm1, llm1" in line
 
 
-def test_a_metric_named_iteration_is_an_error(small_flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(Cory, "metrics", lambda self, *_: {"iteration": 7.0} if self.training else {})
-    with pytest.raises(TypeError, match="iteration"):
-        finished(small_flags, tmp_path / "run", "--iterations", 1)
-
-
-def test_a_metric_that_hides_another_is_an_error(small_flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(Imdb, "metrics", lambda *_: {"length": 2.0})
+@pytest.mark.parametrize("of, name", [(Cory, "iteration"), (Imdb, "length")])
+def test_a_metric_that_hides_another_is_an_error(of, name, small_flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(of, "metrics", lambda *_: {name: 2.0})
     monkeypatch.setattr(Record, "evaluate", lambda *_: None)
-    with pytest.raises(TypeError, match="'length'"):
-        finished(small_flags, tmp_path / "r")
+    with pytest.raises(TypeError, match=name):
+        finished(small_flags, tmp_path / "run", "--iterations", 1)
 
 
 REWARD = {"bad": 0.0, "good": 1.0, " good": 1.0, "best": 3.0}

@@ -20,7 +20,6 @@ import train_gsm8k
 import train_imdb
 from cory.__main__ import main
 from cory.config import ASSETS, FREE_ON_RESUME, Gsm8kConfig, ImdbConfig
-from cory.ppo.advantages import estimator
 from cory.ppo.model import Critic
 from cory.ppo.update import losses
 from cory.run.log import read_jsonl
@@ -87,8 +86,6 @@ def doubled(agent, kl_N):
     return 2 * agent.kl_coef
 
 
-with_critic = estimator(critic=True, whiten=False)(lambda mask_BT, **_: (7 * mask_BT, mask_BT))
-whitened = estimator(critic=False, whiten=True)(lambda mask_BT, **_: 7 * mask_BT)
 five = lambda response: 5
 
 
@@ -316,27 +313,9 @@ def test_two_agents_alternate_in_three_roles(run):
 
 
 # --- eta, and code of one's own ---
-def test_the_adaptive_eta_compounds(run):
-    """eta <- eta (1 + error 4 / 20), error = clip(KL / 0.1 - 1, -0.2, 0.2): target 0.1, horizon 20."""
-    for agent in Chain.agent_names:
-        eta = 0.15
-        for row in training(run("chain")):
-            assert row[f"kl_coef/{agent}"] == pytest.approx(eta)
-            eta *= 1 + min(max(row[f"kl/{agent}"] / 0.1 - 1, -0.2), 0.2) * 4 / 20
-
-
 def test_a_controller_has_the_signed_kl_of_each_response_and_gives_the_next_eta(run):
     NOTED.clear()
     found = training(run("ppo", "--kl_controller test_wiring:doubled --kl_penalty k1 --iterations 3"))
     assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0.3, 0.6])
     assert [*map(fmean, NOTED)] == pytest.approx([row["kl/llm1"] for row in found], abs=1e-6)
     assert min(map(min, NOTED)) < 0 and {*map(len, NOTED)} == {4}
-
-
-@pytest.mark.parametrize("name, has_critic, loss", [("with_critic", True, -7), ("whitened", False, 0)])
-def test_an_estimator_has_a_critic_and_is_whitened_as_it_says(name, has_critic, loss, run):
-    """Of advantages of 7 at each token, in one step from a ratio of 1."""
-    words = f"--advantage test_wiring:{name} --iterations 1 --num_ppo_epochs 1 --mini_batch_size 4"
-    (row,) = training(run("ppo", words))
-    assert ("value_loss/llm1" in row) == has_critic
-    assert row["policy_loss/llm1"] == pytest.approx(loss, abs=1e-5)
