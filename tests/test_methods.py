@@ -259,6 +259,11 @@ class Three(Cory):
     agent_names, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
 
 
+def test_two_agents_alternate_in_three_roles():
+    method = Three(settings(role_exchange_every=1), None)
+    assert [method.cast([1, 2], iteration) for iteration in (1, 2, 3)] == [[1, 2, 1], [2, 1, 2], [1, 2, 1]]
+
+
 class Tree(Three):
     """Both observers see the pioneer's response."""
 

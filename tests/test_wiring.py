@@ -73,11 +73,6 @@ class Chain(Cory):
             "drawn": random.random(), "method_knows": self.iteration + 0.5 * self.training}
 
 
-class Pair(Cory):
-    """Two agents in three roles."""
-    roles = ("first", "second", "third")
-
-
 NOTED = []                                              # the KL that the controller below was given
 
 
@@ -105,7 +100,7 @@ BASES = {
     "ppo": "--method ppo", "loss": "--method ppo --kl_in loss",
     "same": "--method ppo --iterations 1 --dataset {same}",
     "short": "--method ppo --iterations 1 --min_response_length 1",
-    "cory": "--method cory", "pair": "--method test_wiring:Pair",
+    "cory": "--method cory",
     "chain": "--method test_wiring:Chain --iterations 3 --kl_penalty k1 --eval_samples 4",
     "imdb": "--method ppo --iterations 1 --task imdb",
     "gsm8k": "--method ppo --iterations 1 --task gsm8k --dataset {problems}"}
@@ -304,12 +299,6 @@ def test_hooks_know_the_iteration_and_whether_it_is_training(run):
 def test_samples_are_of_different_queries(run):
     samples = rows(run("ppo", "--iterations 1 --responses_per_query=2"), "samples.jsonl")
     assert len(samples) == len({row["query"] for row in samples}) == 2
-
-
-def test_two_agents_alternate_in_three_roles(run):
-    first, second = rows(run("pair"), "samples.jsonl")[::4]
-    assert [first[f"{role}_agent"] for role in Pair.roles] == ["llm1", "llm2", "llm1"]
-    assert [second[f"{role}_agent"] for role in Pair.roles] == ["llm2", "llm1", "llm2"]
 
 
 # --- eta, and code of one's own ---
