@@ -67,8 +67,8 @@ def in_each(commands: list) -> None:
 
 @pytest.fixture(scope="module")
 def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
-    """The same by one process (one, lora, mixed) and by two (two, ..._shard, resumed); what fails in two. These
-    ten runs, of which seven are in two processes, take 13 s.
+    """The same by one process (one, lora, mixed) and by two (two, ..._shard, resumed); what fails in two.
+    They take 13 s: ten runs, of which seven are in two processes.
     """
     folder = tmp_path_factory.mktemp("distributed")
     ending = shutil.copytree(small, folder / "ending")           # whose responses end early

@@ -18,9 +18,11 @@ def test_both_tasks_learn(task, method, iterations, batch, learning_rate, gain, 
     flags = (f"--seed 1 --method {method} --iterations {iterations} --learning_rate {learning_rate} "
              f"--batch_size {batch} --eval_every 0 --eval_queries 64 --eval_samples 1 --wandb disabled "
              "--run_dir")
-    monkeypatch.setattr(record, "draw_run", report.draw_run)
+    if method == "cory":                                    # a picture takes seconds
+        monkeypatch.setattr(record, "draw_run", report.draw_run)
     importlib.import_module(f"train_{task}").main([*flags.split(), str(tmp_path / "run")])
-    assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    if method == "cory":
+        assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     held_out = read(tmp_path / "run" / "eval.json")
     for agent in ("llm1", "llm2")[:1 if method == "ppo" else 2]:
         assert held_out[agent]["task_reward"] > held_out["base"]["task_reward"] + gain, held_out
