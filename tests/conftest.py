@@ -1,4 +1,6 @@
 import os
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 # Read when the libraries are imported, the last at the first use of a GPU.
@@ -9,7 +11,15 @@ os.environ.update({} if "TEST_GPU" in os.environ else {"CUDA_VISIBLE_DEVICES": "
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from cory import loading
+from cory.tasks import imdb
 
 SIZES = (
     "--batch_size 4 --mini_batch_size 2 --gradient_accumulation_steps 2 --num_ppo_epochs 1 --eval_queries 4 "
@@ -61,9 +71,29 @@ def small(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_flags(small) -> list[str]:
-    """Command line of a run over `small` that takes about a second. 5 iterations, T_REx = 2."""
-    return ["--model", str(small), *SIZES]
+def small_flags(small, tmp_path_factory) -> list[str]:
+    """Command line of a run over `small` that takes about a second, with few texts and a small classifier.
+    5 iterations, T_REx = 2.
+    """
+    at = tmp_path_factory.mktemp("imdb")
+    (at / "texts.jsonl").write_text("".join(f'{{"text": "{i} films of {i * i} men"}}\n' for i in range(400)))
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(CONFIG_MAPPING["distilbert"](
+        vocab_size=257, dim=32, hidden_dim=64, n_layers=1, n_heads=2, initializer_range=0.5,
+        id2label={0: "NEGATIVE", 1: "POSITIVE"})).save_pretrained(at / "classifier")
+    byte_tokenizer().save_pretrained(at / "classifier")
+    return ["--model", str(small), "--dataset", f"{at}/texts.jsonl", "--reward_model", f"{at}/classifier",
+            *SIZES]
+
+
+@pytest.fixture(scope="module")
+def read_once():
+    """In the files that ask for it a model is read once, which takes as long as to train it does."""
+    load = cache(loading.load_pretrained)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (loading, imdb):
+            patch.setattr(module, "load_pretrained", lambda *args, **named: deepcopy(load(*args, **named)))
+        yield
 
 
 @pytest.fixture(scope="session")

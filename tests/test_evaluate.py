@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_model
-from toys import bigram, error_line, finished, read, rows, settings
+from toys import bigram, finished, read, refusal, rows, settings
 
-import train_imdb
 from cory import train
 from cory.__main__ import main
 from cory.run import evaluate
 from cory.run.log import read_jsonl
+
+pytestmark = pytest.mark.usefixtures("read_once")
 
 
 def test_best_of_n_is_the_mean_over_all_subsets():
@@ -80,7 +81,7 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
     held_out = read(run / "eval.json")
     assert held_out["llm1"]["kl"] > 0.01
     main(["evaluate", str(run), "--samples", "8"])
-    assert "\npass@8 " in (said := capsys.readouterr().out) and "\nobserver_copies " in said
+    assert "\npass@8 " in (said := capsys.readouterr().out) and "\nscore " in said
     results = read(run / "evaluation" / "results.json")
     for team in ("base_team", "team"):                      # in the roles played, by the same random numbers
         assert results[team] == pytest.approx(held_out[team], rel=1e-4)
@@ -127,4 +128,4 @@ def test_agents_of_one_model_have_temperatures_of_their_own(rank, small_flags, t
 def test_what_agents_must_share_is_refused(changes, says, small_flags, tmp_path, capsys, monkeypatch):
     own = lambda cfg, name: replace(cfg, **changes) if name == "llm2" else cfg
     monkeypatch.setattr(train.Cory, "agent_config", staticmethod(own))
-    assert says in error_line(train_imdb.main, [*small_flags, "--run_dir", tmp_path / "run"], capsys)
+    assert says in refusal(small_flags, tmp_path / "run", capsys)

@@ -8,7 +8,7 @@ import pytest
 from toys import bigram
 
 from cory.config import Gsm8kConfig
-from cory.tasks.gsm8k import EXAMPLE, Gsm8k, gold_answer, last_number, strict
+from cory.tasks.gsm8k import EXAMPLE, Gsm8k, gold_answer, last_number
 
 
 def gsm8k(**changes) -> Gsm8k:
@@ -25,14 +25,13 @@ def test_prompts_are_the_papers():
 
 
 def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest():
-    task, marked, text = (gsm8k(checker=name) for name in ("last_number", "strict", "builtins:str"))
-    queries = task.batch(1)[0][:5]
+    task, text = gsm8k(), gsm8k(checker="builtins:str")
+    queries = task.batch(1)[0][:4]
     gold = [task.gold[query] for query in queries]
-    responses = [f" so {gold[0]}.", f"#### {gold[1]}", f" {gold[2]} + 1 = {gold[2] + 1}", " none", ""]
-    assert task.reward(queries, responses).tolist() == [1, 1, 0, 0, 0]
-    assert task.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.4}
-    assert marked.reward(queries, responses).tolist() == [0, 1, 0, 0, 0]
-    assert marked.metrics(queries, responses) == {"accuracy": 0.4, "strict_accuracy": 0.2, "unparsed": 0.8}
+    responses = [f" so {gold[0]}.", f" {gold[1]} + 1 = {gold[1] + 1}", " none", ""]
+    assert task.reward(queries, responses).tolist() == [1, 0, 0, 0]
+    assert task.metrics(queries, responses) == {"accuracy": 0.25, "unparsed": 0.5}
+    assert text.metrics(queries, responses) == {"accuracy": 0.25, "unparsed": 1.0}
     assert text.reward(queries[:2], [f"{gold[0]}.0", f"x {gold[1]}"]).tolist() == [1, 0]
 
 
@@ -49,20 +48,17 @@ NUMBERS = [             # what a response's last number is
     ("2\u2009500", 2500), ("1\u202f234\u202f567", 1234567), ("1'234", 1234), ("－３", -3),
     ("＄１，２３４", 1234), (r"5,\;700", 700), ("2019\u00a0500", 500), ("5\u00a012", 12),
     ("", None), ("NaN", None), ("inf", None), ("Question: how many? Answer: 4. Question: 5?", 4),
-    ("5 Question: a 7 Question: 9", 5)]
-MARKED = [              # the last number, and OpenAI's strict rule
-    ("#### -1,234", -1234, -1234), ("#### 42 apples.", 42, 42), ("#### $42", 42, None), ("####42", 42, None),
-    ("#### 1.2.3", 3, None), ("#### 4 or rather #### 5", 5, 4), ("#### 9\nQuestion: b? #### 7", 9, 9),
-    ("To answer the Question: 2 + 3 = 5. #### 5", 5, 5), ("So 9. Question: b? #### 7", 9, 7)]
+    ("5 Question: a 7 Question: 9", 5), ("#### -1,234", -1234), ("####42 apples.", 42), ("#### $42", 42),
+    ("#### 9\nQuestion: b? #### 7", 9), ("To answer the Question: 2 + 3 = 5. #### 5", 5)]
 
 
 def number(value) -> Decimal | None:
     return None if value is None else Decimal(value)
 
 
-@pytest.mark.parametrize("response, last, marked", [*((*case, None) for case in NUMBERS), *MARKED])
-def test_answers_are_read_as_numbers(response, last, marked):
-    assert (last_number(response), strict(response)) == (number(last), number(marked))
+@pytest.mark.parametrize("response, last", NUMBERS)
+def test_answers_are_read_as_numbers(response, last):
+    assert last_number(response) == number(last)
 
 
 @pytest.mark.parametrize("solution, gold", [
@@ -80,4 +76,4 @@ def test_every_real_gold_answer_is_read():
                  for file in Path(os.environ["REAL_DATA"]).glob("gsm8k/*.jsonl") for line in file.open()]
     gold = [gold_answer(solution) for solution in solutions]
     assert len(gold) == 8792 and None not in gold and sum(value < 0 for value in gold) == 5
-    assert all(last_number(s) == strict(s) == value for s, value in zip(solutions, gold))
+    assert all(last_number(s) == value for s, value in zip(solutions, gold))

@@ -15,8 +15,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForSequenceClassification,
     DistilBertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
     PreTrainedTokenizerFast,
 )
 
@@ -67,22 +65,14 @@ def test_query_and_response_are_joined_as_the_model_wrote_them(raw, opening):
     assert task.observer_prompts([query], [response]) == [expected]
 
 
-def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_beside(tmp_path):
-    """A decoder must find where a text ends, whatever its config calls padding, and positions count from the
-    left. Many texts are read a part at a time.
-    """
-    torch.manual_seed(0)
-    GPT2ForSequenceClassification(GPT2Config(
-        vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2, initializer_range=0.3, pad_token_id=5,
-        id2label={0: "neg", 1: "pos"})).bfloat16().save_pretrained(tmp_path)
-    byte_tokenizer(eos_token=END, padding_side="left").save_pretrained(tmp_path)        # padding is END, 256
+def test_the_reward_is_the_raw_positive_logit_or_the_only_one_of_many_texts(tmp_path):
+    """Which are read a part at a time."""
     one = shutil.copytree(CLASSIFIER, tmp_path / "one")
     DistilBertForSequenceClassification.from_pretrained(
         one, num_labels=1, ignore_mismatched_sizes=True).save_pretrained(one)
     texts = ["the film was good", "one bad old dog of a story"]
-    for folder in (CLASSIFIER, tmp_path, one):
+    for folder in (CLASSIFIER, one):
         classifier = SentimentReward(str(folder), CPU)
-        assert classifier.model.dtype == torch.float32
         ids = [classifier.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
         logits = [classifier.model(row).logits[0, -1].item() for row in ids]
         assert abs(logits[0] - logits[1]) > 1e-3
@@ -92,23 +82,24 @@ def test_the_reward_is_the_raw_positive_logit_or_the_only_one_whatever_stands_be
 SIZES = dict(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_labels=1, max_position_embeddings=128, initializer_range=0.5, n_embd=32, n_layer=2, n_head=4,
              d_model=32, d_inner=64, embedding_size=32, intra_bottleneck_size=32, eos_token_id=256,
-             use_tpu_fourier_optimizations=False)
+             use_tpu_fourier_optimizations=False, pad_token_id=5)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "xlnet", "mobilebert", "fnet", "deberta", "bert"])
 def test_a_texts_reward_is_the_models_own_logit_of_it_alone(kind, side, tmp_path):
-    """Whatever stands beside it, for models that read padding, too. The tokenizer appends EOS and names no
-    padding; the first token of a text has a type of its own.
+    """Whatever stands beside it, for models that read padding, too, in float32, whatever the file holds. The
+    tokenizer appends EOS and names no padding, and the last token of a text has a type of its own.
     """
     tokenizer = byte_tokenizer(eos_token=END, padding_side=side)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"$A:0 {END}:1", special_tokens=[(END, 256)])
     torch.manual_seed(0)
     sizes = {name: x for name, x in SIZES.items() if (kind, name) != ("xlnet", "max_position_embeddings")}
-    AutoModelForSequenceClassification.from_config(CONFIG_MAPPING[kind](**sizes)).save_pretrained(tmp_path)
+    random_model = AutoModelForSequenceClassification.from_config(CONFIG_MAPPING[kind](**sizes))
+    random_model.bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    own = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    own = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
     takes = {"input_ids", "token_type_ids"} & inspect.signature(own.forward).parameters.keys()
     texts, alone = ["good", "bad!", "a good film", "b", "one bad old dog of a story"] * 2, []
     for text in texts:
@@ -117,14 +108,6 @@ def test_a_texts_reward_is_the_models_own_logit_of_it_alone(kind, side, tmp_path
             alone.append(own(**{name: encoded[name] for name in takes}).logits.item())
     assert max(alone) - min(alone) > 1e-3
     assert SentimentReward(str(tmp_path), CPU)(texts) == pytest.approx(alone, abs=1e-5)
-
-
-def test_a_text_that_is_longer_than_the_classifier_reads_is_refused():
-    classifier = SentimentReward(str(CLASSIFIER), CPU)
-    classifier.tokenizer.model_max_length = 12
-    assert len(classifier([10 * " a"])) == 1
-    with pytest.raises(UserError, match="reward_model is .*: reads 12 tokens, but a text has 13"):
-        classifier(["a", 11 * " a"])
 
 
 def test_a_control_token_that_a_text_spells_out_is_text():

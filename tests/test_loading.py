@@ -8,7 +8,7 @@ import torch
 from conftest import byte_tokenizer, save_model
 from safetensors.torch import load_file, save_file
 from tokenizers import models, pre_tokenizers
-from toys import agent_of, close, settings
+from toys import agent_of, all_logits, close, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cory.assets.make_model import write_gguf
@@ -163,7 +163,7 @@ def test_a_policy_has_the_template_and_the_temperature_of_its_base(lora_rank, tm
     for model in (base, agent.policy, loaded):
         text = model.tokenizer.decode(model.encode(["a film"])[0])
         assert text == "08 Oct 2024<|im_start|>user\na film<|im_end|>\n"
-        close(model(ids, torch.ones_like(ids)), 2 * plain(ids, torch.ones_like(ids)), 1e-5)
+        close(all_logits(model, ids), 2 * all_logits(plain, ids), 1e-5)
 
 
 def test_a_final_model_generates_what_was_evaluated(tmp_path):

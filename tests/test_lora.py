@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import save_model
 from peft import AutoPeftModelForCausalLM
-from toys import moved, settings
+from toys import all_logits, moved, settings
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from cory.loading import load_language_model
@@ -34,12 +34,12 @@ def two_agents(folder, **changes) -> tuple[LanguageModel, list[Agent]]:
 
 def logits_of(model: LanguageModel) -> torch.Tensor:
     with torch.no_grad():
-        return model(*encode_prompts(model, PROMPTS, 6))
+        return all_logits(model, *encode_prompts(model, PROMPTS, 6))
 
 
 def require_same_logits(lm, agent: Agent) -> None:
     ids = torch.arange(20)[None]
-    expected = agent.policy(ids, torch.ones_like(ids))
+    expected = all_logits(agent.policy, ids)
     torch.testing.assert_close(lm.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -68,7 +68,7 @@ def test_a_step_moves_the_adapter_and_the_critic_and_nothing_else(folder):
 def test_a_frozen_adapter_stays_frozen_and_pending_backward_passes_work(folder):
     base, agents = two_agents(folder)
     ids = torch.arange(20)[None]
-    logits = [moved(agent).policy(ids, torch.ones_like(ids)) for agent in agents]
+    logits = [all_logits(moved(agent).policy, ids) for agent in agents]
     base.activate()
     for agent, x in zip(agents, logits):                    # another adapter, or none, is in use by now
         x.sum().backward()

@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import byte_tokenizer, save_model
-from toys import bigram, error_line, finished, read, require_same_runs, rows, saved_tensors, settings, stopped
+from toys import (
+    bigram,
+    finished,
+    read,
+    refusal,
+    require_same_runs,
+    resume,
+    rows,
+    saved_tensors,
+    settings,
+    stopped,
+    training,
+)
 
-import train_imdb
 from cory.ppo import model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
@@ -20,9 +31,7 @@ from cory.run.record import Record
 from cory.tasks.imdb import Imdb
 from cory.train import Cory
 
-
-def training_rows(run_dir: Path) -> list[dict]:
-    return [row for row in rows(run_dir) if "role/llm1" in row]
+pytestmark = pytest.mark.usefixtures("read_once")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +41,7 @@ def whole(small_flags, tmp_path_factory) -> Path:
 
 
 def test_metrics_stand_under_their_agent(whole):
-    found = training_rows(whole)
+    found = training(whole)
     assert [row["role/llm1"] for row in found] == [0, 0, 1, 1, 0]       # exchanged after iterations 2 and 4
     for row in found:
         assert row["role/llm2"] == 1 - row["role/llm1"]
@@ -52,7 +61,7 @@ def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     ppo = finished(small_flags, tmp_path / "ppo", "--method", "ppo", "--iterations", 3)
     for a, b in zip(rows(bare), rows(ppo), strict=True):
         assert a | {key: x for key, x in b.items() if not key.endswith("/mean")} == a
-    first, seeing = training_rows(bare)[0], training_rows(whole)[0]     # by untouched models
+    first, seeing = training(bare)[0], training(whole)[0]     # by untouched models
     assert first["task_reward/llm1"] != first["task_reward/llm2"] != seeing["task_reward/llm2"]
 
 
@@ -79,7 +88,7 @@ def test_one_model_can_play_both_roles(small_flags, tmp_path):
     """Its second update is on responses from before the first, so that its first ratio is not 1."""
     words = ["--share_weights", "--method", "test_methods:Noted", "--iterations", 2]
     folder = finished(small_flags, tmp_path / "r", *words)
-    first, second = training_rows(folder)
+    first, second = training(folder)
     assert first["noted/llm1"] == 2
     assert first["approx_kl/llm1"] > 1e-5
     rewards = [row[f"{role}_reward"] for row in rows(folder, "samples.jsonl")[:4]
@@ -92,7 +101,7 @@ def test_one_model_can_play_both_roles(small_flags, tmp_path):
 def test_exchanges_keep_moments_and_kl_coefficients(whole):
     """Exchanges come after iterations 2 and 4."""
     for agent in ("llm1", "llm2"):
-        etas = [row[f"kl_coef/{agent}"] for row in training_rows(whole)]
+        etas = [row[f"kl_coef/{agent}"] for row in training(whole)]
         assert etas[0] == 0.15 not in etas[1:]
     assert any("/adam/" in key for key in saved_tensors(checkpoints_of(whole)[1]))
 
@@ -172,11 +181,11 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     of_bases, held_out, first, again, second, bases_again, end = Own.asked
     assert of_bases == held_out == again == bases_again == end and held_out not in (first, second)
     part = stopped(whole, tmp_path / "part")
-    train_imdb.main(["--resume", "--run_dir", str(part)])
+    resume(part)
     require_same_runs(whole, part)
     for row in rows(whole, "samples.jsonl"):
         assert row["query"] == row["pioneer_prompt"] and f"{row['pioneer']}|" in row["observer_prompt"]
-    for row in training_rows(whole):
+    for row in training(whole):
         for agent in ("llm1", "llm2"):
             own = row[f"task_reward/{agent}"] + row[f"role/{agent}"]
             assert row[f"score/{agent}"] == pytest.approx(own)
@@ -201,8 +210,8 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
 def test_a_name_of_no_code_is_refused_before_a_model_is_loaded(
         setting, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("cory.run.experiment.load_language_model", None)
-    words = [*small_flags, f"--{setting}", "nowhere:x", "--run_dir", tmp_path / "r"]
-    assert "nowhere:x: No module named 'nowhere'" in error_line(train_imdb.main, words, capsys)
+    line = refusal(small_flags, tmp_path / "r", capsys, f"--{setting}", "nowhere:x")
+    assert "nowhere:x: No module named 'nowhere'" in line
 
 
 class Twins(Cory):
@@ -210,21 +219,16 @@ class Twins(Cory):
 
 
 def test_an_agent_that_is_named_twice_is_refused(small_flags, tmp_path, capsys):
-    words = [*small_flags, "--method", "test_methods:Twins", "--run_dir", tmp_path / "r"]
-    assert "names an agent twice: llm1, llm1" in error_line(train_imdb.main, words, capsys)
+    line = refusal(small_flags, tmp_path / "r", capsys, "--method", "test_methods:Twins")
+    assert "names an agent twice: llm1, llm1" in line
 
 
-def test_a_metric_named_iteration_is_an_error(small_flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(Cory, "metrics", lambda self, *_: {"iteration": 7.0} if self.training else {})
-    with pytest.raises(TypeError, match="iteration"):
-        finished(small_flags, tmp_path / "run", "--iterations", 1)
-
-
-def test_a_metric_that_hides_another_is_an_error(small_flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(Imdb, "metrics", lambda *_: {"length": 2.0})
+@pytest.mark.parametrize("of, name", [(Cory, "iteration"), (Imdb, "length")])
+def test_a_metric_that_hides_another_is_an_error(of, name, small_flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(of, "metrics", lambda *_: {name: 2.0})
     monkeypatch.setattr(Record, "evaluate", lambda *_: None)
-    with pytest.raises(TypeError, match="'length'"):
-        finished(small_flags, tmp_path / "r")
+    with pytest.raises(TypeError, match=name):
+        finished(small_flags, tmp_path / "run", "--iterations", 1)
 
 
 REWARD = {"bad": 0.0, "good": 1.0, " good": 1.0, "best": 3.0}
@@ -237,6 +241,11 @@ TASK = SimpleNamespace(
 
 class Three(Cory):
     agent_names, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
+
+
+def test_two_agents_alternate_in_three_roles():
+    method = Three(settings(role_exchange_every=1), None)
+    assert [method.cast([1, 2], iteration) for iteration in (1, 2, 3)] == [[1, 2, 1], [2, 1, 2], [1, 2, 1]]
 
 
 class OfTokens(Cory):

@@ -15,7 +15,7 @@ import torch
 from conftest import save_model
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from toys import EXPERIMENTS, float64, rows
+from toys import EXPERIMENTS, float64, rows, training
 from transformers import PreTrainedTokenizerFast
 
 import train_gsm8k
@@ -81,16 +81,16 @@ def run_page(page: ModuleType, name: str, folder: Path):
 
 def require_same(steps, run_dir: Path) -> None:
     """What the page yields are the texts, the metrics and the final weights of the package's run."""
-    training = [row for row in rows(run_dir) if "role/llm1" in row]
+    trained = training(run_dir)
     agents, done = {}, 0
     for iteration, role, agent, responses, metrics in steps:
-        row = training[iteration - 1]
+        row = trained[iteration - 1]
         expected = {name: row[f"{name}/{agent.name}"] for name in metrics}
         assert metrics == pytest.approx(expected, rel=1e-7, abs=1e-10), (iteration, agent.name)
         samples = [sample for sample in rows(run_dir, "samples.jsonl") if sample["iteration"] == iteration]
         assert [(x[f"{role}_agent"], x[role]) for x in samples] == [(agent.name, a.text) for a in responses]
         agents[agent.name], done = agent, done + 1
-    assert done == len(training) * sum(key.startswith("role/") for key in training[0])
+    assert done == len(trained) * sum(key.startswith("role/") for key in trained[0])
     for name, agent in agents.items():
         final = load_file(run_dir / "final" / name / "model.safetensors")
         assert final.keys() <= agent.pi.state_dict().keys()
@@ -103,14 +103,14 @@ def test_the_package_computes_what_the_page_computes(name, folder, tmp_path):
     with float64():
         run_package(name, folder, tmp_path / "r")
         require_same(run_page(one_page, name, folder), tmp_path / "r")
-    training = [row for row in rows(tmp_path / "r") if "role/llm1" in row]
-    assert all(row["clip_fraction/llm1"] > 0 for row in training)
-    if len(training) == 6:          # the runs that are compared have what the page could get wrong
-        assert [row["role/llm1"] for row in training] == [0, 0, 1, 1, 0, 0]
-        assert len({row["kl_coef/llm1"] for row in training}) >= 4
-        assert any(row["length/llm2"] % 1 for row in training), "no response ended before the limit"
+    trained = training(tmp_path / "r")
+    assert all(row["clip_fraction/llm1"] > 0 for row in trained)
+    if len(trained) == 6:          # the runs that are compared have what the page could get wrong
+        assert [row["role/llm1"] for row in trained] == [0, 0, 1, 1, 0, 0]
+        assert len({row["kl_coef/llm1"] for row in trained}) >= 4
+        assert any(row["length/llm2"] % 1 for row in trained), "no response ended before the limit"
         queries = [[sample["query"] for sample in rows(tmp_path / "r", "samples.jsonl")
-                    if sample["iteration"] == row["iteration"]] for row in training]
+                    if sample["iteration"] == row["iteration"]] for row in trained]
         assert any(len({*of_batch}) < 4 for of_batch in queries), "no query occurs twice in a batch"
 
 

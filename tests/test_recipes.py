@@ -16,6 +16,7 @@ PAGES = (HOME / "README.md").read_text() + (HOME / "docs" / "recipes.md").read_t
 # (text of the file, command line) of each recipe
 RECIPES = {re.match(r"# (\w+)\.py\n", body)[1]: (body, shlex.split(command)) for body, command in re.findall(
     r"```python\n(.*?)```\n\n(?: {4}python \w+\.py\n)? {4}python (.*?)\n", PAGES, re.DOTALL)}
+pytestmark = pytest.mark.usefixtures("read_once")
 SHORT = "--iterations 2 --eval_every 0 --save_every 2".split()
 
 

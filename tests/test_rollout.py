@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from toys import PROMPTS, agent_of, bigram, close, generator, moved, tiny_gpt2
+from toys import PROMPTS, agent_of, close, moved, tiny_gpt2
 
 from cory.ppo import rollout, sampling
 from cory.ppo.rollout import Rollout, join, take
@@ -17,29 +17,11 @@ def same_rows(a: Rollout, b: Rollout, tolerance=0.0) -> None:
             torch.testing.assert_close(x, getattr(b, name), atol=tolerance, rtol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("penalty", ["full", "k1"])
-def test_scores_of_each_response_token_are_those_of_the_bigrams_by_hand(penalty):
-    """Responses "ca." to "ab" and "f" to "d" follow b, c, a and d. The critic says 0.5 after a, b and c."""
-    agent = agent_of(bigram(seed=1))
-    agent.policy.lm.head.weight.data += torch.randn(7, 7, generator=generator(2))
-    agent.critic.linear.weight.data[0, :3] = 0.5
-    mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
-    drawn = Rollout(["ab", "d"], ["ca", "f"], torch.tensor([[0, 1], [6, 3]]), torch.tensor([[1, 1], [0, 1]]),
-                    torch.tensor([[2, 0, 6], [5, 6, 6]]), mask, torch.zeros(2, 3), torch.zeros(2))
-    scored = score_rollout(drawn, agent.policy, agent.base, penalty, 1, agent.critic)
-    off = 0.5 * mask * torch.tensor([1.0, -1.0, 1.0])       # apart, though not in the mean
-    assert replace(scored, sampling_logp_BT=scored.logp_BT + off).sampling_gap == pytest.approx(0.5)
-    logp_UV, ref_UV = (model.lm.head.weight.T.log_softmax(-1) for model in (agent.policy, agent.base))
-    # row, column, letter before, letter drawn
-    for b, t, u, v in [(0, 0, 1, 2), (0, 1, 2, 0), (0, 2, 0, 6), (1, 0, 3, 5)]:
-        close(scored.logp_BT[b, t], logp_UV[u, v])
-        close(scored.ref_logp_BT[b, t], ref_UV[u, v])
-        full = sum(logp_UV[u, w].exp() * (logp_UV[u, w] - ref_UV[u, w]) for w in range(7))
-        close(scored.kl_BT[b, t], full if penalty == "full" else logp_UV[u, v] - ref_UV[u, v])
-        assert scored.value_BT[b, t] == (0.5 if u < 3 else 0)
-    for x_BT in (scored.logp_BT, scored.ref_logp_BT, scored.kl_BT, scored.value_BT):
-        assert (x_BT[1, 1:] == 0).all()
-    close(scored.kl_B, scored.kl_BT[:, 0] + scored.kl_BT[:, 1] + scored.kl_BT[:, 2])
+def test_the_sampling_gap_is_the_mean_difference_of_real_tokens():
+    drawn = collect_rollout(agent_of(tiny_gpt2()), PROMPTS, PROMPTS, 12)
+    apart = 0.5 * (-1) ** torch.arange(drawn.mask_BT.shape[1])          # though not in the mean
+    sampled_BT = drawn.logp_BT + apart * drawn.mask_BT
+    assert replace(drawn, sampling_logp_BT=sampled_BT).sampling_gap == pytest.approx(0.5)
 
 
 def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divided(monkeypatch):

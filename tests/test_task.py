@@ -5,9 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from toys import bigram, error_line, settings
+from toys import bigram, refusal, settings
 
-import train_imdb
 from cory.errors import UserError
 from cory.tasks.data import Data, divided, load_columns
 from cory.tasks.task import Task
@@ -50,13 +49,13 @@ def test_what_is_missing_is_a_tenth_of_train_which_does_not_train_on_it(given):
 @pytest.mark.parametrize("flags, says", [
     ("--dataset nowhere", "dataset nowhere cannot be read: "),
     ("--dataset train.jsonl", "dataset train.jsonl cannot be read: KeyError: 'text'"),
-    ("--eval_queries 9999", "eval_queries is 9999: there are only 2000 rows"),
+    ("--eval_queries 9999", "eval_queries is 9999: there are only 36 rows"),
     ("--model nowhere", "model nowhere cannot be read: OSError"),
     ("--reward_model nowhere", "model nowhere cannot be read: OSError")])
 def test_an_everyday_slip_is_one_line(flags, says, small_flags, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"review": "good"}\n')
-    assert says in error_line(train_imdb.main, [*small_flags, *flags.split(), "--run_dir", "r"], capsys)
+    assert says in refusal(small_flags, "r", capsys, *flags.split())
     assert not (tmp_path / "r").exists()
 
 

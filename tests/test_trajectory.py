@@ -1,7 +1,8 @@
 """Pinned runs of the bundled models, compared with stored metrics, so that no change stays unseen.
 
 They are computed in float64. In float32 processors differ by 1e-6, which moves a draw in some thousands to
-another token, and Adam makes whole steps out of the rounding of a gradient that is 0.
+another token, and Adam makes whole steps out of the rounding of a gradient that is 0. The four take 22 s,
+since they are of the models that are shipped, and float64 is put into each call of PyTorch's.
 
 After a change that is meant to move them `PYTHONPATH=. python tests/test_trajectory.py` writes
 trajectory.json anew; say in the commit message what moved it. Where only keys were renamed, its diff shows

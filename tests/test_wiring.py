@@ -4,7 +4,6 @@ runs. In their toy task no two responses have the same reward.
 import json
 import random
 import shutil
-from copy import deepcopy
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -15,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import SIZES, byte_tokenizer, save_model
-from toys import read, rows
+from toys import read, rows, training
 
 import train_gsm8k
 import train_imdb
-from cory import loading
 from cory.__main__ import main
 from cory.config import ASSETS, FREE_ON_RESUME, Gsm8kConfig, ImdbConfig
-from cory.ppo.advantages import estimator
 from cory.ppo.model import Critic
 from cory.ppo.update import losses
 from cory.run.log import read_jsonl
@@ -76,11 +73,6 @@ class Chain(Cory):
             "drawn": random.random(), "method_knows": self.iteration + 0.5 * self.training}
 
 
-class Pair(Cory):
-    """Two agents in three roles."""
-    roles = ("first", "second", "third")
-
-
 NOTED = []                                              # the KL that the controller below was given
 
 
@@ -89,8 +81,6 @@ def doubled(agent, kl_N):
     return 2 * agent.kl_coef
 
 
-with_critic = estimator(critic=True, whiten=False)(lambda mask_BT, **_: (7 * mask_BT, mask_BT))
-whitened = estimator(critic=False, whiten=True)(lambda mask_BT, **_: 7 * mask_BT)
 five = lambda response: 5
 
 
@@ -110,14 +100,14 @@ BASES = {
     "ppo": "--method ppo", "loss": "--method ppo --kl_in loss",
     "same": "--method ppo --iterations 1 --dataset {same}",
     "short": "--method ppo --iterations 1 --min_response_length 1",
-    "cory": "--method cory", "pair": "--method test_wiring:Pair",
+    "cory": "--method cory",
     "chain": "--method test_wiring:Chain --iterations 3 --kl_penalty k1 --eval_samples 4",
     "imdb": "--method ppo --iterations 1 --task imdb",
     "gsm8k": "--method ppo --iterations 1 --task gsm8k --dataset {problems}"}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, small):
+def run(tmp_path_factory, small, read_once):
     """`run(base, flags)` is the folder of a finished run, for several tests."""
     at = tmp_path_factory.mktemp("wiring")
     tokenizer = byte_tokenizer(eos_token="<|endoftext|>", additional_special_tokens=["<|user|>", "<|end|>"])
@@ -145,15 +135,7 @@ def run(tmp_path_factory, small):
         script.main([*SIZES, *words, "--run_dir", str(folder)])
         return folder
 
-    load = cache(loading.load_pretrained)               # to read models takes as long as to train them
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "load_pretrained", lambda *args, **named: deepcopy(load(*args, **named)))
-        yield lambda base, flags="": finished(base, flags)
-
-
-def trained(folder: Path) -> list[dict]:
-    """The rows of training."""
-    return [row for row in rows(folder) if "role/llm1" in row]
+    return lambda base, flags="": finished(base, flags)
 
 
 # --- every setting changes a run where it acts, and not before ---
@@ -217,7 +199,7 @@ def stages(folder: Path) -> dict[str, dict]:
     """{"held out": {name: value}, "draws 1": ..., "update 2": ...}, the first before training."""
     found = {"held out": rows(folder)[0]}
     for iteration in (1, 2):
-        row = next((row for row in trained(folder) if row["iteration"] == iteration), {})
+        row = next((row for row in training(folder) if row["iteration"] == iteration), {})
         values = {key.removesuffix("/llm1"): x for key, x in row.items()}
         samples = [row for row in rows(folder, "samples.jsonl") if row["iteration"] == iteration]
         for stage, names in STAGES.items():
@@ -285,7 +267,7 @@ def test_each_held_out_sample_has_random_numbers_of_its_own_and_a_greedy_respons
 def test_what_each_role_of_a_chain_has_read_and_earned(flags, run):
     """Roles are exchanged after each iteration. samples.jsonl has all four queries of a batch."""
     folder = run("chain", flags)
-    for i, row in enumerate(trained(folder), start=1):
+    for i, row in enumerate(training(folder), start=1):
         samples = [sample for sample in rows(folder, "samples.jsonl") if sample["iteration"] == i]
         assert len({sample["query"] for sample in samples}) == 4
         for place, role in enumerate(Chain.roles):
@@ -318,34 +300,10 @@ def test_samples_are_of_different_queries(run):
     assert len(samples) == len({row["query"] for row in samples}) == 2
 
 
-def test_two_agents_alternate_in_three_roles(run):
-    first, second = rows(run("pair"), "samples.jsonl")[::4]
-    assert [first[f"{role}_agent"] for role in Pair.roles] == ["llm1", "llm2", "llm1"]
-    assert [second[f"{role}_agent"] for role in Pair.roles] == ["llm2", "llm1", "llm2"]
-
-
 # --- eta, and code of one's own ---
-def test_the_adaptive_eta_compounds(run):
-    """eta <- eta (1 + error 4 / 20), error = clip(KL / 0.1 - 1, -0.2, 0.2): target 0.1, horizon 20."""
-    for agent in Chain.agent_names:
-        eta = 0.15
-        for row in trained(run("chain")):
-            assert row[f"kl_coef/{agent}"] == pytest.approx(eta)
-            eta *= 1 + min(max(row[f"kl/{agent}"] / 0.1 - 1, -0.2), 0.2) * 4 / 20
-
-
 def test_a_controller_has_the_signed_kl_of_each_response_and_gives_the_next_eta(run):
     NOTED.clear()
-    found = trained(run("ppo", "--kl_controller test_wiring:doubled --kl_penalty k1 --iterations 3"))
+    found = training(run("ppo", "--kl_controller test_wiring:doubled --kl_penalty k1 --iterations 3"))
     assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0.3, 0.6])
     assert [*map(fmean, NOTED)] == pytest.approx([row["kl/llm1"] for row in found], abs=1e-6)
     assert min(map(min, NOTED)) < 0 and {*map(len, NOTED)} == {4}
-
-
-@pytest.mark.parametrize("name, has_critic, loss", [("with_critic", True, -7), ("whitened", False, 0)])
-def test_an_estimator_has_a_critic_and_is_whitened_as_it_says(name, has_critic, loss, run):
-    """Of advantages of 7 at each token, in one step from a ratio of 1."""
-    words = f"--advantage test_wiring:{name} --iterations 1 --num_ppo_epochs 1 --mini_batch_size 4"
-    (row,) = trained(run("ppo", words))
-    assert ("value_loss/llm1" in row) == has_critic
-    assert row["policy_loss/llm1"] == pytest.approx(loss, abs=1e-5)

@@ -17,7 +17,7 @@ import train_gsm8k
 import train_imdb
 from cory.config import Gsm8kConfig, ImdbConfig
 from cory.ppo.agent import Agent
-from cory.ppo.model import LanguageModel
+from cory.ppo.model import LanguageModel, positions
 from cory.run.checkpoint import checkpoints_of
 
 EXPERIMENTS = {"imdb": (ImdbConfig, train_imdb.PRESETS), "gsm8k": (Gsm8kConfig, train_gsm8k.PRESETS)}
@@ -82,6 +82,13 @@ def tiny_gpt2(seed=4, **changes) -> LanguageModel:
     return LanguageModel(lm, LetterTokenizer()).requires_grad_(False)
 
 
+def all_logits(model: LanguageModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits (B, L, V) after each token of rows that are padded on the left."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    hidden_BLH, _ = model.hidden_states(ids, mask, positions(mask))
+    return model.logits(hidden_BLH.flatten(0, 1)).unflatten(0, ids.shape)
+
+
 def generator(seed=0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -113,6 +120,8 @@ class InFloat64(TorchFunctionMode):
         self.used = set()
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") == "__get__":      # an attribute, as shapes are, has no dtype
+            return function(*args)
         double = lambda x: torch.float64 if x is torch.float32 else x
         function = torch.Tensor.double if function is torch.Tensor.float else function
         result = function(*map(double, args), **{name: double(x) for name, x in (kwargs or {}).items()})
@@ -158,11 +167,25 @@ def finished(flags: list[str], folder: Path, *more) -> Path:
     return folder
 
 
+def resume(run_dir: Path, *more) -> None:
+    finished(["--resume"], run_dir, *more)
+
+
+def refusal(flags: list[str], folder: Path, capsys, *more) -> str:
+    """The one line in which a run ends."""
+    return error_line(train_imdb.main, [*flags, "--run_dir", folder, *more], capsys)
+
+
 def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
     """Of a run's file, without the times, which no two runs share."""
     lines = [json.loads(line) for line in Path(run_dir, file).open()]
-    timing = re.compile("seconds|tokens_per_second")
+    timing = re.compile("seconds")
     return [{key: value for key, value in row.items() if not timing.match(key)} for row in lines]
+
+
+def training(run_dir: Path) -> list[dict]:
+    """The rows of training."""
+    return [row for row in rows(run_dir) if "role/llm1" in row]
 
 
 def read(path: Path) -> dict:
