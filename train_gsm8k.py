@@ -17,7 +17,7 @@ PRESETS = {
     "qwen": TINY | dict(model="Qwen/Qwen2.5-Coder-0.5B-Instruct", dataset="openai/gsm8k", one_shot=False,
                         chat_template=True, max_response_length=300, iterations=50, batch_size=32,
                         mini_batch_size=8, dtype="bfloat16", learning_rate=1e-4, init_kl_coef=0.01, lam=1.0,
-                        eval_queries=64, eval_samples=1, eval_every=10),
+                        eval_queries=64, eval_every=10),
     "llama2-7b": LLAMA2,
     "llama2-7b-lr1e-4": LLAMA2 | dict(learning_rate=1e-4),          # the paper's learning rate for CORY
 }

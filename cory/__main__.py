@@ -16,14 +16,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="python -m cory", description=__doc__,
                             formatter_class=RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    about = "Plot several runs, and print a table of their held-out metrics, as means over seeds."
-    report = commands.add_parser("report", help="plot and table of several runs", description=about)
+    report = commands.add_parser("report", help="plot runs, and print a table of means over seeds")
     report.add_argument("run_dirs", nargs="+", type=Path, help="folders of runs, finished or not")
     report.add_argument("--out", type=Path, metavar="FILE", default=Path("comparison.png"),
                         help="write the plot to this .png, .pdf or .svg (default: comparison.png)")
-    about = """Evaluate finished runs again, with more responses: all held-out metrics, the reward of greedy
-        responses, pass@k (whether one of k responses has a reward above 0), and the best of n."""
-    evaluate = commands.add_parser("evaluate", help="evaluate finished runs again", description=about)
+    evaluate = commands.add_parser(
+        "evaluate", help="all held-out metrics of finished runs with more responses, and pass@k, best of n")
     evaluate.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
     evaluate.add_argument("--samples", type=int, default=64, help="responses sampled per query (default: 64)")
     evaluate.add_argument("--queries", type=int, default=0,

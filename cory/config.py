@@ -86,8 +86,6 @@ class Config:
         0, "rank of LoRA adapters on a frozen base; 0: train all weights (paper: not stated)", min=0)
     load_in_4bit: bool = setting(
         False, "load the frozen base in 4 bits, with bitsandbytes (paper: for Llama-2)")
-    gradient_checkpointing: bool = setting(
-        False, "recompute activations in the backward pass instead of storing them")
     shard: bool = setting(False, "divide layers and Adam's moments among the processes of torchrun, by FSDP2")
     # the two agents
     role_exchange_every: int = setting(
@@ -226,17 +224,15 @@ class Gsm8kConfig(Config):
 
 
 # Shared by the `tiny` presets of both tasks; tuned for PPO on validation queries.
-TINY = dict(batch_size=128, mini_batch_size=32, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
-            lr_schedule="linear", kl_penalty="k1", kl_target=0.0, eval_queries=128, eval_samples=2)
+TINY = dict(batch_size=64, mini_batch_size=16, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
+            lr_schedule="linear", kl_penalty="k1", kl_target=0.0, eval_queries=128)
 
 
 # --- the command line ---
 # What may differ in a resumed run, since none of it changes what an iteration computes.
 FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project"}
 
-ABOUT = """Parentheses name the source of a setting, and its value there: the paper on CORY, the code that its
-authors released, or TRL, the library that their code uses. Defaults are those of the preset: add --preset
-NAME to see another one's."""
+ABOUT = "Parentheses name a setting's source, and its value there. Defaults are those of --preset NAME."
 
 
 def true_or_false(word: str) -> bool:

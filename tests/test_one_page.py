@@ -137,8 +137,7 @@ def test_the_page_reads_or_refuses_each_setting():
     tasks = SOURCE.parent / "tasks"
     code = "".join(path.read_text() for path in (SOURCE, *tasks.glob("*.py")))
     # read by `parse`; nothing without LoRA, an evaluation, a folder or W&B
-    others = {"preset", "load_in_4bit", "eval_samples", "resume", "wandb_project", "gradient_checkpointing",
-              "eval_every", "run_dir"}
+    others = {"preset", "load_in_4bit", "eval_samples", "resume", "wandb_project", "eval_every", "run_dir"}
     for config_class, _ in EXPERIMENTS.values():
         unknown = {f.name for f in fields(config_class)} - {*one_page.FIXED} - others
         assert not {name for name in unknown if not re.search(rf'cfg\.{name}\b|find\("{name}"\)', code)}

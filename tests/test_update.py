@@ -91,16 +91,14 @@ CASES = {
     "entropy_bonus": dict(mini_batch_size=2, advantage="reinforce", kl_penalty="k1", cliprange=0.1),
     "of_responses": dict(mini_batch_size=2, gradient_accumulation_steps=2, loss_mean="responses"),
     "of_constant_lengths": dict(mini_batch_size=4, loss_mean="constant"),
-    "lora": dict(mini_batch_size=2, gradient_accumulation_steps=2, lora_rank=2),
-    "checkpointed": dict(gradient_checkpointing=True),
-    "lora_checkpointed": dict(lora_rank=2, gradient_checkpointing=True)}
+    "lora": dict(mini_batch_size=2, gradient_accumulation_steps=2, lora_rank=2)}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, in_float64, monkeypatch):
     """Over two epochs, on ragged rows whose padding holds anything. The policy has moved since, so
     that ratios and values are clipped. Inside the losses other models are asked: with LoRA they share the
-    agent's layers, whose backward pass, with recomputation or without, is still to come.
+    agent's layers, whose backward pass is still to come.
     """
     base, bonus = tiny_gpt2(), 0.1 * (case == "entropy_bonus")
     base.temperature = CASES[case].get("temperature", 1.0)

@@ -182,7 +182,7 @@ ELSEWHERE = {
     "preset": "only names the settings", "run_dir": "where files are written", "wandb": "test_log",
     "wandb_project": "test_log", "resume": "test_resume",
     "save_every": "test_resume",
-    "eval_every": "test_methods", "shard": "test_distributed", "gradient_checkpointing": "test_model",
+    "eval_every": "test_methods", "shard": "test_distributed",
     "device": "needs a GPU", "load_in_4bit": "needs bitsandbytes"}
 effects = [pytest.param(base, setting, where.split(", "), id=f"{base} {setting}")
            for (base, where), settings in EFFECTS.items() for setting in settings.split()]

@@ -1,6 +1,4 @@
-"""`--shard true`: each process keeps a part of every layer's matrices, and of Adam's moments (FSDP2).
-Whoever has one GPU may skip this file.
-"""
+"""`--shard true`: each process keeps a part of every layer's matrices, and of Adam's moments (FSDP2)."""
 from contextlib import contextmanager
 from typing import Collection, Iterator
 

@@ -29,8 +29,6 @@ class Agent:
             torch.manual_seed(int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0]))
             self.policy = base.new_policy(name, cfg)
             self.critic = cfg.find("critic")(base) if find_estimator(cfg).critic else None
-        if cfg.gradient_checkpointing:
-            self.policy.recompute_layers()
         for parameter in self.policy.weights().values():
             parameter.requires_grad_(True)
         if cfg.shard and not cfg.lora_rank:         # with LoRA the base is sharded, and adapters stay whole

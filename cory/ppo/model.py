@@ -6,12 +6,10 @@ many rows, R rows still being sampled; digits are sizes. Masks are 1 for real to
 """
 import copy
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
@@ -133,13 +131,6 @@ class LanguageModel(nn.Module):
         for layer in self.lm.modules():
             if isinstance(layer, (nn.Linear, Conv1D)) and layer is not self.head:
                 layer.weight.data = layer.weight.data.bfloat16()
-
-    def recompute_layers(self) -> None:
-        """Gradient checkpointing by layer; transformers' own needs training mode, which enables dropout."""
-        for layer in self.layers:
-            if not isinstance(layer.forward, partial):      # with LoRA, agents share their layers
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
-                                        preserve_rng_state=False)
 
 
 class Critic(nn.Module):

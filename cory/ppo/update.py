@@ -119,7 +119,6 @@ def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor) -> dict[str, Tens
     value_BT = agent.critic(rows, hidden_BTH) if agent.critic else None
 
     loss_BT, metrics = agent.cfg.find("loss")(agent, rows, logp_BT, entropy_BT, value_BT)
-    policy.activate()               # if another adapter was asked for meanwhile: layers may be recomputed
     ((loss_BT[real] * rows.weight_BT[real]).sum() / divisor).backward()
     of_critic = [p for p in agent.critic.parameters() if p.requires_grad] if agent.critic else []
     if of_critic and all(p.grad is None for p in of_critic):

@@ -10,6 +10,7 @@ from typing import NamedTuple, Sequence
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 from transformers import set_seed
 
 from cory.config import Config, load_config
@@ -93,10 +94,19 @@ def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str
         return generate(model, prompts, queries, length, uniform_TB, score)
 
 
+def response_metrics(rollout: Rollout, reward_B: Tensor, parts: dict, task: Task, cfg: Config) -> dict:
+    """Means over responses, in training and held out: KL in nats, length in tokens; a name twice raises."""
+    reward, kl = reward_B.mean().item(), rollout.kl_B.mean().item()
+    return dict(task_reward=reward, kl=kl, combined_reward=reward - cfg.init_kl_coef * kl,
+                length=rollout.mask_BT.sum(1).mean().item(), sampling_gap=rollout.sampling_gap,
+                truncated=rollout.truncated_B.double().mean().item(),
+                **parts, **task.metrics(rollout.query, rollout.text))
+
+
 def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,
              out: Path | None = None) -> dict[str, float]:
     """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
-    asks for them. KL is in nats per response, length in tokens per response, EOS included.
+    asks for them.
 
     With `out`, a file for all responses, also of greedy responses whatever the task; pass@k for k = 1, 2, 4,
     ... (solved: a reward above 0), and the reward of the best of k.
@@ -106,15 +116,12 @@ def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: 
     asked = [query for query in queries for _ in range(samples)]
     responses = sample_responses(model, task.pioneer_prompts(asked), asked, length, 0, reference)
     ids = real_ids(responses.response_BT, responses.mask_BT)
+    tokens = sum(map(len, ids))
     reward_B, parts = task.reward_and_parts(asked, responses.text)
-    reward, kl, tokens = reward_B.mean().item(), responses.kl_B.mean().item(), sum(map(len, ids))
-    metrics = {"task_reward": reward, "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
-               "length": tokens / len(ids), "truncated": responses.truncated_B.double().mean().item(),
-               "distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
-               "repeated_tokens": 1 - sum(len(set(row)) for row in ids) / tokens,
-               "base_perplexity": math.exp(min(-responses.ref_logp_BT.sum().item() / tokens, 700)),
-               "sampling_gap": responses.sampling_gap}
-    metrics = dict(**metrics, **parts, **task.metrics(asked, responses.text))
+    metrics = dict(**response_metrics(responses, reward_B, parts, task, cfg),
+                   distinct_1=distinct(ids, 1), distinct_2=distinct(ids, 2),
+                   repeated_tokens=1 - sum(len(set(row)) for row in ids) / tokens,
+                   base_perplexity=math.exp(min(-responses.ref_logp_BT.sum().item() / tokens, 700)))
     if task.greedy or out:
         greedy = sample_responses(model, task.pioneer_prompts(queries), queries, length, None).text
         metrics |= {f"greedy_{name}": x for name, x in task.metrics(queries, greedy).items()}

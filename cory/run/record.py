@@ -24,7 +24,7 @@ from cory.machine.sharding import is_sharded, whole_on_cpu
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, real_ids
 from cory.run.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
-from cory.run.evaluate import held_out_metrics
+from cory.run.evaluate import held_out_metrics, response_metrics
 from cory.run.experiment import Experiment
 from cory.run.log import Logger, read_jsonl, write_text
 from cory.run.report import draw_run, last_held_out, tables
@@ -43,15 +43,8 @@ class Turn(NamedTuple):
     update: dict[str, float]        # metrics of its update
 
     def metrics(self, task: Task) -> dict[str, float]:
-        """Metrics of the rollout, the update and the task; a name in two of these raises."""
-        rollout, reward, cfg = self.rollout, self.reward_B.mean().item(), self.agent.cfg
-        kl = rollout.kl_B.mean().item()
-        metrics = {"task_reward": reward, "task_reward_std": self.reward_B.std(correction=0).item(),
-                   "kl": kl, "combined_reward": reward - cfg.init_kl_coef * kl,
-                   "length": rollout.mask_BT.sum(1).mean().item(),
-                   "truncated": rollout.truncated_B.double().mean().item(),
-                   "sampling_gap": rollout.sampling_gap}
-        return dict(**metrics, **self.update, **self.parts, **task.metrics(rollout.query, rollout.text))
+        of_responses = response_metrics(self.rollout, self.reward_B, self.parts, task, self.agent.cfg)
+        return dict(**of_responses, **self.update, task_reward_std=self.reward_B.std(correction=0).item())
 
 
 class Record:
