@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from toys import refusal, resume, rows, saved_tensors, stopped
+from toys import refusal, resume, rows, saved_tensors, stopped, training
 
 import train_gsm8k
 import train_imdb
@@ -23,6 +23,7 @@ from cory.machine.distributed import processes
 from cory.ppo.rollout import take
 from cory.ppo.update import apply_gradient
 from cory.run.checkpoint import checkpoints_of
+from cory.tasks.imdb import Imdb
 from cory.train import Ppo
 
 # One optimizer step for each iteration: Adam's first moment is then a tenth of the first gradient. Each
@@ -58,6 +59,13 @@ class Supervised(Ppo):
         return metrics | {"held": sum(getattr(x, "_local_tensor", x).numel() for x in moments)}
 
 
+class Measured(Imdb):
+    """Its rewards have a part."""
+
+    def reward_of(self, queries, responses):
+        return super().reward_of(queries, responses), {"characters": [*map(len, responses)]}
+
+
 def in_each(commands: list) -> None:
     """The runs of one of torchrun's processes."""
     os.environ["LOCAL_RANK"] = "0"                          # as on two nodes
@@ -74,8 +82,9 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     ending = shutil.copytree(small, folder / "ending")           # whose responses end early
     (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(60), 256]}))
     imdb, lora = [*small_flags, *ONE_STEP], [*problem_flags, *ONE_STEP, "--lora_rank", "2"]
-    mixed = [*imdb, "--model", str(ending), "--method", "test_distributed:Supervised", "--max_grad_norm",
-             "0.1", "--responses_per_query", "2", "--batch_size", "8", "--lr_schedule", "cosine"]
+    mixed = [*imdb, "--model", str(ending), *"""--method test_distributed:Supervised --max_grad_norm 0.1
+             --task test_distributed:Measured --responses_per_query 2 --batch_size 8 --lr_schedule cosine
+             """.split()]
     for main, flags, name in ((train_imdb.main, imdb, "one"), (train_gsm8k.main, lora, "lora"),
                               (train_imdb.main, mixed, "mixed")):
         main([*flags, "--run_dir", str(folder / name)])
@@ -117,6 +126,7 @@ def require_same_rows(run: Path, expected: Path) -> None:
 def test_two_processes_compute_what_one_computes(runs, name, of):
     """The same metrics, the same responses, the same first gradient, the same final models."""
     require_same_rows(runs / name, runs / of)
+    assert of != "mixed" or all(row["characters/llm1"] > 0 for row in training(runs / name))
     first, expected = (saved_tensors(checkpoints_of(runs / run)[-1]) for run in (name, of))
     assert first.keys() == expected.keys()
     for key, x in expected.items():

@@ -186,9 +186,10 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     for row in rows(whole, "samples.jsonl"):
         assert row["query"] == row["pioneer_prompt"] and f"{row['pioneer']}|" in row["observer_prompt"]
     for row in training(whole):
-        for agent in ("llm1", "llm2"):
-            own = row[f"task_reward/{agent}"] + row[f"role/{agent}"]
-            assert row[f"score/{agent}"] == pytest.approx(own)
+        for agent, eta in (("llm1", 0.15), ("llm2", 0.7)):
+            reward, kl = row[f"task_reward/{agent}"], row[f"kl/{agent}"]
+            assert row[f"score/{agent}"] == pytest.approx(reward + row[f"role/{agent}"])
+            assert row[f"combined_reward/{agent}"] == pytest.approx(reward - eta * kl)
         assert "value_loss/llm1" in row and "value_loss/llm2" not in row
         assert (row["learning_rate/llm1"], row["learning_rate/llm2"]) == (1e-3, 0.02 / row["iteration"])
         assert row["kl_coef/llm1"] < 0.2 and row["kl_coef/llm2"] == 0.7 * row["iteration"]      # in two
@@ -197,6 +198,7 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     first, *_, last = evaluated
     for who in ("base", "base_llm2", "llm1", "llm2"):                       # none has left its own base yet
         assert first[f"eval_kl/{who}"] == pytest.approx(0, abs=1e-6)
+    assert first["eval_score/team"] == pytest.approx(first["eval_score/base_team"], abs=1e-5)
     assert first["eval_base_perplexity/base"] != first["eval_base_perplexity/base_llm2"]
     for agent, eta in (("llm1", 0.15), ("llm2", 0.7)):
         reward, kl = last[f"eval_task_reward/{agent}"], last[f"eval_kl/{agent}"]

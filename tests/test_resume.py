@@ -85,6 +85,9 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags,
                 "--lr_schedule", "linear")
     part = stopped(whole, tmp_path / "part")
     (part / "checkpoints" / "writing").write_bytes(b"PK")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (part / name).open("a") as log:
+            log.write('{"iteration": 3, "half of')
     resume(part)
     require_same_runs(whole, part)
     ends = [saved_tensors(checkpoints_of(run_dir)[0]) for run_dir in (whole, part)]

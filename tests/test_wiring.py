@@ -76,6 +76,10 @@ class Chain(Cory):
 NOTED = []                                              # the KL that the controller below was given
 
 
+def zero_first(agent, kl_N):
+    return 0.0 if agent.iteration == 1 else 0.3
+
+
 def doubled(agent, kl_N):
     NOTED.append(kl_N.tolist())
     return 2 * agent.kl_coef
@@ -232,6 +236,7 @@ def test_a_setting_changes_a_run_where_it_acts_and_not_before(base, setting, whe
 # --- what a run says of itself ---
 @pytest.mark.parametrize("base, flags", [
     ("ppo", ""), ("cory", ""), ("cory", "--iterations 1 --share_weights=true"), ("chain", ""),
+    ("ppo", "--iterations 1 --eval_split=validation"),
     ("ppo", "--iterations 1 --lora_rank=2 --dtype=bfloat16")])
 def test_evaluate_gives_what_the_run_itself_gave(base, flags, run):
     """Roles are exchanged before the last iteration, and after it."""
@@ -248,6 +253,14 @@ def test_evaluate_gives_what_the_run_itself_gave(base, flags, run):
     for row in sum(map(read_jsonl, folder.glob("evaluation/*.jsonl")), []):
         texts, found = [*row["sampled"], row["greedy"]], [*row["rewards"], row["greedy_reward"]]
         assert found == pytest.approx([reward(row["query"], text) for text in texts])
+
+
+@pytest.mark.parametrize("base", ["cory", "chain"])
+def test_before_training_the_team_is_the_team_of_bases(base, run):
+    first = rows(run(base))[0]
+    team, bases = ({key.removesuffix(who): x for key, x in first.items() if key.endswith(who)}
+                   for who in ("/team", "/base_team"))
+    assert team == pytest.approx(bases, abs=1e-5) and team
 
 
 def responses_of_base(folder: Path, *words: str) -> list[dict]:
@@ -307,3 +320,5 @@ def test_a_controller_has_the_signed_kl_of_each_response_and_gives_the_next_eta(
     assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0.3, 0.6])
     assert [*map(fmean, NOTED)] == pytest.approx([row["kl/llm1"] for row in found], abs=1e-6)
     assert min(map(min, NOTED)) < 0 and {*map(len, NOTED)} == {4}
+    found = training(run("ppo", "--kl_controller test_wiring:zero_first --iterations 3"))
+    assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0, 0.3])
