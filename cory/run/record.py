@@ -135,12 +135,13 @@ class Record:
         draw_run(self.run_dir, self.run_dir / "curves.png")
         self.logger.send(done, lambda wandb: {"curves": wandb.Image(str(self.run_dir / "curves.png"))})
         for row in samples[-2:]:
-            said = [f"    {row[f'{role}_agent']}: {row[role]}" for role in self.method.roles if role in row]
-            print(f"\n{row['query']}", *said, sep="\n")
+            print(f"\n{row['query'][:80]!r}")
+            for role in self.method.roles:
+                print(f"    {role} ({row[f'{role}_agent']}): {row[role][:55]!r}")
         seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
         print(f"\n{tables('held-out', pd.DataFrame(held_out).T)}\n\n"
               f"{seconds:.2f} s per iteration (median of {done}), "
-              f"peak memory {peak_memory(self.device):.2f} GiB\nwritten to {self.run_dir}: "
+              f"peak memory {peak_memory(self.device):.2f} GiB\n{self.run_dir} holds "
               "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
 
 
