@@ -147,9 +147,9 @@ def test_names_of_code_are_found_also_in_the_present_folder(tmp_path, monkeypatc
             ImdbConfig(advantage=name).find("advantage")
 
 
-def test_the_sweep_of_the_readme_is_of_flags_and_of_a_metric_that_there_are():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    sweep = yaml.safe_load(re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)[1])
+def test_the_documented_sweep_is_of_flags_and_of_a_metric_that_there_are():
+    page = (Path(__file__).parents[1] / "docs/settings.md").read_text()
+    sweep = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
     assert sweep["metric"]["name"] == in_section("eval_combined_reward/mean")
     for name, values in sweep["parameters"].items():
         for value in values.get("values", [values.get("value")]):

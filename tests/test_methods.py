@@ -74,7 +74,7 @@ class Noted(Cory):
 
 
 def test_tokens_that_are_masked_in_the_logits_are_never_sampled(small_flags, tmp_path, monkeypatch):
-    """By an edit of `logits`, as README says: also of saved models, and in held-out evaluation."""
+    """By an edit of `logits`, also of saved models, and in held-out evaluation."""
     logits, even = LanguageModel.logits, torch.arange(0, 256, 2)                # token 0 is !, 1 is ", ...
     masked = lambda self, hidden: logits(self, hidden).index_fill(1, even, -1e9)
     monkeypatch.setattr(LanguageModel, "logits", masked)

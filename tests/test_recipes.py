@@ -29,7 +29,6 @@ def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, ca
     text, (script, *words) = RECIPES[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(HOME))        # of the judge's process
     Path(f"{name}.py").write_text(text)
     if name == "mention":
         runpy.run_path("mention.py", run_name="__main__")           # writes its data
