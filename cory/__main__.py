@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> None:
                             formatter_class=RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     report = commands.add_parser("report", help="plot runs, and print a table of means over seeds")
-    report.add_argument("run_dirs", nargs="+", type=Path, help="folders of runs, finished or not")
+    report.add_argument("run_dirs", nargs="+", type=Path, help="folders of runs, which may still go on")
     report.add_argument("--out", type=Path, metavar="FILE", default=Path("comparison.png"),
                         help="write the plot to this .png, .pdf or .svg (default: comparison.png)")
     evaluate = commands.add_parser(

@@ -32,7 +32,7 @@ NAMED = {
 }
 
 
-def find(name: str):
+def import_name(name: str):
     """The object `module:Name`; the module may be in the current folder."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -179,7 +179,7 @@ class Config:
         known, name = NAMED[setting], getattr(self, setting)
         self.require(setting, name in known or ":" in name,
                      f"choose from {', '.join(known)}, or name your own as module:Name")
-        return find(known.get(name, name))
+        return import_name(known.get(name, name))
 
     def require(self, name: str, holds: bool, hint: str) -> None:
         if not holds:
@@ -189,13 +189,12 @@ class Config:
         for f in fields(self):
             value, words, rules = getattr(self, f.name), get_args(f.type), f.metadata
             self.require(f.name, not words or value in words, f"choose from {', '.join(words)}")
-            kind = (int, float) if f.type is float else f.type
-            # in Python a bool is an int, too
-            is_right = words or isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-            self.require(f.name, is_right, f"must be of type {getattr(kind, '__name__', 'float')}")
+            types = (int, float) if f.type is float else (f.type,)
+            self.require(f.name, words or type(value) in types, f"must be of type {types[-1].__name__}")
             if f.type in (int, float) and rules:
+                low = "above 0" if rules["min"] == ABOVE_0 else f"at least {rules['min']}"
                 self.require(f.name, rules["min"] <= value <= rules["max"],
-                             f"must be from {rules['min']} to {rules['max']}")
+                             f"must be {low} and at most {rules['max']}")
         rows = self.rows_per_optimizer_step
         self.require("batch_size", self.batch_size % rows == 0,
                      f"must be a multiple of mini_batch_size x gradient_accumulation_steps = {rows}")
@@ -223,14 +222,14 @@ class Gsm8kConfig(Config):
     one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
 
 
-# Shared by the `tiny` presets of both tasks; tuned for PPO on validation queries.
+# What the presets of small models share.
 TINY = dict(batch_size=64, mini_batch_size=16, num_ppo_epochs=1, min_response_length=0, lora_rank=16,
             lr_schedule="linear", kl_penalty="k1", kl_target=0.0, eval_queries=128)
 
 
 # --- the command line ---
 # What may differ in a resumed run, since none of it changes what an iteration computes.
-FREE_ON_RESUME = {"resume", "run_dir", "iterations", "save_every", "shard", "wandb", "wandb_project"}
+FREE_ON_RESUME = {"resume", "run_dir", "save_every", "shard", "wandb", "wandb_project"}
 
 ABOUT = "Parentheses name a setting's source, and its value there. Defaults are those of --preset NAME."
 
@@ -276,13 +275,13 @@ def read_config(run_dir: Path) -> dict:
     if not path.exists():
         raise UserError("run_dir", str(run_dir), "contains no run (no config.json); pass the folder of one")
     saved = json.loads(path.read_text())
-    return asdict(find(saved["config_class"])()) | saved
+    return asdict(import_name(saved["config_class"])()) | saved
 
 
 def load_config(run_dir: Path) -> Config:
     """The settings of a run."""
     saved = read_config(run_dir)
-    config_class = find(saved["config_class"])
+    config_class = import_name(saved["config_class"])
     return config_class(**{f.name: saved[f.name] for f in fields(config_class)})
 
 

@@ -11,7 +11,7 @@ from cory.config import Config, located
 from cory.errors import UserError, reading
 from cory.ppo.model import LanguageModel, positions
 
-TEXT = "a good film"            # what models are tested on
+PROBE_TEXT = "a good film"
 NF4 = transformers.BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
@@ -34,7 +34,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
     if cfg.chat_template:               # one date in place of today's: prompts do not depend on the day
         today = "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
         tokenizer.chat_template = today + tokenizer.get_chat_template().removeprefix(today)
-        ends |= end_of_message(tokenizer)
+        ends.update(end_of_message(tokenizer))
     # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
     # final adapter's base has those of its authors until it is given these.
     lm.generation_config = transformers.GenerationConfig(
@@ -52,8 +52,9 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
 
 def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     """(model, tokenizer) of a folder or `NAME@REVISION`, with no weights missing."""
-    place = located(name)
-    place, _, revision = (place, "", "") if os.path.exists(place) else place.partition("@")
+    place, revision = located(name), ""
+    if not os.path.exists(place):
+        place, _, revision = place.partition("@")
     where = {"revision": revision or "main", "trust_remote_code": False}
     with reading(f"model {name}"):
         config = transformers.AutoConfig.from_pretrained(place, **where)
@@ -73,13 +74,13 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     return model, tokenizer
 
 
-def end_of_message(tokenizer) -> set[int]:
+def end_of_message(tokenizer) -> list[int]:
     """The first special token that the chat template puts after an assistant's message, if any."""
-    chat = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "ANSWER"}]
+    chat = [{"role": "user", "content": PROBE_TEXT}, {"role": "assistant", "content": "ANSWER"}]
     _, _, after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")
     special = {token for token, text in tokenizer.added_tokens_decoder.items() if text.special}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-    return {*[token for token in ids if token in special][:1]}
+    return [token for token in ids if token in special][:1]
 
 
 @torch.no_grad()
@@ -90,7 +91,7 @@ def require_usable(model: LanguageModel, name: str) -> None:
     kinds = {*(getattr(model.lm.config.get_text_config(), "layer_types", None) or [])}
     if model.lm._is_stateful or not kinds <= {"full_attention", "sliding_attention"}:
         raise UserError("model", name, "layers other than full or sliding attention are not supported")
-    ids_1L = torch.tensor([model.tokenizer(TEXT)["input_ids"]], device=model.device)
+    ids_1L = torch.tensor([model.tokenizer(PROBE_TEXT)["input_ids"]], device=model.device)
     padded, mask = (nn.functional.pad(x, (3, 0)) for x in (ids_1L, torch.ones_like(ids_1L)))
     out = model.lm.base_model(input_ids=padded, attention_mask=mask, position_ids=positions(mask))
     ours, own = model.head(out.last_hidden_state[:, 3:]), model.lm(input_ids=ids_1L).logits

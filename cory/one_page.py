@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from cory.config import Gsm8kConfig, ImdbConfig, find, parse
+from cory.config import Gsm8kConfig, ImdbConfig, import_name, parse
 from cory.errors import exit_on_user_error
 from cory.loading import load_language_model
 
@@ -138,7 +138,7 @@ class Agent:
 def main(argv):
     task, config_class = ("gsm8k", Gsm8kConfig) if "gsm8k" in argv else ("imdb", ImdbConfig)
     only = FIXED | {"task": task, "method": "ppo" if "ppo" in argv else "cory"}
-    cfg = parse(config_class, {"tiny": find(f"train_{task}:PRESETS")["tiny"] | SMALL | only}, argv)
+    cfg = parse(config_class, {"tiny": import_name(f"train_{task}:PRESETS")["tiny"] | SMALL | only}, argv)
     for name, value in only.items():
         cfg.require(name, getattr(cfg, name) == value, f"the page has only {value}; train_{task}.py has more")
     for iteration, role, agent, responses, metrics in train(cfg):

@@ -15,7 +15,7 @@ from cory.ppo.rollout import Rollout
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import ppo_update
 from cory.run.experiment import Experiment
-from cory.run.record import Record, Turn, held, run_folder
+from cory.run.record import Record, Turn, locked, run_folder
 from cory.tasks.task import Task
 
 
@@ -65,14 +65,14 @@ class Ppo:
 
             # PPO: r(s0, a1)              CORY: r(s0, a1) + r(s0, a2), for both
             rewarded = [task.reward_and_parts(rollout.query, rollout.text) for rollout in rollouts]
-            rewards = [reward_B for reward_B, _ in rewarded]
+            rewards, parts = map(list, zip(*rewarded, strict=True))
             scores = self.scores(rollouts, [reward_B.clone() for reward_B in rewards])
 
             turns = []
-            for role, agent, rollout, (reward_B, parts), score in zip(
-                    self.roles, cast, rollouts, rewarded, scores, strict=True):
+            of_roles = zip(self.roles, cast, rollouts, rewards, parts, scores, strict=True)
+            for role, agent, rollout, reward_B, of_reward, score in of_roles:
                 update = self.update(role, agent, rollout, score)
-                turns.append(Turn(role, agent, rollout, reward_B, parts, update))
+                turns.append(Turn(role, agent, rollout, reward_B, of_reward, update))
             for agent in agents:
                 kl_B = [turn.rollout.kl_B for turn in turns if turn.agent is agent and turn.update]
                 if kl_B:
@@ -95,7 +95,7 @@ class Ppo:
 
     def evaluation_is_due(self, iteration: int) -> bool:
         cfg = self.cfg
-        return iteration == cfg.iterations or cfg.eval_every > 0 and iteration % cfg.eval_every == 0
+        return iteration == cfg.iterations or (cfg.eval_every > 0 and iteration % cfg.eval_every == 0)
 
     def respond(self, cast: list, queries: list[str], sample: Callable) -> list[Rollout]:
         """A response in each role to each of the queries; in training, a query stands `responses_per_query`
@@ -119,8 +119,8 @@ class Ppo:
         return ppo_update(agent, rollout, score)
 
     def metrics(self, rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
-        """Further metrics to log, by name: of each iteration, and of several roles' held-out responses, whose
-        rollouts have no log-probabilities.
+        """Further metrics to log, by name: in each iteration and, with several roles, in held-out evaluation,
+        where rollouts have no log-probabilities.
         """
         return {}
 
@@ -169,7 +169,7 @@ def train(cfg: Config) -> Record:
     """Runs the method that `cfg.method` names, from the start or the last checkpoint to the end."""
     with launched(asdict(cfg)):
         run_dir = run_folder(cfg)
-        with held(run_dir) if processes().is_main else nullcontext():
+        with locked(run_dir) if processes().is_main else nullcontext():
             run = Experiment(cfg, run_dir)
             agents = run.new_agents()
             record = Record(run, agents)

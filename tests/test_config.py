@@ -77,7 +77,7 @@ def test_help_has_the_presets_own_defaults(capsys):
 BAD = [                                 # one of each kind
     ("--resume --run_dir /nowhere", "'/nowhere': contains no run"),
     ("--method grpo", "method is 'grpo': choose from ppo, cory, or name your own"),
-    ("--learning_rate nan", "must be from 1e-30 to inf"), ("--gamma 1.1", "must be from 0 to 1"),
+    ("--learning_rate nan", "must be above 0"), ("--gamma 1.1", "must be at least 0 and at most 1"),
     ("--batch_size 100 --mini_batch_size 32", "batch_size is 100: must be a multiple"),
     ("--responses_per_query 3", "must divide batch_size"),
     ("--advantage grpo --responses_per_query 4", "add --kl_in loss")]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from toys import refusal, resume, rows, saved_tensors, stopped, training
+from toys import resume, rows, saved_tensors, stopped, training
 
 import train_gsm8k
 import train_imdb
@@ -165,8 +165,3 @@ def test_each_process_makes_as_many_passes(monkeypatch):
     monkeypatch.setattr(sharding, "processes", lambda: SimpleNamespace(gather=lambda counts: [*counts, 3]))
     groups = sharding.as_many_as_others([torch.tensor([4, 2, 7, 1]), torch.tensor([0])])
     assert [rows.tolist() for rows in groups] == [[0], [4, 2], [7, 1]]
-
-
-def test_shards_need_torchrun(small_flags, tmp_path, capsys):
-    line = refusal(small_flags, tmp_path / "r", capsys, *SHARD)
-    assert line == "error: shard is True: needs `torchrun --nproc_per_node N` in place of `python`"

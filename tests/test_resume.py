@@ -26,7 +26,7 @@ from toys import (
 )
 
 from cory.run.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
-from cory.run.record import held
+from cory.run.record import locked
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
@@ -102,21 +102,17 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags,
         assert [row["eval_remembered/team"] for row in evaluated] == [1, 2, 3, 4]
 
 
-def test_a_finished_run_is_lengthened_or_finished_again(copy, small_flags, tmp_path):
-    three = finished(small_flags, tmp_path / "three", *PPO, "--iterations", 3)
-    before = read(copy / "eval.json")
-    (copy / "eval.json").unlink()
-    resume(copy)
-    assert read(copy / "eval.json") == before
-    newest = checkpoints_of(copy)[0]
-    torch.save(torch.load(newest, weights_only=True) | {"wandb_id": "same"}, newest)
-    resume(copy, "--iterations", "3")
-    assert [row["iteration"] for row in rows(copy)] == [0, 1, 2, 2, 3, 3]
-    assert read(copy / "eval.json") == read(three / "eval.json")
-    resume(copy, "--iterations", 5, "--save_every", 4)      # at the end, too
+def test_a_finished_run_is_finished_again_but_not_lengthened(copy, capsys):
+    """It goes on with its W&B run, and saves at its end, whatever `--save_every`."""
+    before, whole = read(copy / "eval.json"), rows(copy)
     newest, older = checkpoints_of(copy)
-    assert (newest.stem[-1], older.stem[-1]) == ("5", "4")
+    newest.unlink()
+    torch.save(torch.load(older, weights_only=True) | {"wandb_id": "same"}, older)
+    resume(copy, "--save_every", 4)
     assert torch.load(newest, weights_only=True)["wandb_id"] == "same"
+    resume(copy)
+    assert read(copy / "eval.json") == before and rows(copy) == whole
+    assert "iterations is 3: the run has 2" in refusal(["--resume"], copy, capsys, "--iterations", 3)
 
 
 def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(copy, monkeypatch):
@@ -125,7 +121,7 @@ def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(copy, monkeypatch)
 
     monkeypatch.setattr(Ppo, "train", killed)
     with pytest.raises(SystemExit):
-        resume(copy, "--iterations", 9)
+        resume(copy)
     assert (copy / "final").exists() and not (copy / "eval.json").exists()
 
 
@@ -168,23 +164,22 @@ def test_a_folder_in_use_is_refused_until_its_run_ends(copy, capsys):
     """The lock is another process's, which is then killed; it leaves no file."""
     before = {path.name for path in copy.iterdir()}
     fork = multiprocessing.get_context("fork")
-    locked = fork.Event()
+    ready = fork.Event()
 
     def hold():
-        with held(copy):
-            locked.set()
+        with locked(copy):
+            ready.set()
             time.sleep(100)
 
     other = fork.Process(target=hold)
     other.start()
-    assert locked.wait(60)
-    assert f"run_dir is '{copy}': is in use by another run" in refusal(
-        ["--resume"], copy, capsys, "--iterations", 3)
+    assert ready.wait(60)
+    assert f"run_dir is '{copy}': is in use by another run" in refusal(["--resume"], copy, capsys)
     other.kill()
     other.join()
     assert {path.name for path in copy.iterdir()} == before
-    resume(copy, "--iterations", 3)
-    resume(copy, "--iterations", 4)                         # a run that has ended in this process holds none
+    resume(copy)
+    resume(copy)                                    # a run that has ended in this process holds none
 
 
 def test_ctrl_c_says_how_to_go_on(small_flags, tmp_path, monkeypatch, capsys):

@@ -1,5 +1,5 @@
-"""torchrun's processes, which train as one: N compute what one computes, up to rounding of sums, until this
-changes a drawn token.
+"""torchrun's processes, which train as one: they compute what one process does, except for rounding; where
+rounding changes a sampled token, texts differ from there on.
 
 Each generates its rows of every batch. The rollouts are gathered, so that all have the advantages of the
 whole batch. Each then adds the gradient of its rows, and the gradients are summed.
@@ -15,8 +15,6 @@ from typing import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from cory.errors import UserError
 
 launches = count()              # each has keys of its own in torchrun's store
 
@@ -67,8 +65,6 @@ def processes() -> Processes:
 def launched(settings: dict) -> Iterator[None]:
     """Joins torchrun's processes, if any, until the block ends."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        if settings["shard"]:
-            raise UserError("shard", True, "needs `torchrun --nproc_per_node N` in place of `python`")
         yield
         return
     on_gpu = torch.cuda.is_available() and settings["device"] != "cpu"

@@ -66,7 +66,7 @@ class Agent:
             group["lr"] = factor * (cfg.critic_learning_rate if own_rate else cfg.learning_rate)
 
     def adapt_kl_coef(self, kl_N: Tensor) -> None:
-        """Sets the eta of the next iteration, from the KL of this one's N responses, in nats."""
+        """Updates eta from the KL, in nats, of this iteration's N responses."""
         self.kl_coef = float(self.cfg.find("kl_controller")(self, kl_N))
 
 

@@ -65,8 +65,8 @@ def switch_to(lm: nn.Module, name: str | None) -> None:
 
 @contextmanager
 def as_found(lm: nn.Module) -> Iterator[None]:
-    """A block that leaves each requires_grad as it was. peft freezes adapters that are not in use, but a
-    pending backward pass may still need them; and it thaws the one in use, which may be frozen on purpose.
+    """A block that leaves each requires_grad as it was: peft changes them at every switch, though a pending
+    backward pass may still need those of another adapter, and some may be frozen on purpose.
     """
     before = {p: p.requires_grad for p in lm.parameters()}
     yield

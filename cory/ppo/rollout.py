@@ -103,13 +103,13 @@ def passes(rollout: Rollout, model: LanguageModel, max_rows: int) -> list[Tensor
     order = length_B2.sum(1).argsort(stable=True)
     of_passes = []
     start = P = T = 0
-    for row, (prompt, response) in enumerate(length_B2[order].tolist()):
-        count = row - start + 1
+    for end, (prompt, response) in enumerate(length_B2[order].tolist()):
+        count = end - start + 1
         P, T = max(P, prompt), max(T, response)
         too_long = count * (P + T) > max_tokens or count * T * model.head.out_features > max_logits
         if count > 1 and (count > max_rows or too_long):
-            of_passes.append(order[start:row])
-            start, P, T = row, prompt, response
+            of_passes.append(order[start:end])
+            start, P, T = end, prompt, response
     return [*of_passes, order[start:]][::-1]           # the longest first: the others then reuse its memory
 
 

@@ -33,27 +33,26 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
     score = partial(score_rollout, policy=policy, reference=agent.base, kl_penalty=cfg.kl_penalty,
                     max_rows=cfg.mini_batch_size, critic=agent.critic)
     with unsharded(policy, agent.base):
-        rollout = generate(policy, prompts, queries, max_new_tokens, uniform_TB, score).to(policy.device)
+        rollout = generate(policy, prompts, queries, max_new_tokens, uniform_TB, score)
     return replace(rollout, group_B=torch.arange(B, device=policy.device) // cfg.responses_per_query)
 
 
 def generate(model: LanguageModel, prompts: list[str], queries: list[str], max_new_tokens: int,
              uniform_TB: Tensor | None, score: Callable[[Rollout], Rollout]) -> Rollout:
     """A response to each prompt, as `sample` gives it and `score` completes it. Each process generates its
-    rows, as many at a time as their keys and values fit; all then receive the whole rollout, on the CPU.
+    rows, as many at a time as their keys and values fit; all then receive the whole rollout.
     """
     B = len(queries)
     if not isinstance(prompts, list) or len(prompts) != B:
-        raise UserError("prompts", prompts[:60], f"must be a list of {B} prompts, one for each query")
+        raise UserError(f"there must be a list of {B} prompts, one for each query, not {str(prompts)[:60]}")
     size = rows_at_once(model, max(map(len, model.encode(prompts))) + max_new_tokens)
-    mine = range(B)[processes().rows(B)]
-    chunks = []
-    for start in mine[::size]:
+    mine, chunks = processes().rows(B), []
+    for start in range(mine.start, mine.stop, size):
         rows = slice(start, min(start + size, mine.stop))
         of_rows = None if uniform_TB is None else uniform_TB[:, rows]
         chunk = sample(model, prompts[rows], queries[rows], max_new_tokens, of_rows)
         chunks.append(score(chunk).to("cpu"))
-    return join(processes().gather(chunks))
+    return join(processes().gather(chunks)).to(model.device)
 
 
 def rows_at_once(model: LanguageModel, length: int) -> int:
@@ -122,7 +121,7 @@ def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new
 
     DIFFERS: the released code samples with a repetition penalty and trains without.
 
-    Only R of the B rows are still computed. Whenever a quarter of these have ended, they are dropped. The
+    R of the B rows are still being sampled. Whenever a quarter of these have ended, they are dropped. The
     cache has the same R rows in the same order.
     """
     B, device = len(prompts), model.device

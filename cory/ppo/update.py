@@ -88,7 +88,7 @@ def losses(agent: Agent, rows: Rollout, logp_BT: Tensor, entropy_BT: Tensor, val
 
     logp_BT, entropy_BT, value_BT: of the present policy and critic, differentiable; on padding logp_BT is the
     rollout's. The loss is averaged as `--loss_mean` says, a metric over the real tokens of the update. `rows`
-    are some of a step's rows, by their lengths: nothing here may relate one row to another.
+    are some rows of a step, of similar length: a row's loss must not depend on the others.
     """
     cfg = agent.cfg
     loss_BT, is_clipped_BT = policy_loss(
@@ -134,14 +134,14 @@ def apply_gradient(agent: Agent) -> float:
     rates = [group["lr"] for group in agent.optimizer.param_groups]
     if not min(rates) >= 0:
         raise UserError("lr_schedule", agent.cfg.lr_schedule, f"a rate of {agent.name} is {min(rates)}")
-    parameters = [p for p in parameters if p.grad is not None]
-    norm = gradient_norm(parameters)
+    moved = [p for p in parameters if p.grad is not None]
+    norm = gradient_norm(moved)
     if not math.isfinite(norm):
         raise UserError("grad_norm", norm, f"{agent.name} has diverged; the gradient was not "
                        "applied. Fix a score, advantage or loss of your own, or restart with a lower "
                        "--learning_rate or with --max_grad_norm 1")
     if 0 < agent.cfg.max_grad_norm < norm:
-        for p in parameters:
+        for p in moved:
             p.grad *= agent.cfg.max_grad_norm / norm
     agent.optimizer.step()
     agent.optimizer.zero_grad(set_to_none=True)

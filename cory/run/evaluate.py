@@ -87,11 +87,11 @@ def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str
         rng = np.random.default_rng((EVALUATION_SEED, seed))
         uniform_TB = torch.from_numpy(rng.random((length, len(prompts))))
 
-    def score(rollout: Rollout) -> Rollout:
+    def add_logprobs(rollout: Rollout) -> Rollout:
         return score_rollout(rollout, model, reference, "full", len(prompts)) if reference else rollout
 
     with unsharded(*filter(None, (model, reference))):
-        return generate(model, prompts, queries, length, uniform_TB, score)
+        return generate(model, prompts, queries, length, uniform_TB, add_logprobs)
 
 
 def response_metrics(rollout: Rollout, reward_B: Tensor, parts: dict, task: Task, cfg: Config) -> dict:

@@ -24,7 +24,7 @@ class Experiment:
         device.prepare_device(cfg, self.device)
         set_seed(cfg.seed)                              # for tasks and methods that draw as they are made
         self.cfg, self.run_dir = cfg, run_dir
-        for name in NAMED.keys() & vars(cfg).keys():    # a name of no code is found before a model is loaded
+        for name in NAMED.keys() & vars(cfg).keys():    # misspelled ones fail before a model is loaded
             cfg.find(name)
         method_class, task_class = cfg.find("method"), cfg.find("task")
         names = method_class.agent_names[:1] if cfg.share_weights else method_class.agent_names
@@ -37,13 +37,13 @@ class Experiment:
         print(f"{cfg.method} on {cfg.task}: preset {cfg.preset}, {cfg.dtype} on {self.device}, in {run_dir}\n"
               f"model {cfg.model}, data {cfg.dataset}", flush=True)
         data = task_class.load_data(cfg)
-        self.base_of, self.bases, named, loaded = {}, {}, {}, {}
+        self.base_of, self.bases, base_names, loaded = {}, {}, {}, {}
         for name, own in self.configs.items():
             if own.model not in loaded:
                 loaded[own.model] = load_language_model(own.model, own, self.device)
-            model, different = loaded[own.model], (own.model, own.temperature)
-            self.base_of[name] = base = named.setdefault(different, f"base_{name}" if named else "base")
-            self.bases[base] = model.around(model.lm, own.temperature)
+            model, key = loaded[own.model], (own.model, own.temperature)
+            base = base_names.setdefault(key, f"base_{name}" if base_names else "base")
+            self.base_of[name], self.bases[base] = base, model.around(model.lm, own.temperature)
         self.task = task_class(cfg, data, self.bases["base"])
         self.method = method_class(cfg, self.task)
 

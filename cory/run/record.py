@@ -58,7 +58,7 @@ class Record:
             self.method.memory, self.task.memory = state["memory"]["method"], state["memory"]["task"]
         if processes().is_main:
             write_text(self.run_dir / "config.json", config_json(replace(run.cfg, resume=False), run.base_of))
-            (self.run_dir / "eval.json").unlink(missing_ok=True)        # of a run that has ended alone
+            (self.run_dir / "eval.json").unlink(missing_ok=True)        # only finished runs have one
         self.logger = Logger(run.cfg, [*run.configs], self.run_dir, self.done, wandb_id)
 
     def begin(self, iteration: int) -> None:
@@ -100,8 +100,8 @@ class Record:
         return rows
 
     def evaluate(self, iteration: int) -> None:
-        """Logs held-out metrics as eval_NAME/AGENT; at first and at last of the bases, too, so that all are
-        compared under one reward, which a task may have learned meanwhile.
+        """Logs held-out metrics as eval_NAME/WHO; of the bases first and last, so that all are compared under
+        one reward, which a task may have learned meanwhile.
         """
         bases = self.bases if iteration in (0, self.cfg.iterations) else {}
         metrics = held_out_metrics(self.method, self.agents, bases, iteration)
@@ -176,7 +176,7 @@ def run_folder(cfg: Config) -> Path:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """A block in which no other run may use the folder. The lock is on the folder itself: it leaves no file,
     and ends with this process, however that ends. A folder that is still empty then is removed.
     """

@@ -1,4 +1,5 @@
 """Tables and plots of one run, and of several compared."""
+import math
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ PALETTE = {"PPO": "#08519c", "CORY": "#d94801"}     # in every picture; others h
 MARKERS, LINES = "os^Dvp", ["-", "--", "-.", ":"]
 BASE, DOTTED = dict(color="0.55", marker=".", linewidth=1.2), dict(linestyle=":", linewidth=1.8, marker="")
 # Runs that differ in nothing else are one group, of several seeds. The method is in every group's name.
-NOT_IN_NAMES = FREE_ON_RESUME - {"iterations"} | {"seed", "device", "config_class", "agents", "method"}
+NOT_IN_NAMES = FREE_ON_RESUME | {"seed", "device", "config_class", "agents", "method"}
 
 
 # --- tables ---
@@ -49,8 +50,9 @@ def tables(corner: str, frame: pd.DataFrame) -> str:
 
 def table(corner: str, frame: pd.DataFrame) -> str:
     """Mean ± sample std over rows with the same label. The largest value has three significant digits."""
-    frame = frame.loc[:, frame.abs().max() >= 0.0005]
-    decimals = (2 - np.floor(np.log10(frame.abs().max()))).clip(upper=3)
+    frame = frame.dropna(axis=1, how="all")
+    frame = frame.loc[:, (frame.abs().max() >= 0.0005) | frame.columns.isin(TITLES)]
+    decimals = (2 - np.floor(np.log10(frame.abs().max() + 1e-6))).clip(upper=3)
 
     def cell(x: pd.Series) -> str:
         spec = f".{decimals[x.name]:.0f}f" if decimals[x.name] >= 0 else ".3g"
@@ -95,7 +97,7 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
     panels = sorted(curves.panel.unique(), key=lambda name: (*TITLES, name).index(name))
     count = len(panels) + 1
     columns = min((3, 4, 5), key=lambda columns: -count % columns)      # with the fewest empty places
-    lines = -(-count // columns)
+    lines = math.ceil(count / columns)
     figure = Figure(figsize=(3.5 * columns, 2.8 * lines + 0.8), layout="constrained")
     figure.suptitle(f"{method} on {config['task']}, preset {config['preset']}, seed {config['seed']}")
     *over_iterations, against_kl = [figure.add_subplot(lines, columns, i + 1) for i in range(count)]
@@ -122,7 +124,7 @@ def name_of(method: str) -> str:
 
 
 def finished(figure: Figure, out: Path, ncols: int) -> Figure:
-    """Written, with a legend: what is held out, what is of training, all else."""
+    """Saves the figure with one legend: held out first, then training, then the rest."""
     lines = {}
     for ax in figure.axes:
         ax.spines[["top", "right"]].set_visible(False)
@@ -163,7 +165,7 @@ def looks_of(groups: pd.DataFrame) -> dict[str, dict]:
 
 
 def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figure:
-    """A curve is a mean over runs, at iterations that all of a group have, of the means over agents."""
+    """A curve is the mean over a group's runs, at iterations that all have, of the mean over agents."""
     from scipy.stats import t  # a run, which draws no comparison, would hold 25 MiB for it
 
     looks = looks_of(groups)

@@ -31,7 +31,7 @@ class SentimentReward:
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
-        """Texts of as many tokens are read together, without padding: some models would read that, too."""
+        """Texts of equal length are read together, without padding: some models would read that, too."""
         # a control token that a text spells out, as `[SEP]`, is read as text
         encoded = self.tokenizer(texts, split_special_tokens=True, return_token_type_ids=True)
         if not any(map(any, encoded["token_type_ids"])):    # all 0: models have defaults, which may be none
