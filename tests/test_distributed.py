@@ -19,7 +19,7 @@ import train_gsm8k
 import train_imdb
 from cory.errors import UserError
 from cory.machine import sharding
-from cory.machine.distributed import processes
+from cory.machine.distributed import Processes, processes
 from cory.ppo.rollout import take
 from cory.ppo.update import apply_gradient
 from cory.run.checkpoint import checkpoints_of
@@ -158,6 +158,10 @@ def test_one_process_goes_on_with_what_two_have_saved(runs):
     part = stopped(runs / "mixed_shard", runs / "one goes on")
     resume(part, "--shard", "false")
     require_same_rows(part, runs / "mixed")
+
+
+def test_every_row_is_one_process_s():
+    assert [[*range(7)[Processes(rank, 3).rows(7)]] for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
 
 
 def test_each_process_makes_as_many_passes(monkeypatch):

@@ -45,6 +45,9 @@ def test_held_out_metrics_by_hand():
                 "distinct_1": 2 / 80, "distinct_2": 2 / 64,                         # of 16 responses
                 "repeated_tokens": 0.6, "base_perplexity": 7.0, "sampling_gap": 0}  # 3 of 5 repeat
     assert got == pytest.approx(expected, rel=1e-4)
+    logits_UV[1, [2, 6]] = torch.tensor([-99.0, 99])        # "b.", which a limit of two tokens does not cut
+    cfg = replace(cfg, max_response_length=2)
+    assert evaluate.evaluate(bigram(logits_UV), bigram(), cfg, LETTERS)["truncated"] == 0
 
 
 def test_pass_at_k_and_best_of_n_by_hand(tmp_path):

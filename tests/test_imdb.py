@@ -76,7 +76,7 @@ def test_the_reward_is_the_raw_positive_logit_or_the_only_one_of_many_texts(tmp_
         ids = [classifier.tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
         logits = [classifier.model(row).logits[0, -1].item() for row in ids]
         assert abs(logits[0] - logits[1]) > 1e-3
-        assert classifier(texts * 260) == pytest.approx(logits * 260, abs=1e-5)
+        assert classifier(texts * 520) == pytest.approx(logits * 520, abs=1e-5)
 
 
 SIZES = dict(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

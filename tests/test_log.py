@@ -30,12 +30,12 @@ def a_log(folder: Path, done: int = 0, wandb_id: str = "") -> Logger:
 
 
 def add(to: Logger, *iterations: int) -> None:
-    """Iteration 0 is an evaluation of the bases alone."""
+    """Iteration 0 is an evaluation of the bases alone; iteration 4 has as many texts as W&B is sent."""
     for i in iterations:
         if i == 0:
             to.evaluation(0, {"eval_kl/base": 0.0, "eval_x/base_team": 0.5})
         else:
-            to.iteration(i, VALUES, [{"iteration": i, "query": "q"}])
+            to.iteration(i, VALUES, [{"iteration": i, "query": "q"}] * (200 if i == 4 else 1))
             to.evaluation(i, HELD_OUT)
 
 
@@ -44,13 +44,14 @@ def test_a_log_has_its_files_and_goes_to_wandb(folder, monkeypatch):
     monkeypatch.setattr(wandb.Run, "log", lambda run, row, step: (
         logged.setdefault(step, {}).update(row), write(run, row, step=step)))
     with a_log(folder) as first:
-        add(first, 0, 1, 2, 3)
+        add(first, 0, 1, 2, 3, 4)
         assert first.bar.desc.startswith("chain:Chain")
         assert first.bar.postfix == "reward=1.00 / nan, KL=2.50 / 3.00"
     rows = read_jsonl(folder / "metrics.jsonl")
     assert rows == [{"iteration": 0, "eval_kl/base": 0.0, "eval_x/base_team": 0.5}] + [
-        {"iteration": i} | row for i in (1, 2, 3) for row in (VALUES, HELD_OUT)]
-    assert [len(logged[i].pop("samples").data) for i in (1, 2, 3)] == [1, 2, 3]
+        {"iteration": i} | row for i in (1, 2, 3, 4) for row in (VALUES, HELD_OUT)]
+    tables = [[iteration for iteration, _ in logged[i].pop("samples").data] for i in (1, 2, 3, 4)]
+    assert tables == [[1], [1, 2], [1, 2, 3], [4] * 200]
     assert logged[2] == {
         "iteration": 2, "train/task_reward/llm1": 1.0, "train/kl/llm1": 2.5, "train/kl/llm2": 3.0,
         "train/copies": 0.5, "train/seconds": 4.0, "eval/kl/llm1": 0.1, "eval/kl/llm2": 0.3,

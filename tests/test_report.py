@@ -118,6 +118,8 @@ def test_groups_have_six_colours_and_a_line_for_each_method_or_every_sixth(tmp_p
     assert groups.group.tolist() == [
         "CORY, learning_rate 1.0", "CORY, learning_rate 2.0", "own:Own, learning_rate 1.0"]
     looks = report.looks_of(groups)
+    longer = write_run(tmp_path / "longer", learning_rate=1, iterations=200)
+    assert report.groups_of([runs[2], longer]).settings.tolist() == [", iterations 100", ", iterations 200"]
     one, two, own = ((tuple(looks[group]["color"]), looks[group]["linestyle"]) for group in groups.group)
     assert one[0] == own[0] != two[0] and one[1] == two[1] != own[1]
     rates = pd.DataFrame({"method": "PPO", "settings": [f", rate {i}" for i in range(7)]})

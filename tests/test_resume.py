@@ -46,7 +46,7 @@ def copy(saved, tmp_path) -> Path:
 
 
 class Remembering(Cory):
-    """Trained on rewards less their mean so far; it draws, too."""
+    """Trained on rewards less their mean so far; it draws, too. Each agent adds up its own scores."""
 
     def scores(self, rollouts, rewards):
         means = self.memory.setdefault("means", [0.0])
@@ -54,6 +54,10 @@ class Remembering(Cory):
             means.append(rewards[0].mean().item())
         drawn = random.random() + np.random.rand() + torch.rand(1).item()
         return [reward_B - fmean(means) + drawn for reward_B in rewards]
+
+    def update(self, role, agent, rollout, score):
+        agent.memory["sum"] = agent.memory.get("sum", 0.0) + score.mean().item()
+        return super().update(role, agent, rollout, score) | {"sum": agent.memory["sum"]}
 
     def metrics(self, rollouts, rewards):
         return {"remembered": len(self.memory["means"])}

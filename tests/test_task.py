@@ -1,6 +1,7 @@
 """Reading rows and dividing them; the stream of queries, and rewards."""
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,10 +115,15 @@ def test_another_number_of_rewards_than_of_responses_is_refused(answer):
         task.reward(["a", "c"], ["b", "d"])
 
 
-def test_the_parts_of_a_reward_are_means_by_name():
+def test_the_parts_of_a_reward_are_means_by_name(monkeypatch):
+    """Over the rows of all processes."""
     task = letters()
     terms = {"praise": [1.0, 2.0], "length": torch.tensor([0, 3])}
     task.reward_of = lambda queries, responses: ([1.0, 4.0], terms)
     reward, parts = task.reward_and_parts(["a", "c"], ["b", "d"])
     assert reward.tolist() == [1, 4] and parts == {"praise": 1.5, "length": 1.5}
     assert torch.equal(task.reward(["a", "c"], ["b", "d"]), reward)
+    two = SimpleNamespace(rows=lambda n: slice(0, n // 2), gather=lambda mine: [*mine, 4.0])
+    monkeypatch.setattr("cory.tasks.task.processes", lambda: two)
+    task.reward_of = lambda queries, responses: ([1.0], {"praise": [2.0]})
+    assert task.reward_and_parts(["a", "c"], ["b", "d"])[1] == {"praise": 3.0}

@@ -23,7 +23,7 @@ QUICK = ("--iterations 2 --batch_size 8 --mini_batch_size 8 --eval_queries 8 --e
          "--save_every 0 --wandb disabled --device cpu")
 RUNS = {
     "imdb-cory": "--max_response_length 10 --mini_batch_size 4 --gradient_accumulation_steps 2 "
-    "--num_ppo_epochs 2 --role_exchange_every 1",
+    "--num_ppo_epochs 2 --role_exchange_every 1 --learning_rate 2.2e-3",
     "imdb-ppo-full": "--max_response_length 10 --mini_batch_size 4 --method ppo --kl_penalty full "
     "--kl_target 0.5 --kl_horizon 20 --max_grad_norm 1 --lora_rank 0 --learning_rate 1e-5 "
     "--num_ppo_epochs 4 --critic_learning_rate 0 --lr_schedule constant",
