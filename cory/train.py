@@ -29,7 +29,7 @@ class Ppo:
     iteration: the present one, 1, 2, ..., or 0 before training. training: false in held-out evaluation.
     """
     agent_names = ("llm1",)
-    frozen = ()                 # agents that are never trained: no mean over agents counts them
+    frozen = ()                 # names of agents that are never trained; means over agents leave them out
     roles = ("pioneer",)        # in the order in which they respond
     iteration, training = 0, False
 
@@ -71,7 +71,7 @@ class Ppo:
             turns = []
             of_roles = zip(self.roles, cast, rollouts, rewards, parts, scores, strict=True)
             for role, agent, rollout, reward_B, of_reward, score in of_roles:
-                update = self.update(role, agent, rollout, score)
+                update = {} if agent.name in self.frozen else self.update(role, agent, rollout, score)
                 turns.append(Turn(role, agent, rollout, reward_B, of_reward, update))
             for agent in agents:
                 kl_B = [turn.rollout.kl_B for turn in turns if turn.agent is agent and turn.update]

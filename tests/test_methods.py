@@ -109,9 +109,6 @@ def test_exchanges_keep_moments_and_kl_coefficients(whole):
 class Frozen(Cory):
     frozen = ("llm2",)
 
-    def update(self, role, agent, rollout, score):
-        return super().update(role, agent, rollout, score) if agent.name == "llm1" else {}
-
 
 def test_an_agent_that_is_not_trained_keeps_its_eta(small_flags, tmp_path):
     folder = finished(small_flags, tmp_path / "run", "--iterations", 2, "--method", "test_methods:Frozen")

@@ -89,8 +89,9 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
     """Dotted: agents in their roles, in training. Solid: held out, each agent alone; the team in roles."""
     config, rows = read_config(run_dir), read_jsonl(run_dir / "metrics.jsonl")
     agents, method, curves = config["agents"], name_of(config["method"]), read_curves(rows)
-    looks = dict.fromkeys(agents.values(), BASE) | {"base_team": BASE | dict(linestyle="--")}
-    looks["team"] = dict(color="black", marker="D")
+    looks = {"base_team": BASE | dict(linestyle="--"), "team": dict(color="black", marker="D")}
+    for i, base in enumerate(dict.fromkeys(agents.values())):
+        looks[base] = BASE | dict(linestyle=["-", "-.", ":"][i % 3])
     darkest = np.array(to_rgb(PALETTE.get(method, "C2")))
     for i, agent in enumerate(agents):
         looks[agent] = dict(color=1 - (1 - darkest) * 0.6**i, marker=MARKERS[i % 6])
@@ -161,7 +162,7 @@ def looks_of(groups: pd.DataFrame) -> dict[str, dict]:
             color = colormaps["viridis"](0.9 * (place % 6) / min(5, len(settings) - 1))
         style = LINES[(line + place // 6) % 4]
         looks[group] = dict(color=color, marker=MARKERS[(line + place) % 6], linestyle=style)
-    return looks | {"base": BASE}
+    return looks
 
 
 def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figure:
@@ -173,21 +174,20 @@ def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figu
     figure.suptitle("held out: means over runs, with 95% t-intervals")
     metrics = ["combined_reward", "task_reward", "kl"]
     axes = figure.subplot_mosaic([metrics[:1] * 3, [*metrics[1:], "against_kl"]], height_ratios=(3, 2))
-    rows = rows[rows.task_reward.notna()].reset_index()
-    rows["group"] = rows.group.where(rows.who == "mean", "base")
-    for group, look in looks.items():
-        by_iteration = rows[rows.group == group].groupby("iteration")[metrics]
+    for (group, who), of_group in rows[rows.task_reward.notna()].groupby(["group", "who"], sort=False):
+        by_iteration, look = of_group.groupby("iteration")[metrics], looks[group] if who == "mean" else BASE
         runs = by_iteration.size()
         mean = by_iteration.mean()[runs == runs.max()]
         half = by_iteration.sem().mul(t.ppf(0.975, runs - 1), axis=0).loc[mean.index]       # NaN of one run
         for metric in metrics:
             ax = axes[metric]
             ax.set(title=TITLES[metric], xlabel="iteration")
-            ax.plot(mean[metric], label="_base" if group == "base" else group, **look)
+            ax.plot(mean[metric], label=group if who == "mean" else "_base", **look)
             ax.fill_between(mean.index, (mean - half)[metric], (mean + half)[metric], linewidth=0,
                             color=look["color"], alpha=0.5 / max(3, len(looks)))
         axes["against_kl"].plot(mean.kl, mean.task_reward, **look)
-    axes["combined_reward"].annotate("base", (mean.index[-1], mean.combined_reward.iloc[-1]), color="0.4")
+        if who != "mean":
+            axes["combined_reward"].annotate("base", (mean.index[-1], mean.combined_reward.iloc[-1]))
     axes["against_kl"].set(title="reward against KL", xlabel=TITLES["kl"])
     return finished(figure, out, ncols=max(2, groups.method.nunique()))
 
