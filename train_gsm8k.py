@@ -12,7 +12,7 @@ LLAMA2 = dict(model="meta-llama/Llama-2-7b-chat-hf", dataset="openai/gsm8k", min
 PRESETS = {
     "tiny": TINY | dict(model=f"{BUNDLED}gsm8k/lm", dataset=f"{BUNDLED}gsm8k/problems", one_shot=False,
                         max_response_length=48, learning_rate=1.2e-3, critic_learning_rate=1e-3, lam=1.0,
-                        init_kl_coef=0.02, iterations=50, eval_every=10),
+                        init_kl_coef=0.02, iterations=40, eval_every=10),
     # A pretrained model; its settings were not tuned. Eta and learning rate are those of the paper's CORY.
     "qwen": TINY | dict(model="Qwen/Qwen2.5-Coder-0.5B-Instruct", dataset="openai/gsm8k", one_shot=False,
                         chat_template=True, max_response_length=300, iterations=50, batch_size=32,
