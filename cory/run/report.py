@@ -20,6 +20,7 @@ TITLES = {"task_reward": "task reward", "kl": "KL from the base (nats per respon
 WITHOUT_PANEL = """role task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
     approx_kl clip_fraction grad_norm learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity
     seconds""".split()
+MAIN = ["combined_reward", "task_reward", "kl"]         # what runs are compared by
 PALETTE = {"PPO": "#08519c", "CORY": "#d94801"}     # in every picture; others have matplotlib's from C2 on
 MARKERS, LINES = "os^Dvp", ["-", "--", "-.", ":"]
 BASE, DOTTED = dict(color="0.55", marker=".", linewidth=1.2), dict(linestyle=":", linewidth=1.8, marker="")
@@ -51,7 +52,7 @@ def tables(corner: str, frame: pd.DataFrame) -> str:
 def table(corner: str, frame: pd.DataFrame) -> str:
     """Mean ± sample std over rows with the same label. The largest value has three significant digits."""
     frame = frame.dropna(axis=1, how="all")
-    frame = frame.loc[:, (frame.abs().max() >= 0.0005) | frame.columns.isin(TITLES)]
+    frame = frame.loc[:, (frame.abs().max() >= 0.0005) | frame.columns.isin(MAIN)]
     decimals = (2 - np.floor(np.log10(frame.abs().max() + 1e-6))).clip(upper=3)
 
     def cell(x: pd.Series) -> str:
@@ -78,7 +79,7 @@ def read_curves(rows: list[dict]) -> pd.DataFrame:
     key = curves.variable.str.extract("^(?P<kind>eval_)?(?P<metric>.+?)(?:/(?P<who>[^/]+))?$")
     curves = curves.join(key.fillna({"kind": "training", "who": "team"}).replace("eval_", "held out"))
     curves["panel"] = curves.metric.str.removeprefix("greedy_").str.replace("after_worse", "after_better")
-    width = 2 * (curves.iteration.max() // 40) + 1
+    width = 2 * math.ceil(curves.iteration.max() / 60) + 1
     curves.update(curves[curves.kind == "training"].groupby("variable").value.transform(
         lambda x: x.rolling(width, center=True, min_periods=1).mean()))
     return curves[~curves.panel.isin(WITHOUT_PANEL)].groupby("panel").filter(
@@ -172,14 +173,13 @@ def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figu
     looks = looks_of(groups)
     figure = Figure(figsize=(11, 8.5), layout="constrained")
     figure.suptitle("held out: means over runs, with 95% t-intervals")
-    metrics = ["combined_reward", "task_reward", "kl"]
-    axes = figure.subplot_mosaic([metrics[:1] * 3, [*metrics[1:], "against_kl"]], height_ratios=(3, 2))
+    axes = figure.subplot_mosaic([MAIN[:1] * 3, [*MAIN[1:], "against_kl"]], height_ratios=(3, 2))
     for (group, who), of_group in rows[rows.task_reward.notna()].groupby(["group", "who"], sort=False):
-        by_iteration, look = of_group.groupby("iteration")[metrics], looks[group] if who == "mean" else BASE
+        by_iteration, look = of_group.groupby("iteration")[MAIN], looks[group] if who == "mean" else BASE
         runs = by_iteration.size()
         mean = by_iteration.mean()[runs == runs.max()]
         half = by_iteration.sem().mul(t.ppf(0.975, runs - 1), axis=0).loc[mean.index]       # NaN of one run
-        for metric in metrics:
+        for metric in MAIN:
             ax = axes[metric]
             ax.set(title=TITLES[metric], xlabel="iteration")
             ax.plot(mean[metric], label=group if who == "mean" else "_base", **look)
