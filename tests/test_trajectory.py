@@ -19,7 +19,7 @@ import train_gsm8k
 import train_imdb
 
 STORED = Path(__file__).with_name("trajectory.json")
-QUICK = ("--iterations 2 --batch_size 8 --mini_batch_size 8 --eval_queries 8 --eval_samples 1 --eval_every 0 "
+QUICK = ("--iterations 2 --batch_size 8 --mini_batch_size 8 --eval_queries 2 --eval_samples 1 --eval_every 0 "
          "--save_every 0 --wandb disabled --device cpu")
 RUNS = {
     "imdb-cory": "--max_response_length 10 --mini_batch_size 4 --gradient_accumulation_steps 2 "
