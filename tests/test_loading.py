@@ -63,6 +63,11 @@ def test_a_model_that_would_be_scored_otherwise_than_sampled_is_refused(kind, ch
     require_refused(save_model(kind, tmp_path, **changes), "not a linear head's alone", **precision)
 
 
+@pytest.mark.parametrize("kind", ["mamba", "qwen3_next"])
+def test_layers_other_than_attention_are_refused(kind, tmp_path):
+    require_refused(save_model(kind, tmp_path, state_size=4, head_dim=8), "layers other than full or sliding")
+
+
 def test_a_model_without_a_part_of_its_weights_is_refused(tmp_path):
     folder = save_model("gpt2", tmp_path)
     change(folder, "config.json", tie_word_embeddings=False)

@@ -162,6 +162,7 @@ def test_a_damaged_checkpoint_may_be_deleted_and_the_previous_one_goes_on(copy):
 
 def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):
     assert "holds a run; go on with --resume" in refusal(small_flags, copy, capsys)
+    assert "is a file; name a folder" in refusal(small_flags, copy / "eval.json", capsys)
 
 
 def test_a_folder_in_use_is_refused_until_its_run_ends(copy, capsys):

@@ -3,12 +3,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from toys import LETTERS, bigram, close, generator, tiny_gpt2
+from toys import LETTERS, agent_of, bigram, close, generator, tiny_gpt2
 from transformers import GenerationConfig
 
 from cory.errors import UserError
 from cory.ppo import sampling
-from cory.ppo.sampling import draw, encode_prompts, sample
+from cory.ppo.sampling import collect_rollout, draw, encode_prompts, sample
 
 RAGGED = ["a", "abcdefabc", "dd", "fedcba", "e"] * 4
 
@@ -115,3 +115,9 @@ def test_rows_that_have_ended_are_dropped():
     for step, mask_RL in enumerate(masks):                      # at most a quarter of its rows has ended
         running = int((lengths > step).sum())
         assert running <= len(mask_RL) <= max(running / 0.75, running + 1)
+
+
+def test_prompts_that_are_no_list_of_one_for_each_query_are_refused():
+    for prompts in ("ab", ["a", "b", "c"]):
+        with pytest.raises(UserError, match="there must be a list of 2 prompts"):
+            collect_rollout(agent_of(bigram()), prompts, ["a", "b"], 3)
