@@ -64,7 +64,7 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
         if cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **where):
             # its own class may take the vocabulary alone from that file, and split, say, numbers otherwise
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                place, **tokenizer.special_tokens_map, **where)
+                place, **tokenizer.special_tokens_map, model_input_names=tokenizer.model_input_names, **where)
         logging.set_verbosity_warning()             # for its report of weights that the model does not use
         model, info = auto_class.from_pretrained(place, config=config, output_loading_info=True, **where,
                                                  **kwargs)

@@ -74,9 +74,9 @@ class Ppo:
                 update = {} if agent.name in self.frozen else self.update(role, agent, rollout, score)
                 turns.append(Turn(role, agent, rollout, reward_B, of_reward, update))
             for agent in agents:
-                kl_B = [turn.rollout.kl_B for turn in turns if turn.agent is agent and turn.update]
-                if kl_B:
-                    agent.adapt_kl_coef(torch.cat(kl_B))
+                of_agent = [turn for turn in turns if turn.agent is agent]
+                if any(turn.update for turn in of_agent):
+                    agent.adapt_kl_coef(torch.cat([turn.rollout.kl_B for turn in of_agent]))
 
             record.log(iteration, turns, self.metrics(rollouts, rewards))
             task.learn(rollouts, rewards)
@@ -168,9 +168,8 @@ class Cory(Ppo):
 def train(cfg: Config) -> Record:
     """Runs the method that `cfg.method` names, from the start or the last checkpoint to the end."""
     with launched(asdict(cfg)):
-        run_dir = run_folder(cfg)
-        with locked(run_dir) if processes().is_main else nullcontext():
-            run = Experiment(cfg, run_dir)
+        run = Experiment(cfg, run_folder(cfg))
+        with locked(run.run_dir) if processes().is_main else nullcontext():
             agents = run.new_agents()
             record = Record(run, agents)
             with record.logger:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cory.assets.make_model import write_gguf
 from cory.errors import UserError
 from cory.loading import load_language_model
+from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
 from cory.ppo.sampling import encode_prompts, sample
 from cory.run.record import save_models
@@ -163,7 +164,9 @@ def test_a_policy_has_the_template_and_the_temperature_of_its_base(lora_rank, tm
     agent = agent_of(base, lora_rank=lora_rank)
     save_models(tmp_path / "final", [agent])
     final = tmp_path / "final/llm1"
-    loaded = base.saved_policy("other", final) if lora_rank else load(final, **chosen)
+    loaded = base.new_policy("other", agent.cfg) if lora_rank else load(final, **chosen)
+    if lora_rank:
+        load_adapter(base.lm, "other", final)
     ids = torch.arange(20)[None]
     for model in (base, agent.policy, loaded):
         text = model.tokenizer.decode(model.encode(["a film"])[0])

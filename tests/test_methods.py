@@ -268,16 +268,16 @@ USES = {"observer_copies": 0.25, "observer_after_better": 0.5, "observer_after_w
 @pytest.mark.parametrize("method, said, expected", [
     # means: 0.5 and 1.25; the scores count half of the partner's. copies: q2 alone.
     # The pioneer is better than its mean at q2, q3: (1 + 0) / 2; worse at q1, q4: (3 + 1) / 2
-    (Cory, SAID, USES | {"score": (1.125 + 1.5) / 2}),
+    (Cory, SAID, USES | {"task_reward": 0.875, "score": (1.125 + 1.5) / 2}),
     # 5 more for the observer are 2.5 for the pioneer, and change no reward
-    (InPlace, SAID, USES | {"score": (1.125 + 2.5 + 1.5 + 5) / 2}),
+    (InPlace, SAID, USES | {"task_reward": 0.875, "score": (1.125 + 2.5 + 1.5 + 5) / 2}),
     # the last reads the second alone, and is compared with it: rewards 1, 0, 1 and scores 1.5, 1, 1.5;
     # equal rewards have no sides
     (Three, {f"q{i}{shown}:": text for i in range(1, 5)
              for shown, text in (("", "good"), (" good", "bad"), (" bad", "good"))},
-     {"score": 4 / 3, "observer_copies": 0.0}),
+     {"task_reward": 2 / 3, "score": 4 / 3, "observer_copies": 0.0}),
     (OfTokens, {f"q{i}{shown}:": "bad" for i in range(1, 5) for shown in ("", " bad")},
-     {"score": (2 + 1 + 1 + 2) / 4, "observer_copies": 1.0})])
+     {"task_reward": 0, "score": (2 + 1 + 1 + 2) / 4, "observer_copies": 1.0})])
 def test_the_team_is_measured_by_hand(method, said, expected, monkeypatch):
     asked = []
 

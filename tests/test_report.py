@@ -53,11 +53,11 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
         *held_out, *training, "exchange of roles", "base", "base_team"]
     lines = lines_of(figure, report.TITLES["kl"])
     assert len(lines) == 6                                              # with an exchange, without the mean
-    assert lines["llm1, held out"] == ([[0, 5], [12, 10]], "-", report.PALETTE["CORY"])
+    assert lines["llm1, held out"] == ([[0, 5], [12, 10]], "-", report.PALETTE["cory"])
     assert lines["base"] == ([[0, 0], [12, 0]], "-", GREY)
     points, style, color = lines["llm2, training"]
     assert points[1:-1] == [[i, pytest.approx(i / 3 + 1)] for i in range(2, 12)] and style == ":"
-    assert color == lines["llm2, held out"][2] != report.PALETTE["CORY"]
+    assert color == lines["llm2, held out"][2] != report.PALETTE["cory"]
     score = lines_of(figure, report.TITLES["score"])
     assert score.keys() == {"team, training", "team, held out", "base_team", "exchange of roles"}
     assert score["base_team"] == ([[0, 0.1], [12, 0.1]], "--", GREY)
@@ -99,12 +99,12 @@ def test_runs_that_differ_in_more_than_the_seed_are_groups(bases, tmp_path, caps
             for method, end, base, more in both for seed in (0, 1)]
     main(["report", *map(str, runs), "--out", str(tmp_path / "new/c.pdf")])
     labels, seeds, reward = [re.split(" {2,}", x) for x in capsys.readouterr().out.splitlines()[:3]]
-    of_bases = ["base"] if bases[0] == bases[1] else ["PPO base", "CORY base"]
-    assert {*labels[1:]} == {*of_bases, "PPO", "CORY"} and len(labels) == len(seeds)
-    assert dict(zip(labels, reward, strict=True))["CORY"] == "3.55 ± 0.71"
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["CORY", "PPO"]
+    of_bases = ["base"] if bases[0] == bases[1] else ["ppo base", "cory base"]
+    assert {*labels[1:]} == {*of_bases, "ppo", "cory"} and len(labels) == len(seeds)
+    assert dict(zip(labels, reward, strict=True))["cory"] == "3.55 ± 0.71"
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["cory", "ppo"]
     lines = lines_of(drawn[0], "task reward")
-    assert lines["CORY"] == ([[0, 0.255], [12, 3.55]], "-", report.PALETTE["CORY"])
+    assert lines["cory"] == ([[0, 0.255], [12, 3.55]], "-", report.PALETTE["cory"])
     assert lines["_base"][2] == GREY and (tmp_path / "new/c.pdf").read_bytes()[:4] == b"%PDF"
     tops = [band.get_paths()[0].get_extents().y1 for band in drawn[0].axes[1].collections]
     assert pytest.approx(3.55 + 12.706 / 2, abs=1e-3) in tops
@@ -116,7 +116,7 @@ def test_groups_have_six_colours_and_a_line_for_each_method_or_every_sixth(tmp_p
             for method, rate in (("own:Own", 1.0), ("cory", 2), ("cory", 1))]
     groups = report.groups_of(runs)
     assert groups.group.tolist() == [
-        "CORY, learning_rate 1.0", "CORY, learning_rate 2.0", "own:Own, learning_rate 1.0"]
+        "cory, learning_rate 1.0", "cory, learning_rate 2.0", "own:Own, learning_rate 1.0"]
     looks = report.looks_of(groups)
     longer = write_run(tmp_path / "longer", learning_rate=1, iterations=200)
     assert report.groups_of([runs[2], longer]).settings.tolist() == [", iterations 100", ", iterations 200"]

@@ -85,6 +85,13 @@ def doubled(agent, kl_N):
     return 2 * agent.kl_coef
 
 
+class OneUpdate(Cory):
+    """One model plays both roles, and is trained in one of them."""
+
+    def update(self, role, agent, rollout, score):
+        return super().update(role, agent, rollout, score) if role == "observer" else {}
+
+
 five = lambda response: 5
 
 
@@ -319,5 +326,8 @@ def test_a_controller_has_the_signed_kl_of_each_response_and_gives_the_next_eta(
     assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0.3, 0.6])
     assert [*map(fmean, NOTED)] == pytest.approx([row["kl/llm1"] for row in found], abs=1e-6)
     assert min(map(min, NOTED)) < 0 and {*map(len, NOTED)} == {4}
+    run("cory", "--iterations 1 --share_weights --method test_wiring:OneUpdate "
+        "--kl_controller test_wiring:doubled")
+    assert len(NOTED[-1]) == 8                  # in all roles, though one of them was trained
     found = training(run("ppo", "--kl_controller test_wiring:zero_first --iterations 3"))
     assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0, 0.3])

@@ -73,7 +73,7 @@ def rloo(reward_BT: Tensor, mask_BT: Tensor, group_B: Tensor, **_) -> Tensor:
     penalty. DIFFERS from that paper: PPO's clipped ratio of each token, over `num_ppo_epochs`, not one plain
     step. It is k / (k - 1) times Dr. GRPO's (arXiv:2503.20783), whose loss has `--loss_mean constant`.
     """
-    return_B, count_B = returns(reward_BT, mask_BT), group_sum(torch.ones_like(group_B), group_B)
+    return_B, count_B = (reward_BT * mask_BT).sum(1), group_sum(torch.ones_like(group_B), group_B)
     others_B = (group_sum(return_B, group_B) - return_B) / (count_B - 1)
     return (return_B - others_B)[:, None] * mask_BT
 
@@ -87,15 +87,10 @@ def grpo(reward_BT: Tensor, mask_BT: Tensor, group_B: Tensor, **_) -> Tensor:
     with the population standard deviation; equal returns give exactly 0. That paper's loss is the mean over
     responses of their means over tokens: `--loss_mean responses`.
     """
-    return_B = returns(reward_BT, mask_BT)
+    return_B = (reward_BT * mask_BT).sum(1)
     centred_B = return_B - group_mean(return_B, group_B)
     std_B = group_mean(centred_B**2, group_B).sqrt()
     return (centred_B / (std_B + 1e-6))[:, None] * mask_BT
-
-
-def returns(reward_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(B,): the sum of each response's token rewards."""
-    return (reward_BT * mask_BT).sum(1)
 
 
 def group_sum(x_B: Tensor, group_B: Tensor) -> Tensor:

@@ -16,40 +16,34 @@ from cory.config import Config
 
 
 def add_adapter(lm: nn.Module, name: str, cfg: Config) -> None:
-    """Puts a new adapter on the model's linear layers, in place, in float32; A is random."""
+    """Puts a new adapter on the model's linear layers, in place, in float32; A is random. Keeps its weights,
+    all that it brings along, by their paths in `lm.adapters[name]`.
+    """
     # imported here because the import takes 2 s and 100 MiB
     from peft import LoraConfig
 
     settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
                           target_modules="all-linear", lora_dropout=0.0)
-    put_adapter(lm, name, settings)
-    rules = lm.peft_config[name]
-    if Path(lm.name_or_path).exists():                  # to be found from any folder
-        rules.base_model_name_or_path = str(Path(lm.name_or_path).resolve())
-    else:
-        rules.revision = cfg.model.partition("@")[2] or None
-    switch_to(lm, None)
-
-
-def load_adapter(lm: nn.Module, name: str, folder: Path) -> None:
-    """Adds a saved adapter."""
-    # peft's functions, since transformers' own leave out DoRA's magnitudes
-    from peft import PeftConfig, load_peft_weights, set_peft_model_state_dict
-
-    put_adapter(lm, name, PeftConfig.from_pretrained(folder))
-    set_peft_model_state_dict(lm, load_peft_weights(folder, device="cpu"), name)
-    switch_to(lm, None)
-
-
-def put_adapter(lm: nn.Module, name: str, settings) -> None:
-    """Adds an adapter, and keeps its weights by path in `lm.adapters[name]`: all that it brings along."""
     before = {*lm.parameters()}
     with warnings.catch_warnings(action="ignore"), as_found(lm):
         lm.add_adapter(settings, name)
+    if Path(lm.name_or_path).exists():                  # to be found from any folder
+        lm.peft_config[name].base_model_name_or_path = str(Path(lm.name_or_path).resolve())
+    else:
+        lm.peft_config[name].revision = cfg.model.partition("@")[2] or None
     weights = {path: p for path, p in lm.named_parameters() if p not in before}
     for p in weights.values():
         p.data = p.data.float()
     lm.adapters = {**getattr(lm, "adapters", {}), name: weights}
+    switch_to(lm, None)
+
+
+def load_adapter(lm: nn.Module, name: str, folder: Path) -> None:
+    """Gives an adapter the weights that were saved."""
+    # peft's functions, since transformers' own leave out DoRA's magnitudes
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    set_peft_model_state_dict(lm, load_peft_weights(folder, device="cpu"), name)
 
 
 def switch_to(lm: nn.Module, name: str | None) -> None:

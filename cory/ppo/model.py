@@ -6,7 +6,6 @@ many rows, R rows still being sampled; digits are sizes. Masks are 1 for real to
 """
 import copy
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.ppo import formulas
-from cory.ppo.lora import add_adapter, load_adapter, switch_to
+from cory.ppo.lora import add_adapter, switch_to
 
 
 class LanguageModel(nn.Module):
@@ -40,11 +39,6 @@ class LanguageModel(nn.Module):
         if not cfg.lora_rank:
             return self.around(copy.deepcopy(self.lm), self.temperature)
         add_adapter(self.lm, name, cfg)
-        return self.around(self.lm, self.temperature, name)
-
-    def saved_policy(self, name: str, folder: Path) -> "LanguageModel":
-        """The policy whose adapter on this base lies in `folder`."""
-        load_adapter(self.lm, name, folder)
         return self.around(self.lm, self.temperature, name)
 
     def activate(self) -> None:

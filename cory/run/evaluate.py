@@ -139,8 +139,8 @@ def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: 
 
 
 def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
-    """The mean score of the responses that policies in a method's roles give, one to each held-out query, and
-    the method's metrics of these.
+    """The mean task reward and score of the responses that policies in a method's roles give, one to each
+    held-out query, and the method's metrics of these.
     """
     set_seed(EVALUATION_SEED)               # for tasks and methods that draw
     queries, length = method.task.held_out_queries, method.cfg.max_response_length
@@ -155,7 +155,8 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
     scores = method.scores(rollouts, [reward_B.clone() for reward_B in rewards])
     of_roles = [score_of_responses(score, rollout.mask_BT).mean().item()
                 for score, rollout in zip(scores, rollouts, strict=True)]
-    return dict(score=fmean(of_roles), **method.metrics(rollouts, rewards))
+    return dict(task_reward=fmean(reward_B.mean().item() for reward_B in rewards), score=fmean(of_roles),
+                **method.metrics(rollouts, rewards))
 
 
 def distinct(ids: list[list[int]], n: int) -> float:

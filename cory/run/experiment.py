@@ -10,6 +10,7 @@ from cory.machine import device
 from cory.machine.distributed import processes
 from cory.machine.sharding import shard
 from cory.ppo.agent import Agent
+from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
 
 
@@ -66,7 +67,9 @@ class Experiment:
         folder = self.run_dir / "final" / name
         if not self.cfg.lora_rank:
             return load_language_model(str(folder), self.configs[name], self.device)
-        return self.bases[self.base_of[name]].saved_policy(name, folder)
+        policy = self.bases[self.base_of[name]].new_policy(name, self.configs[name])
+        load_adapter(policy.lm, name, folder)
+        return policy
 
 
 def require_agent(name: str, own: Config, cfg: Config) -> None:

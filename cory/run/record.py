@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -178,7 +178,7 @@ def run_folder(cfg: Config) -> Path:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """A block in which no other run may use the folder. The lock is on the folder itself: it leaves no file,
-    and ends with this process, however that ends. A folder that is still empty then is removed.
+    and ends with this process, however that ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -192,5 +192,3 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-        with suppress(OSError):
-            folder.rmdir()                          # fails if it has files

@@ -21,7 +21,7 @@ WITHOUT_PANEL = """role task_reward_std length truncated sampling_gap policy_los
     approx_kl clip_fraction grad_norm learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity
     seconds""".split()
 MAIN = ["combined_reward", "task_reward", "kl"]         # what runs are compared by
-PALETTE = {"PPO": "#08519c", "CORY": "#d94801"}     # in every picture; others have matplotlib's from C2 on
+PALETTE = {"ppo": "#08519c", "cory": "#d94801"}     # in every picture; others have matplotlib's from C2 on
 MARKERS, LINES = "os^Dvp", ["-", "--", "-.", ":"]
 BASE, DOTTED = dict(color="0.55", marker=".", linewidth=1.2), dict(linestyle=":", linewidth=1.8, marker="")
 # Runs that differ in nothing else are one group, of several seeds. The method is in every group's name.
@@ -43,9 +43,9 @@ def last_held_out(rows: list[dict]) -> dict[str, dict[str, float]]:
 
 
 def tables(corner: str, frame: pd.DataFrame) -> str:
-    """A table of models, and one of teams, which have no task reward. The index has a label for each row."""
+    """A table of models, and one of teams, which have no KL. The index has a label for each row."""
     frame = frame[~(frame.duplicated(keep=False) & (frame.index == "mean"))]    # of one agent
-    is_model = frame.task_reward.notna()
+    is_model = frame.kl.notna()
     return "\n\n".join(table(corner, part) for part in (frame[is_model], frame[~is_model]) if len(part))
 
 
@@ -89,7 +89,7 @@ def read_curves(rows: list[dict]) -> pd.DataFrame:
 def draw_run(run_dir: Path, out: Path) -> Figure:
     """Dotted: agents in their roles, in training. Solid: held out, each agent alone; the team in roles."""
     config, rows = read_config(run_dir), read_jsonl(run_dir / "metrics.jsonl")
-    agents, method, curves = config["agents"], name_of(config["method"]), read_curves(rows)
+    agents, method, curves = config["agents"], config["method"], read_curves(rows)
     looks = {"base_team": BASE | dict(linestyle="--"), "team": dict(color="black", marker="D")}
     for i, base in enumerate(dict.fromkeys(agents.values())):
         looks[base] = BASE | dict(linestyle=["-", "-.", ":"][i % 3])
@@ -121,10 +121,6 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
     return finished(figure, out, ncols=3)
 
 
-def name_of(method: str) -> str:
-    return method if ":" in method else method.upper()
-
-
 def finished(figure: Figure, out: Path, ncols: int) -> Figure:
     """Saves the figure with one legend: held out first, then training, then the rest."""
     lines = {}
@@ -144,7 +140,7 @@ def groups_of(run_dirs: list[Path]) -> pd.DataFrame:
     """By run: its method; `settings`, the other ones in which the runs differ; `group`, which names both."""
     configs = pd.DataFrame([read_config(run_dir) for run_dir in run_dirs], index=run_dirs)
     differ = [name for name in configs if name not in NOT_IN_NAMES and configs[name].map(str).nunique() > 1]
-    groups = pd.DataFrame({"method": configs.method.map(name_of)})
+    groups = configs[["method"]].copy()
     groups["settings"] = configs[differ].apply(lambda run: "".join(f", {x} {run[x]}" for x in differ), axis=1)
     in_order = configs.sort_values(["method", *differ, "seed"]).index
     return groups.assign(group=groups.method + groups.settings).loc[in_order]
@@ -174,7 +170,7 @@ def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figu
     figure = Figure(figsize=(11, 8.5), layout="constrained")
     figure.suptitle("held out: means over runs, with 95% t-intervals")
     axes = figure.subplot_mosaic([MAIN[:1] * 3, [*MAIN[1:], "against_kl"]], height_ratios=(3, 2))
-    for (group, who), of_group in rows[rows.task_reward.notna()].groupby(["group", "who"], sort=False):
+    for (group, who), of_group in rows[rows.kl.notna()].groupby(["group", "who"], sort=False):
         by_iteration, look = of_group.groupby("iteration")[MAIN], looks[group] if who == "mean" else BASE
         runs = by_iteration.size()
         mean = by_iteration.mean()[runs == runs.max()]

@@ -1,5 +1,4 @@
 """The IMDB task: continue the opening of a review so that a sentiment classifier finds it positive."""
-import inspect
 import random
 from collections import defaultdict
 
@@ -26,16 +25,13 @@ class SentimentReward:
         config = model.config.get_text_config()
         if config.pad_token_id is None:             # decoders then refuse batches; no text has this token
             config.pad_token_id = -1
-        self.takes = {"input_ids", "token_type_ids"} & inspect.signature(model.forward).parameters.keys()
         self.model, self.positive = model.to(device), positive[0]
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
         """Texts of equal length are read together, without padding: some models would read that, too."""
         # a control token that a text spells out, as `[SEP]`, is read as text
-        encoded = self.tokenizer(texts, split_special_tokens=True, return_token_type_ids=True)
-        if not any(map(any, encoded["token_type_ids"])):    # all 0: models have defaults, which may be none
-            del encoded["token_type_ids"]
+        encoded = self.tokenizer(texts, split_special_tokens=True)
         of_length = defaultdict(list)
         for i, ids in enumerate(encoded["input_ids"]):
             of_length[len(ids)].append(i)
@@ -43,8 +39,8 @@ class SentimentReward:
         for same in of_length.values():
             for start in range(0, len(same), 512):          # `evaluate` asks for many at once
                 rows = same[start:start + 512]
-                batch = {name: torch.tensor([encoded[name][i] for i in rows], device=self.model.device)
-                         for name in self.takes & encoded.keys()}
+                batch = {name: torch.tensor([values[i] for i in rows], device=self.model.device)
+                         for name, values in encoded.items()}
                 rewards[rows] = self.model(**batch).logits[:, self.positive].cpu()
         return rewards.tolist()
 
