@@ -27,7 +27,7 @@ NAMED = {
     "checker": {"last_number": "cory.tasks.gsm8k:last_number"},
     "loss": {"ppo": "cory.ppo.update:losses"},
     "critic": {"linear": "cory.ppo.model:Critic"},
-    "lr_schedule": {name: f"cory.ppo.agent:{name}" for name in ("constant", "linear", "cosine")},
+    "lr_schedule": {name: f"cory.ppo.agent:{name}" for name in ("constant", "linear")},
     "kl_controller": {"adaptive": "cory.ppo.agent:adaptive"},
 }
 
@@ -125,8 +125,7 @@ class Config:
     critic_learning_rate: float = each(
         0.0, "learning rate of the critic; 0: the same as the policy's (paper)", min=0)
     lr_schedule: str = each(
-        "constant", "learning-rate schedule: constant (paper), linear, cosine, or your own, given as "
-        "module:function")
+        "constant", "learning-rate schedule: constant (paper), linear, or your own, given as module:function")
     mini_batch_size: int = each(
         256, "maximum number of responses in a backward pass; PPO's mini-batch is this times "
         "gradient_accumulation_steps (paper: IMDB 256, GSM8K 2)", min=1)

@@ -4,7 +4,7 @@ stand together, settings of one's own, names of code.
 import json
 import re
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from toys import EXPERIMENTS, error_line, read
 
 import train_imdb
 from cory import config
-from cory.config import Gsm8kConfig, ImdbConfig, config_json, load_config, parse
+from cory.config import ImdbConfig, config_json, load_config, parse
 from cory.errors import UserError, exit_on_user_error
 from cory.run.log import in_section
 from cory.train import Cory, train
@@ -51,10 +51,6 @@ def test_every_preset_is_valid_and_names_settings_that_exist(task):
         cfg = parse(config_class, presets, ["--preset", name])
         assert vars(cfg).items() >= preset.items(), name
         assert str(config.ASSETS) not in config_json(cfg, {})       # two clones have the same config.json
-
-
-def test_every_setting_has_help():
-    assert all(f.metadata["help"] for f in (*fields(ImdbConfig), *fields(Gsm8kConfig)))
 
 
 def test_a_flag_overrides_the_preset_and_leaves_the_rest(monkeypatch):

@@ -83,7 +83,7 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(60), 256]}))
     imdb, lora = [*small_flags, *ONE_STEP], [*problem_flags, *ONE_STEP, "--lora_rank", "2"]
     mixed = [*imdb, "--model", str(ending), *"""--method test_distributed:Supervised --max_grad_norm 0.1
-             --task test_distributed:Measured --responses_per_query 2 --batch_size 8 --lr_schedule cosine
+             --task test_distributed:Measured --responses_per_query 2 --batch_size 8 --lr_schedule linear
              """.split()]
     for main, flags, name in ((train_imdb.main, imdb, "one"), (train_gsm8k.main, lora, "lora"),
                               (train_imdb.main, mixed, "mixed")):

@@ -50,23 +50,6 @@ def test_held_out_metrics_by_hand():
     assert evaluate.evaluate(bigram(logits_UV), bigram(), cfg, LETTERS)["truncated"] == 0
 
 
-def test_pass_at_k_and_best_of_n_by_hand(tmp_path):
-    """Greedy responses score 1 and 0. Of 8 samples each, one of the first's is right, and scores 2: pass@k is
-    (k / 8 + 0) / 2, and the best of 4 has the reward (2 * 4 / 8 + 0) / 2.
-    """
-    task = SimpleNamespace(**vars(LETTERS) | {"held_out_queries": ["a", "b"]})
-    rewards = iter([[2.0, *[0.0] * 15], [1.0, 0.0]])                        # of samples, then of greedy ones
-    task.reward_and_parts = lambda *_: (torch.tensor(next(rewards)), {})
-    task.reward = lambda *_: task.reward_and_parts()[0]
-    out, model = tmp_path / "base.jsonl", bigram()
-    cfg = settings(max_response_length=5, eval_samples=8)
-    metrics = evaluate.evaluate(model, model, cfg, task, out)
-    pass_at = {f"pass@{k}": k / 16 for k in (1, 2, 4, 8)}
-    expected = {"greedy_task_reward": 0.5, **pass_at, "best_of_4": 0.5}
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert [row["rewards"] for row in read_jsonl(out)] == [[2.0, *[0.0] * 7], [0.0] * 8]
-
-
 class TwoBases(train.Cory):
     @staticmethod
     def agent_config(cfg, name):
@@ -91,8 +74,12 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
     names = {"base", "llm1", "llm2", *["base_llm2"] * (rank > 0)}
     assert {path.stem for path in run.glob("evaluation/*.jsonl")} == names < {*held_out}
     for name in names:
-        rewards = [row["rewards"] for row in read_jsonl(run / "evaluation" / f"{name}.jsonl")]
-        assert np.mean(rewards) == pytest.approx(held_out[name]["task_reward"], rel=1e-4)
+        said, of_run = read_jsonl(run / "evaluation" / f"{name}.jsonl"), results[name]
+        rewards = np.array([row["rewards"] for row in said])
+        assert rewards.mean() == pytest.approx(held_out[name]["task_reward"], rel=1e-4)
+        assert of_run["best_of_8"] == pytest.approx(rewards.max(1).mean())
+        assert of_run["pass@8"] == (rewards.max(1) > 0).mean() and of_run["pass@1"] == (rewards > 0).mean()
+        assert of_run["greedy_task_reward"] == pytest.approx(np.mean([row["greedy_reward"] for row in said]))
     main(["evaluate", str(run), "--samples", "1", "--queries", "20"])
     assert read(run / "evaluation" / "results.json")["queries"] == 20
 

@@ -1,6 +1,5 @@
 """Language models that can be used, as they are then, and one line about each of the others."""
 import json
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from tokenizers import models, pre_tokenizers
 from toys import agent_of, all_logits, close, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cory.assets.make_model import write_gguf
 from cory.errors import UserError
 from cory.loading import load_language_model
 from cory.ppo.lora import load_adapter
@@ -197,19 +195,3 @@ def test_a_final_model_generates_what_was_evaluated(tmp_path):
     assert torch.equal(generated_BT, drawn.response_BT)
     assert drawn.mask_BT.sum(1).tolist() == [17, 20, 16]
     assert {*final.generation_config.eos_token_id} == agent.policy.end_ids == {101, 256}
-
-
-def test_the_parts_of_a_model_are_joined_in_order_and_verified(tmp_path, monkeypatch, capsys):
-    for package in ("gguf", "some_part2", "some_part1"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text("raise SystemExit('imported')")
-        (tmp_path / package / "x.bin").write_text(f"{package} ")
-    monkeypatch.syspath_prepend(tmp_path)
-    joined, whole = "some_part1 some_part2 ", tmp_path / "whole"
-    digest = sha256(joined.encode()).hexdigest()
-    write_gguf(digest, {"some-part1==0.9.0": "*.bin", "some-part2": "*.bin"}, whole)
-    assert whole.read_text() == joined and capsys.readouterr().out == f"sha256 verified: {digest}\n"
-    with pytest.raises(UserError, match=f"^the model in some-part2, some-part1 .* is .*, not {digest}$"):
-        write_gguf(digest, {"some-part2": "*.bin", "some-part1": "*.bin"}, whole)
-    with pytest.raises(UserError, match="^some-part3==0.9.0 not installed; pip install .* gguf some-part3"):
-        write_gguf(digest, {"some-part3==0.9.0": "*.bin"}, whole)

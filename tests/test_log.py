@@ -1,7 +1,5 @@
 """The log of a run: its files, the bar's text, Weights & Biases, its resumption."""
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -97,9 +95,3 @@ def test_a_policy_that_is_not_the_one_sampled_from_is_named_once(folder, capsys)
             log.iteration(i, VALUES | {"sampling_gap/llm1": 0.1 * (i > 1)}, [])
     said = capsys.readouterr().out
     assert said.count("sampling_gap exceeds rounding") == 1
-
-
-def test_the_project_of_the_environment_is_the_default():
-    code = "from cory.config import Config; print(Config.wandb_project)"
-    environment = os.environ | {"WANDB_PROJECT": "mine"}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "mine\n"

@@ -16,7 +16,6 @@ from toys import (
     require_same_runs,
     resume,
     rows,
-    saved_tensors,
     settings,
     stopped,
     training,
@@ -40,15 +39,7 @@ def whole(small_flags, tmp_path_factory) -> Path:
     return finished(small_flags, tmp_path_factory.mktemp("whole") / "cory")
 
 
-def test_metrics_stand_under_their_agent(whole):
-    found = training(whole)
-    assert [row["role/llm1"] for row in found] == [0, 0, 1, 1, 0]       # exchanged after iterations 2 and 4
-    for row in found:
-        assert row["role/llm2"] == 1 - row["role/llm1"]
-        # charged by the first coefficient: the controller moves it, and the metric stays comparable
-        charged = row["task_reward/llm1"] - 0.15 * row["kl/llm1"]
-        assert row["combined_reward/llm1"] == pytest.approx(charged, rel=1e-5)
-        assert row["iteration"] == 1 or row["kl/llm1"] != row["kl/llm2"]
+def test_evaluations_are_when_they_are_asked_for_and_of_the_bases_first_and_last(whole):
     for name, evaluated in (("base", [0, 5]), ("llm1", [0, 3, 5]), ("llm2", [0, 3, 5]), ("team", [0, 3, 5])):
         assert evaluated == [row["iteration"] for row in rows(whole)
                              if any(key.startswith("eval_") and key.endswith(f"/{name}") for key in row)]
@@ -96,14 +87,6 @@ def test_one_model_can_play_both_roles(small_flags, tmp_path):
     assert first["task_reward/llm1"] == pytest.approx(np.mean(rewards), abs=1e-6)
     # eta takes one step an iteration, of 8 responses: a KL of 0 is below its target
     assert [first["kl_coef/llm1"], second["kl_coef/llm1"]] == pytest.approx([0.15, 0.15 * (1 - 0.2 * 8 / 20)])
-
-
-def test_exchanges_keep_moments_and_kl_coefficients(whole):
-    """Exchanges come after iterations 2 and 4."""
-    for agent in ("llm1", "llm2"):
-        etas = [row[f"kl_coef/{agent}"] for row in training(whole)]
-        assert etas[0] == 0.15 not in etas[1:]
-    assert any("/adam/" in key for key in saved_tensors(checkpoints_of(whole)[1]))
 
 
 class Frozen(Cory):

@@ -40,7 +40,7 @@ COMMON = (
 RUNS = {
     "imdb cory": "--kl_penalty full --seed 5",
     "gsm8k cory": "--kl_penalty k1 --one_shot false --seed 1",
-    "imdb ppo": "--method ppo --kl_penalty full --iterations 2 --lr_schedule cosine --critic_learning_rate 0 "
+    "imdb ppo": "--method ppo --kl_penalty full --iterations 2 --lr_schedule linear --critic_learning_rate 0 "
     "--kl_target 0",
     "gsm8k ablated": "--knowledge_transfer false --role_exchange_every 0 --iterations 1 --one_shot false"}
 

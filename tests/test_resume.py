@@ -152,14 +152,6 @@ def test_what_comes_back_is_saved_and_all_else_is_refused(tmp_path):
     assert [path.stem for path in checkpoints_of(tmp_path)] == ["iteration_000003"]
 
 
-def test_a_damaged_checkpoint_may_be_deleted_and_the_previous_one_goes_on(copy):
-    newest, older = checkpoints_of(copy)
-    whole = newest.read_bytes()
-    newest.unlink()
-    resume(copy)
-    assert checkpoints_of(copy) == [newest, older] and newest.read_bytes() == whole
-
-
 def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):
     assert "holds a run; go on with --resume" in refusal(small_flags, copy, capsys)
     assert "is a file; name a folder" in refusal(small_flags, copy / "eval.json", capsys)

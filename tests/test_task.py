@@ -60,10 +60,6 @@ def test_an_everyday_slip_is_one_line(flags, says, small_flags, tmp_path, capsys
     assert not (tmp_path / "r").exists()
 
 
-def test_bundled_data_are_read_by_name():
-    assert len(load_columns("bundled:imdb/openings", ["text"])["train"]) > 1000
-
-
 class Letters(Task):
     def observer_prompts(self, queries, responses):
         return queries

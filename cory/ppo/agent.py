@@ -1,5 +1,4 @@
 """One agent: all state that stays with it when roles are exchanged."""
-import math
 from collections import defaultdict
 
 import numpy as np
@@ -92,8 +91,3 @@ def constant(progress: float) -> float:
 
 def linear(progress: float) -> float:
     return 1.0 - progress
-
-
-def cosine(progress: float) -> float:
-    """Half a cosine from 1 to 0 (Loshchilov & Hutter, arXiv:1608.03983, without restarts)."""
-    return (1.0 + math.cos(math.pi * progress)) / 2
