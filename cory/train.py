@@ -76,7 +76,8 @@ class Ppo:
             for agent in agents:
                 of_agent = [turn for turn in turns if turn.agent is agent]
                 if any(turn.update for turn in of_agent):
-                    agent.adapt_kl_coef(torch.cat([turn.rollout.kl_B for turn in of_agent]))
+                    kl_N = torch.cat([turn.rollout.kl_B for turn in of_agent])
+                    agent.kl_coef = float(agent.cfg.find("kl_controller")(agent, kl_N))
 
             record.log(iteration, turns, self.metrics(rollouts, rewards))
             task.learn(rollouts, rewards)
@@ -150,18 +151,19 @@ class Cory(Ppo):
         return [r + weight * sum(rewards[:i] + rewards[i + 1:]) for i, r in enumerate(rewards)]
 
     def metrics(self, rollouts: list[Rollout], rewards: list[Tensor]) -> dict[str, float]:
-        """How the last agent uses the response before its own: how often it repeats it, and its mean reward
-        after responses that earned more than their mean, and after the others. These two are left out if all
-        responses before its own earned the same.
+        """How the last role, the observer, uses the response before its own: how often it repeats it, and its
+        mean reward after responses that earned more than their mean, and after the others. These two are left
+        out if all responses before its own earned the same.
         """
+        observer = self.roles[-1]
         *_, a1, a2 = [rollout.text for rollout in rollouts]
         *_, r1, r2 = rewards
         copies = [first.strip() == second.strip() for first, second in zip(a1, a2, strict=True)]
-        metrics = {"observer_copies": fmean(copies)}
+        metrics = {f"{observer}_copies": fmean(copies)}
         better = r1 > r1.mean()
         if better.any() and not better.all():
-            metrics["observer_after_better"] = r2[better].mean().item()
-            metrics["observer_after_worse"] = r2[~better].mean().item()
+            metrics[f"{observer}_after_better"] = r2[better].mean().item()
+            metrics[f"{observer}_after_worse"] = r2[~better].mean().item()
         return metrics
 
 

@@ -50,7 +50,7 @@ def test_every_preset_is_valid_and_names_settings_that_exist(task):
     for name, preset in presets.items():
         cfg = parse(config_class, presets, ["--preset", name])
         assert vars(cfg).items() >= preset.items(), name
-        assert str(config.ASSETS) not in config_json(cfg, {})       # two clones have the same config.json
+        assert str(config.ASSETS) not in config_json(cfg, {}, {})       # two clones have the same config.json
 
 
 def test_a_flag_overrides_the_preset_and_leaves_the_rest(monkeypatch):
@@ -102,7 +102,7 @@ def test_a_value_of_another_type_or_a_misspelt_word_is_refused_from_python(name,
 def saved(folder, flags: list[str]) -> list[str]:
     """The command line that resumes a run which was started with these flags."""
     cfg = imdb([*flags, "--dtype", "float32"])
-    (folder / "config.json").write_text(config_json(cfg, {"llm1": "base"}))
+    (folder / "config.json").write_text(config_json(cfg, {"llm1": "base"}, {}))
     return ["--resume", "--run_dir", str(folder)]
 
 
@@ -125,7 +125,7 @@ def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
     cfg = parse(WithBonus, {"mine": {"model": "m"}}, ["--bonus", "2"])
     assert (cfg.bonus, cfg.preset, cfg.model, cfg.lam) == (2.0, "mine", "m", 0.95)
     pytest.raises(AttributeError, setattr, cfg, "bonus", 3.0)       # a resume would have the old one
-    (tmp_path / "config.json").write_text(config_json(cfg, {"llm1": "base"}))
+    (tmp_path / "config.json").write_text(config_json(cfg, {"llm1": "base"}, {}))
     assert load_config(tmp_path) == cfg and type(load_config(tmp_path)) is WithBonus
     older = read(tmp_path / "config.json")
     del older["bonus"]                                  # a setting that was added since has its default

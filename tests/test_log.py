@@ -6,6 +6,7 @@ import pytest
 import wandb
 from toys import settings
 
+from cory.config import config_json
 from cory.run.log import Logger, read_jsonl
 
 VALUES = {"task_reward/llm1": 1.0, "kl/llm1": 2.5, "kl/llm2": 3.0, "seconds": 4.0, "copies": 0.5}
@@ -19,6 +20,9 @@ def folder(tmp_path, monkeypatch) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     (tmp_path / "a run").mkdir()
+    own = dict(method="chain:Chain", lam=0.5)
+    config = config_json(settings(method="chain:Chain"), {}, {"llm2": settings(**own)})
+    (tmp_path / "a run/config.json").write_text(config)
     return tmp_path / "a run"
 
 
@@ -56,7 +60,7 @@ def test_a_log_has_its_files_and_goes_to_wandb(folder, monkeypatch):
         "eval/kl/mean": 0.2}
     of_run = first.wandb
     assert (of_run.project, of_run.group, of_run.name) == ("ours", "", "a run") and of_run.offline
-    assert of_run.config["method"] == "chain:Chain"
+    assert (of_run.config["method"], of_run.config["llm2/lam"]) == ("chain:Chain", 0.5)
     with a_log(folder, 2, first.wandb_id) as again:
         assert again.bar.n == 2 and again.wandb.id == of_run.id
         add(again, 3)

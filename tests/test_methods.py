@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import byte_tokenizer, save_model
 from toys import (
-    bigram,
     finished,
     read,
     refusal,
@@ -21,9 +20,8 @@ from toys import (
     training,
 )
 
-from cory.ppo import model
-from cory.ppo.agent import Agent
-from cory.ppo.model import LanguageModel
+from cory.__main__ import main
+from cory.ppo.model import LanguageModel, Policy
 from cory.run import evaluate
 from cory.run.checkpoint import checkpoints_of
 from cory.run.record import Record
@@ -39,9 +37,9 @@ def whole(small_flags, tmp_path_factory) -> Path:
     return finished(small_flags, tmp_path_factory.mktemp("whole") / "cory")
 
 
-def test_evaluations_are_when_they_are_asked_for_and_of_the_bases_first_and_last(whole):
-    for name, evaluated in (("base", [0, 5]), ("llm1", [0, 3, 5]), ("llm2", [0, 3, 5]), ("team", [0, 3, 5])):
-        assert evaluated == [row["iteration"] for row in rows(whole)
+def test_evaluations_are_before_training_every_third_iteration_and_at_the_end(whole):
+    for name in ("base", "llm1", "llm2", "mean", "team", "base_team"):
+        assert [0, 3, 5] == [row["iteration"] for row in rows(whole)
                              if any(key.startswith("eval_") and key.endswith(f"/{name}") for key in row)]
 
 
@@ -64,15 +62,26 @@ class Noted(Cory):
         return metrics | {"noted": 2.0} if role == "observer" else metrics
 
 
-def test_tokens_that_are_masked_in_the_logits_are_never_sampled(small_flags, tmp_path, monkeypatch):
-    """By an edit of `logits`, also of saved models, and in held-out evaluation."""
-    logits, even = LanguageModel.logits, torch.arange(0, 256, 2)                # token 0 is !, 1 is ", ...
+def parities(texts: list[str]) -> set[int]:
+    """Token 0 is !, 1 is ", ..."""
+    return {(ord(letter) - ord("!")) % 2 for letter in "".join(texts) if "!" <= letter <= "~"}
+
+
+@pytest.mark.parametrize("edited, of_base, rank", [
+    (LanguageModel, {1}, 0), (Policy, {0, 1}, 0), (Policy, {0, 1}, 2)])
+def test_tokens_that_are_masked_in_the_logits_are_never_sampled(
+        edited, of_base, rank, small_flags, tmp_path, monkeypatch):
+    """By an edit of `logits`, also of saved models; the base has the one of its class alone."""
+    logits, even = LanguageModel.logits, torch.arange(0, 256, 2)
     masked = lambda self, hidden: logits(self, hidden).index_fill(1, even, -1e9)
-    monkeypatch.setattr(LanguageModel, "logits", masked)
-    folder = finished(small_flags, tmp_path / "run", "--iterations", 2)
-    said = "".join(row[role] for row in rows(folder, "samples.jsonl") for role in Cory.roles)
-    assert {ord(letter) % 2 for letter in said if "!" <= letter <= "~"} == {ord('"') % 2}
+    monkeypatch.setattr(edited, "logits", masked)
+    folder = finished(small_flags, tmp_path / "run", "--iterations", 1, "--lora_rank", rank)
+    assert parities(row[role] for row in rows(folder, "samples.jsonl") for role in Cory.roles) == {1}
     assert all(isfinite(x) for row in rows(folder) for x in row.values())
+    main(["evaluate", str(folder), "--samples", "4"])
+    for who, expected in (("base", of_base), ("llm1", {1}), ("llm2", {1})):
+        said = rows(folder, f"evaluation/{who}.jsonl")
+        assert parities(text for row in said for text in [*row["sampled"], row["greedy"]]) == expected
 
 
 def test_one_model_can_play_both_roles(small_flags, tmp_path):
@@ -99,29 +108,6 @@ def test_an_agent_that_is_not_trained_keeps_its_eta(small_flags, tmp_path):
     assert held_out["mean"] == held_out["llm1"] != held_out["llm2"]
     agents = torch.load(checkpoints_of(folder)[0], weights_only=True)["agents"]
     assert agents["llm2"]["kl_coef"] == 0.15 != agents["llm1"]["kl_coef"]
-
-
-def test_no_two_streams_of_random_numbers_start_from_one_seed(monkeypatch):
-    """Adapters of two agents by two seeds and PyTorch's generator in each iteration; then the agents' own
-    generators.
-    """
-    seeds = []
-
-    def no_adapter(lm, name, cfg):
-        seeds.append(torch.initial_seed())
-        lm.adapters = {name: {}}
-
-    monkeypatch.setattr(model, "add_adapter", no_adapter)
-    agents = [Agent(name, bigram(), settings(lora_rank=2, seed=seed), i)
-              for seed in (0, 1) for i, name in enumerate(["llm1", "llm2"])]
-    for iteration in range(6):
-        record = SimpleNamespace(cfg=settings(), agents=[], method=SimpleNamespace(), task=SimpleNamespace())
-        Record.begin(record, iteration)
-        seeds.append(torch.initial_seed())
-    assert len({0, *seeds}) == 11
-    drawn = [agent.generator().random() for agent in agents for _ in range(3)]
-    drawn += [np.random.default_rng(seed).random() for seed in seeds]
-    assert len(set(drawn)) == len(drawn)
 
 
 doubled = lambda agent, kl_N: 2 * agent.kl_coef
@@ -158,8 +144,8 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     Own.of_llm2["model"] = str(save_model("llama", tmp_path / "llama", byte_tokenizer(-1)))
     whole = finished(small_flags, tmp_path / "whole", "--method", "test_methods:Own", "--iterations", 2,
                 "--eval_every", 1, "--role_exchange_every", 1)
-    of_bases, held_out, first, again, second, bases_again, end = Own.asked
-    assert of_bases == held_out == again == bases_again == end and held_out not in (first, second)
+    *at_first, first, again, same, second, _, end = Own.asked       # held out, by bases and by agents
+    assert at_first == [end] * 2 == [again, same] and end not in (first, second)
     part = stopped(whole, tmp_path / "part")
     resume(part)
     require_same_runs(whole, part)
@@ -178,11 +164,14 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
     first, *_, last = evaluated
     for who in ("base", "base_llm2", "llm1", "llm2"):                       # none has left its own base yet
         assert first[f"eval_kl/{who}"] == pytest.approx(0, abs=1e-6)
-    assert first["eval_score/team"] == pytest.approx(first["eval_score/base_team"], abs=1e-5)
+    team, bases = (first[f"eval_observer_reward/{who}"] for who in ("team", "base_team"))
+    assert team == pytest.approx(bases, abs=1e-5)
     assert first["eval_base_perplexity/base"] != first["eval_base_perplexity/base_llm2"]
     for agent, eta in (("llm1", 0.15), ("llm2", 0.7)):
         reward, kl = last[f"eval_task_reward/{agent}"], last[f"eval_kl/{agent}"]
         assert last[f"eval_combined_reward/{agent}"] == pytest.approx(reward - eta * kl)
+    config = read(whole / "config.json")
+    assert {name: config[f"llm2/{name}"] for name in Own.of_llm2} == Own.of_llm2
     parts = read(whole / "eval.json")
     assert {"base", "base_llm2", "llm1", "llm2", "base_team", "team"} <= parts.keys()
     assert parts["team"]["pioneer"] == 1
@@ -196,13 +185,11 @@ def test_a_name_of_no_code_is_refused_before_a_model_is_loaded(
     assert "nowhere:x: No module named 'nowhere'" in line
 
 
-class Twins(Cory):
-    agent_names = ("llm1", "llm1")
-
-
-def test_an_agent_that_is_named_twice_is_refused(small_flags, tmp_path, capsys):
-    line = refusal(small_flags, tmp_path / "r", capsys, "--method", "test_methods:Twins")
-    assert "names an agent twice: llm1, llm1" in line
+@pytest.mark.parametrize("name, value", [("agent_names", ("llm1", "llm1")), ("frozen", ("observer",))])
+def test_an_agent_named_twice_or_a_frozen_one_that_there_is_not_is_refused(
+        name, value, small_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Cory, name, value)
+    assert f"{value}" in refusal(small_flags, tmp_path / "r", capsys)
 
 
 @pytest.mark.parametrize("of, name", [(Cory, "iteration"), (Imdb, "length")])
@@ -230,47 +217,27 @@ def test_two_agents_alternate_in_three_roles():
     assert [method.cast([1, 2], iteration) for iteration in (1, 2, 3)] == [[1, 2, 1], [2, 1, 2], [1, 2, 1]]
 
 
-class OfTokens(Cory):
-    """1 for each token, also on padding."""
-
-    def scores(self, rollouts, rewards):
-        return [torch.ones(4, 2)] * 2
-
-
-class InPlace(Cory):
-    def scores(self, rollouts, rewards):
-        rewards[1] += 5
-        return super().scores(rollouts, rewards)
-
-
 SAID = {"q1:": "bad", "q2:": "good", "q3:": "good", "q4:": "bad",
         "q1 bad:": "best", "q2 good:": " good", "q3 good:": "bad", "q4 bad:": "good"}
 USES = {"observer_copies": 0.25, "observer_after_better": 0.5, "observer_after_worse": 2.0}
 
 
 @pytest.mark.parametrize("method, said, expected", [
-    # means: 0.5 and 1.25; the scores count half of the partner's. copies: q2 alone.
-    # The pioneer is better than its mean at q2, q3: (1 + 0) / 2; worse at q1, q4: (3 + 1) / 2
-    (Cory, SAID, USES | {"task_reward": 0.875, "score": (1.125 + 1.5) / 2}),
-    # 5 more for the observer are 2.5 for the pioneer, and change no reward
-    (InPlace, SAID, USES | {"task_reward": 0.875, "score": (1.125 + 2.5 + 1.5 + 5) / 2}),
-    # the last reads the second alone, and is compared with it: rewards 1, 0, 1 and scores 1.5, 1, 1.5;
-    # equal rewards have no sides
+    # copies: q2 alone. The pioneer is better than its mean at q2, q3: (1 + 0) / 2; worse: (3 + 1) / 2
+    (Cory, SAID, USES | {"pioneer_reward": 0.5, "observer_reward": 1.25}),
+    # the last reads the second alone, and is compared with it; equal rewards have no sides
     (Three, {f"q{i}{shown}:": text for i in range(1, 5)
              for shown, text in (("", "good"), (" good", "bad"), (" bad", "good"))},
-     {"task_reward": 2 / 3, "score": 4 / 3, "observer_copies": 0.0}),
-    (OfTokens, {f"q{i}{shown}:": "bad" for i in range(1, 5) for shown in ("", " bad")},
-     {"task_reward": 0, "score": (2 + 1 + 1 + 2) / 4, "observer_copies": 1.0})])
+     {"pioneer_reward": 1, "observer_reward": 0, "last_reward": 1, "last_copies": 0})])
 def test_the_team_is_measured_by_hand(method, said, expected, monkeypatch):
     asked = []
 
     def responses(model, prompts, queries, length, seed):
         asked.append((model, seed))
-        mask_BT = torch.tensor([[1.0, 1], [1, 0], [1, 0], [1, 1]])
-        return SimpleNamespace(query=queries, text=[said[prompt] for prompt in prompts], mask_BT=mask_BT)
+        return SimpleNamespace(query=queries, text=[said[prompt] for prompt in prompts])
 
     monkeypatch.setattr(evaluate, "sample_responses", responses)
-    TASK.cfg = settings(partner_reward=0.5)
+    TASK.cfg = settings()
     assert evaluate.evaluate_team(method(TASK.cfg, TASK), method.roles) == pytest.approx(expected)
     # with one seed, like agents would agree by chance
     assert asked == [(role, seed) for seed, role in enumerate(method.roles, start=1)]

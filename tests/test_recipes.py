@@ -44,8 +44,8 @@ def test_recipe_runs(name, tmp_path, monkeypatch, small_flags, problem_flags, ca
         main(words)
         said = capsys.readouterr().out
         for run_dir in words:                                       # with itself it plays as in the run
-            score = read(Path(run_dir, "eval.json"))["team"]["score"]
-            assert f"{run_dir} llm1, {run_dir} llm2: {score:.3f}\n" in said
+            reward = read(Path(run_dir, "eval.json"))["team"]["observer_reward"]
+            assert f"{run_dir} llm1, {run_dir} llm2: {reward:.3f}\n" in said
     if name == "moving":
         full = [*small, *words, *SHORT, "--kl_penalty", "full", "--run_dir", "full"]
         assert "kl_penalty is 'full': is not supported by this method" in error_line(main, full, capsys)

@@ -18,11 +18,12 @@ def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
     """12 iterations, exchanges after 4 and 8. LLM1 ends at held-out `reward`, LLM2 0.1 above it."""
     config = {"config_class": "cory.config:ImdbConfig", "agents": {"llm1": "base", "llm2": "base"}, "seed": 0,
               "method": "cory", "preset": "tiny", "learning_rate": 0.1} | changes
-    rows = [{"iteration": i, "role/llm1": (i - 1) // 4 % 2, "kl/llm1": i / 3, "kl/llm2": i / 3 + 1,
-             "score/llm1": i, "score/llm2": i, "seconds": i, "grad_norm/llm1": i, "observer_copies": 0,
-             "observer_after_better": i, "observer_after_worse": -i, "spread": i} for i in range(1, 13)]
+    rows = [{"iteration": i, "role/llm0": 2, "role/llm1": (i - 1) // 4 % 2, "observer_copies": 0,
+             "kl/llm1": i / 3, "kl/llm2": i / 3 + 1, "score/llm1": i, "score/llm2": i, "grad_norm/llm1": i,
+             "seconds": i, "observer_after_better": i, "observer_after_worse": -i, "spread": i}
+            for i in range(1, 13)]
     for i, llm1, llm2 in (0, 0.5, 0.01), (12, reward, reward + 0.1):
-        row = {"iteration": i, "eval_score/team": i + 0.1, "eval_score/base_team": 0.1}
+        row = {"iteration": i, "eval_spread/team": i + 0.1, "eval_spread/base_team": 0.1}
         for who, x in ("base", base), ("llm1", llm1), ("llm2", llm2), ("mean", (llm1 + llm2) / 2):
             row |= {f"eval_task_reward/{who}": x, f"eval_kl/{who}": 10 * x, f"eval_combined_reward/{who}": x,
                     f"eval_accuracy/{who}": 0.5}
@@ -58,12 +59,16 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     points, style, color = lines["llm2, training"]
     assert points[1:-1] == [[i, pytest.approx(i / 3 + 1)] for i in range(2, 12)] and style == ":"
     assert color == lines["llm2, held out"][2] != report.PALETTE["cory"]
-    score = lines_of(figure, report.TITLES["score"])
-    assert score.keys() == {"team, training", "team, held out", "base_team", "exchange of roles"}
-    assert score["base_team"] == ([[0, 0.1], [12, 0.1]], "--", GREY)
+    assert lines_of(figure, report.TITLES["score"]).keys() == {"team, training", "exchange of roles"}
+    assert lines_of(figure, "spread")["base_team"] == ([[0, 0.1], [12, 0.1]], "--", GREY)
     assert [line.get_xdata()[0] for line in figure.axes[0].lines[:3]] == [4.5, 8.5, 0]      # exchanges
     assert {-11.5, 11.5} <= {line.get_ydata()[-1] for line in figure.axes[4].lines}
     assert [[0.1, 0.01], [11, 1.1]] in [line.get_xydata().tolist() for line in figure.axes[-1].lines]
+
+
+def test_scores_of_agents_that_are_trained_in_turn_are_theirs():
+    rows = [{"iteration": i, f"score/llm{i % 2 + 1}": i} for i in range(1, 7)]
+    assert {*report.read_curves(rows).who} == {"llm1", "llm2"}
 
 
 def test_training_curves_are_running_means_over_a_twentieth():
@@ -118,6 +123,8 @@ def test_groups_have_six_colours_and_a_line_for_each_method_or_every_sixth(tmp_p
     assert groups.group.tolist() == [
         "cory, learning_rate 1.0", "cory, learning_rate 2.0", "own:Own, learning_rate 1.0"]
     looks = report.looks_of(groups)
+    copy = write_run(tmp_path / "copy", learning_rate=1)            # with the same seed, say by other code
+    assert report.groups_of([runs[2], copy]).settings.tolist() == [f", {runs[2]}", f", {copy}"]
     longer = write_run(tmp_path / "longer", learning_rate=1, iterations=200)
     assert report.groups_of([runs[2], longer]).settings.tolist() == [", iterations 100", ", iterations 200"]
     one, two, own = ((tuple(looks[group]["color"]), looks[group]["linestyle"]) for group in groups.group)

@@ -64,8 +64,8 @@ class Chain(Cory):
     agent_names, roles = ("llm1", "llm2", "llm3"), ("first", "second", "third")
 
     def scores(self, rollouts, rewards):
-        self.memory["asked"] = self.memory.get("asked", 0) + self.training
-        rewards[2] += self.memory["asked"] + (not self.training)
+        self.memory["asked"] = self.memory.get("asked", 0) + 1
+        rewards[2] += self.memory["asked"]
         return super().scores(rollouts, rewards)
 
     def metrics(self, rollouts, rewards):
@@ -182,8 +182,7 @@ EFFECTS = {                 # by base, and by where they act first; `-`: nowhere
     ("loss", "update 2"): "kl_target=0",
     ("cory", "held out, responses 1"): "knowledge_transfer=false",
     ("cory", "responses 1"): "share_weights=true",
-    ("cory", "held out, scores 1"): "partner_reward=0.5",
-    ("cory", "scores 1"): "method=ppo",
+    ("cory", "scores 1"): "partner_reward=0.5 method=ppo",
     ("cory", "responses 2"): "role_exchange_every=0",
     ("imdb", "held out, rewards 1"): "reward_model={swapped}",
     ("imdb", "held out, queries 1"): "min_query_length=7 max_query_length=3",
@@ -301,10 +300,10 @@ def test_what_each_role_of_a_chain_has_read_and_earned(flags, run):
                 own = fmean(sample[f"{role}_reward"] for sample in samples)
                 assert row[f"{metric}/{agent}"] == pytest.approx(own, abs=1e-6)
             of_all = sum(row[f"task_reward/{each}"] for each in Chain.agent_names)
-            assert row[f"score/{agent}"] == pytest.approx(of_all + i)       # evaluation has not counted
+            assert row[f"score/{agent}"] == pytest.approx(of_all + i)       # it is not asked for held out
         second, third = ([sample[f"{role}_reward"] for sample in samples] for role in Chain.roles[1:])
         after_better = [r2 for r1, r2 in zip(second, third) if r1 > fmean(second)]
-        assert row["observer_after_better"] == pytest.approx(fmean(after_better))
+        assert row["third_after_better"] == pytest.approx(fmean(after_better))
 
 
 def test_hooks_know_the_iteration_and_whether_it_is_training(run):

@@ -64,10 +64,6 @@ class Agent:
             own_rate = group["is_critic"] and cfg.critic_learning_rate > 0
             group["lr"] = factor * (cfg.critic_learning_rate if own_rate else cfg.learning_rate)
 
-    def adapt_kl_coef(self, kl_N: Tensor) -> None:
-        """Updates eta from the KL, in nats, of this iteration's N responses."""
-        self.kl_coef = float(self.cfg.find("kl_controller")(self, kl_N))
-
 
 def adaptive(agent: Agent, kl_N: Tensor) -> float:
     """The next eta by the adaptive controller of Ziegler et al. 2019, sec. 2.2; constant if `kl_target` is 0.

@@ -30,16 +30,12 @@ class LanguageModel(nn.Module):
         self.lm, self.tokenizer, self.dtype, self.chat_template = lm.eval(), tokenizer, dtype, chat_template
         self.temperature, self.adapter = temperature, adapter
 
-    def around(self, lm: nn.Module, temperature: float, adapter: str | None = None) -> "LanguageModel":
-        """The same, but for these."""
-        return LanguageModel(lm, self.tokenizer, self.dtype, self.chat_template, temperature, adapter)
-
-    def new_policy(self, name: str, cfg: Config) -> "LanguageModel":
-        """What an agent samples from and trains: a new adapter on this base, or a copy of it."""
-        if not cfg.lora_rank:
-            return self.around(copy.deepcopy(self.lm), self.temperature)
-        add_adapter(self.lm, name, cfg)
-        return self.around(self.lm, self.temperature, name)
+    def new_policy(self, name: str, cfg: Config) -> "Policy":
+        """A new adapter on this base, or a copy of it."""
+        lm, adapter = (self.lm, name) if cfg.lora_rank else (copy.deepcopy(self.lm), None)
+        if adapter:
+            add_adapter(lm, name, cfg)
+        return Policy(lm, self.tokenizer, self.dtype, self.chat_template, self.temperature, adapter)
 
     def activate(self) -> None:
         """From here on `lm` computes with this model's adapter, or with none."""
@@ -125,6 +121,10 @@ class LanguageModel(nn.Module):
         for layer in self.lm.modules():
             if isinstance(layer, (nn.Linear, Conv1D)) and layer is not self.head:
                 layer.weight.data = layer.weight.data.bfloat16()
+
+
+class Policy(LanguageModel):
+    """What an agent samples from and trains. To change it, but not the base, override `logits` here."""
 
 
 class Critic(nn.Module):

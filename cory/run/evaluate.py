@@ -16,7 +16,6 @@ from transformers import set_seed
 from cory.config import Config, load_config
 from cory.machine.distributed import processes
 from cory.machine.sharding import unsharded
-from cory.ppo.formulas import score_of_responses
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import Rollout, real_ids
 from cory.ppo.sampling import generate, score_rollout
@@ -36,29 +35,34 @@ class Player(NamedTuple):
     cfg: Config
 
 
-def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
-    """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
-    cfg = load_config(run_dir)
-    run = Experiment(replace(cfg, eval_samples=samples, eval_queries=queries or cfg.eval_queries), run_dir)
+def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[Player]]:
+    """A finished run as it was in the end, but for these settings, and its final policies."""
+    run = Experiment(replace(load_config(run_dir), **changes), run_dir)
     memory = torch.load(run_dir / "final/state.pt", weights_only=True,
                         map_location={"cuda:0": str(run.device)})
     run.method.memory, run.task.memory = memory["method"], memory["task"]
-    players = [Player(name, run.final_model(name), run.bases[run.base_of[name]], own)
-               for name, own in run.configs.items()]
-    folder = run_dir / "evaluation"
+    run.method.iteration = run.task.iteration = json.loads((run_dir / "eval.json").read_text())["iteration"]
+    return run, [Player(name, run.final_model(name), run.bases[run.base_of[name]], own)
+                 for name, own in run.configs.items()]
+
+
+def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
+    """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
+    queries = queries or load_config(run_dir).eval_queries
+    run, players = finished_run(run_dir, eval_samples=samples, eval_queries=queries)
+    iteration, folder = run.method.iteration, run_dir / "evaluation"
     folder.mkdir(exist_ok=True)
-    iteration = json.loads((run_dir / "eval.json").read_text())["iteration"]
     metrics = held_out_metrics(run.method, players, run.bases, iteration, folder)
     if processes().is_main:
-        results = {"iteration": iteration, "queries": run.cfg.eval_queries, "samples": samples, **metrics}
+        results = {"iteration": iteration, "queries": queries, "samples": samples, **metrics}
         write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
     print(f"{tables(run_dir.name, pd.DataFrame(metrics).T)}\nresponses and metrics: {folder}", flush=True)
 
 
 def held_out_metrics(method, players: Sequence[Player], bases: dict[str, LanguageModel], iteration: int,
                      out: Path | None = None) -> dict[str, dict[str, float]]:
-    """Metrics of the bases, if any; of each player's policy; their mean, over those that the method trains;
-    and of the team that plays in an iteration. `out`: a folder for the responses.
+    """Metrics of the bases and of each player's policy; their mean, over those that the method trains; and of
+    the team that plays in an iteration, and the same team of bases. `out`: a folder for the responses.
     """
     task, cfg = method.task, method.cfg
     for hooked in (method, task):
@@ -69,9 +73,8 @@ def held_out_metrics(method, players: Sequence[Player], bases: dict[str, Languag
     trained = [metrics[player.name] for player in players if player.name not in method.frozen]
     metrics["mean"] = pd.DataFrame(trained).mean().to_dict()
     cast = method.cast(players, max(iteration, 1))
-    if len(cast) > 1 and bases:
-        metrics["base_team"] = evaluate_team(method, [player.base for player in cast])
     if len(cast) > 1:
+        metrics["base_team"] = evaluate_team(method, [player.base for player in cast])
         metrics["team"] = evaluate_team(method, [player.policy for player in cast])
     return metrics
 
@@ -139,8 +142,8 @@ def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: 
 
 
 def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
-    """The mean task reward and score of the responses that policies in a method's roles give, one to each
-    held-out query, and the method's metrics of these.
+    """The mean task reward of each role, from the responses that policies in a method's roles give, one to
+    each held-out query; and the method's metrics of these.
     """
     set_seed(EVALUATION_SEED)               # for tasks and methods that draw
     queries, length = method.task.held_out_queries, method.cfg.max_response_length
@@ -152,11 +155,9 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
 
     rollouts = method.respond(policies, queries, sample_in_turn)
     rewards = [method.task.reward(rollout.query, rollout.text) for rollout in rollouts]
-    scores = method.scores(rollouts, [reward_B.clone() for reward_B in rewards])
-    of_roles = [score_of_responses(score, rollout.mask_BT).mean().item()
-                for score, rollout in zip(scores, rollouts, strict=True)]
-    return dict(task_reward=fmean(reward_B.mean().item() for reward_B in rewards), score=fmean(of_roles),
-                **method.metrics(rollouts, rewards))
+    of_roles = {f"{role}_reward": reward_B.mean().item()
+                for role, reward_B in zip(method.roles, rewards, strict=True)}
+    return dict(**of_roles, **method.metrics(rollouts, rewards))
 
 
 def distinct(ids: list[list[int]], n: int) -> float:

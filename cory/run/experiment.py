@@ -11,7 +11,7 @@ from cory.machine.distributed import processes
 from cory.machine.sharding import shard
 from cory.ppo.agent import Agent
 from cory.ppo.lora import load_adapter
-from cory.ppo.model import LanguageModel
+from cory.ppo.model import LanguageModel, Policy
 
 
 class Experiment:
@@ -29,7 +29,8 @@ class Experiment:
             cfg.find(name)
         method_class, task_class = cfg.find("method"), cfg.find("task")
         names = method_class.agent_names[:1] if cfg.share_weights else method_class.agent_names
-        cfg.require("method", len({*names}) == len(names), f"names an agent twice: {', '.join(names)}")
+        cfg.require("method", len({*names}) == len(names) and {*method_class.frozen} <= {*names},
+                    f"its agents are {names}, of which {method_class.frozen} are frozen; each has one name")
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
         for name, own in self.configs.items():
             require_agent(name, own, cfg)
@@ -44,7 +45,9 @@ class Experiment:
                 loaded[own.model] = load_language_model(own.model, own, self.device)
             model, key = loaded[own.model], (own.model, own.temperature)
             base = base_names.setdefault(key, f"base_{name}" if base_names else "base")
-            self.base_of[name], self.bases[base] = base, model.around(model.lm, own.temperature)
+            self.base_of[name] = base
+            self.bases[base] = LanguageModel(model.lm, model.tokenizer, cfg.dtype, cfg.chat_template,
+                                             own.temperature)
         self.task = task_class(cfg, data, self.bases["base"])
         self.method = method_class(cfg, self.task)
 
@@ -54,7 +57,7 @@ class Experiment:
         agents = [Agent(name, self.bases[self.base_of[name]], agent_cfg, i)
                   for i, (name, agent_cfg) in enumerate(self.configs.items())]
         trained = {p for agent in agents for p in agent.trainable_parameters().values()}
-        print(f"{sum(p.numel() for p in trained):,} parameters to train", flush=True)
+        print(f"{sum(p.numel() for p in trained):,} trainable parameters", flush=True)
         for base in {base.lm: base for base in self.bases.values()}.values():
             if not cfg.lora_rank and cfg.dtype == "bfloat16":
                 base.store_in_bfloat16()            # after agents have had their copies
@@ -62,13 +65,14 @@ class Experiment:
                 shard(base, cfg, whole=trained)
         return agents
 
-    def final_model(self, name: str) -> LanguageModel:
-        """The final policy of an agent, of a finished run; with LoRA a new adapter on its base."""
-        folder = self.run_dir / "final" / name
-        if not self.cfg.lora_rank:
-            return load_language_model(str(folder), self.configs[name], self.device)
-        policy = self.bases[self.base_of[name]].new_policy(name, self.configs[name])
-        load_adapter(policy.lm, name, folder)
+    def final_model(self, name: str) -> Policy:
+        """The final policy of an agent, of a finished run."""
+        folder, own = self.run_dir / "final" / name, self.configs[name]
+        policy = self.bases[self.base_of[name]].new_policy(name, own)
+        if own.lora_rank:
+            load_adapter(policy.lm, name, folder)
+        else:
+            policy.lm = load_language_model(str(folder), own, self.device).lm
         return policy
 
 

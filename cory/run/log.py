@@ -4,7 +4,6 @@ import os
 import shlex
 import sys
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from functools import cache
 from math import nan
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Callable
 import pandas as pd
 from tqdm import tqdm
 
-from cory.config import Config
+from cory.config import Config, read_config
 from cory.machine.distributed import processes
 
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"      # fits 80 columns
@@ -109,7 +108,7 @@ def start_wandb(cfg: Config, run_dir: Path, id: str):
     import wandb
     settings = wandb.Settings(silent=True, console="off", reinit="create_new", init_timeout=30)
     about = dict(project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name), id=id or None,
-                 resume="allow", config=asdict(cfg), dir=os.environ.get("WANDB_DIR", run_dir),
+                 resume="allow", config=read_config(run_dir), dir=os.environ.get("WANDB_DIR", run_dir),
                  settings=settings)
     wandb.setup(wandb.Settings(silent=True))                        # makes `login` silent
     try:

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
@@ -57,7 +56,7 @@ class Record:
             self.done, wandb_id = state["iteration"], state["wandb_id"]
             self.method.memory, self.task.memory = state["memory"]["method"], state["memory"]["task"]
         if processes().is_main:
-            write_text(self.run_dir / "config.json", config_json(replace(run.cfg, resume=False), run.base_of))
+            write_text(self.run_dir / "config.json", config_json(run.cfg, run.base_of, run.configs))
             (self.run_dir / "eval.json").unlink(missing_ok=True)        # only finished runs have one
         self.logger = Logger(run.cfg, [*run.configs], self.run_dir, self.done, wandb_id)
 
@@ -100,11 +99,8 @@ class Record:
         return rows
 
     def evaluate(self, iteration: int) -> None:
-        """Logs held-out metrics as eval_NAME/WHO; of the bases first and last, so that all are compared under
-        one reward, which a task may have learned meanwhile.
-        """
-        bases = self.bases if iteration in (0, self.cfg.iterations) else {}
-        metrics = held_out_metrics(self.method, self.agents, bases, iteration)
+        """Logs held-out metrics as eval_NAME/WHO; of the bases, too, since a reward may have been learned."""
+        metrics = held_out_metrics(self.method, self.agents, self.bases, iteration)
         row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
         self.logger.evaluation(iteration, row)
 

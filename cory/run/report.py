@@ -19,7 +19,7 @@ TITLES = {"task_reward": "task reward", "kl": "KL from the base (nats per respon
           "observer_copies": "share of copies by the observer"}
 WITHOUT_PANEL = """role task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
     approx_kl clip_fraction grad_norm learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity
-    seconds""".split()
+    pioneer_reward observer_reward seconds""".split()
 MAIN = ["combined_reward", "task_reward", "kl"]         # what runs are compared by
 PALETTE = {"ppo": "#08519c", "cory": "#d94801"}     # in every picture; others have matplotlib's from C2 on
 MARKERS, LINES = "os^Dvp", ["-", "--", "-.", ":"]
@@ -73,7 +73,8 @@ def read_curves(rows: list[dict]) -> pd.DataFrame:
     """A row for each value of what has a panel; in training, of running means over a twentieth of the run."""
     frame = pd.DataFrame(rows)
     score = frame.filter(regex="^score/")
-    if score.shape[1] > 1 and score.nunique(axis=1).max() == 1:         # all agents have the same, as in CORY
+    # all agents have the same, as in CORY
+    if score.shape[1] > 1 and score.nunique(axis=1, dropna=False).max() == 1:
         frame = frame.rename(columns={score.columns[0]: "score"}).drop(columns=score.columns[1:])
     curves = frame.melt("iteration").replace([np.inf, -np.inf], np.nan).dropna()
     key = curves.variable.str.extract("^(?P<kind>eval_)?(?P<metric>.+?)(?:/(?P<who>[^/]+))?$")
@@ -103,12 +104,12 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
     figure = Figure(figsize=(3.5 * columns, 2.8 * lines + 0.8), layout="constrained")
     figure.suptitle(f"{method} on {config['task']}, preset {config['preset']}, seed {config['seed']}")
     *over_iterations, against_kl = [figure.add_subplot(lines, columns, i + 1) for i in range(count)]
-    role = pd.DataFrame(rows).set_index("iteration").filter(regex="^role/").iloc[:, 0].dropna()
+    roles = pd.DataFrame(rows).set_index("iteration").filter(regex="^role/").dropna(how="all")
     for ax, panel in zip(over_iterations, panels, strict=True):
         of_panel = curves[(curves.panel == panel) & curves.who.isin([*looks])]
         greedy = " (open: greedy)" if any(of_panel.metric == f"greedy_{panel}") else ""
         ax.set(title=TITLES.get(panel, panel.replace("_", " ") + greedy), xlabel="iteration")
-        for iteration in role.index[role.diff().fillna(0) != 0]:
+        for iteration in roles.index[(roles.diff().fillna(0) != 0).any(axis=1)]:
             ax.axvline(iteration - 0.5, color="0.8", linewidth=0.8, zorder=0, label="exchange of roles")
         for (metric, kind, who), curve in of_panel.groupby(["metric", "kind", "who"]):
             label = who if who.startswith("base") else f"{who}, {kind}"
@@ -141,7 +142,9 @@ def groups_of(run_dirs: list[Path]) -> pd.DataFrame:
     configs = pd.DataFrame([read_config(run_dir) for run_dir in run_dirs], index=run_dirs)
     differ = [name for name in configs if name not in NOT_IN_NAMES and configs[name].map(str).nunique() > 1]
     groups = configs[["method"]].copy()
-    groups["settings"] = configs[differ].apply(lambda run: "".join(f", {x} {run[x]}" for x in differ), axis=1)
+    twice = configs.duplicated(["method", *differ, "seed"], keep=False)         # say by other code
+    groups["settings"] = ["".join(f", {x} {run[x]}" for x in differ) + (f", {run_dir}" if same_seed else "")
+                          for (run_dir, run), same_seed in zip(configs.iterrows(), twice, strict=True)]
     in_order = configs.sort_values(["method", *differ, "seed"]).index
     return groups.assign(group=groups.method + groups.settings).loc[in_order]
 
@@ -185,7 +188,7 @@ def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figu
         if who != "mean":
             axes["combined_reward"].annotate("base", (mean.index[-1], mean.combined_reward.iloc[-1]))
     axes["against_kl"].set(title="reward against KL", xlabel=TITLES["kl"])
-    return finished(figure, out, ncols=max(2, groups.method.nunique()))
+    return finished(figure, out, ncols=max(2, groups.method.nunique()) if max(map(len, looks)) < 60 else 1)
 
 
 def compare(run_dirs: list[Path], out: Path) -> None:
