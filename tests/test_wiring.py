@@ -311,6 +311,7 @@ def test_hooks_know_the_iteration_and_whether_it_is_training(run):
     for row in rows(run("chain")):
         known = {x for key, x in row.items() if "_knows" in key}
         assert known == {row["iteration"] + (0.5 if "role/llm1" in row else 0)}
+    assert len({row["drawn"] for row in training(run("chain"))}) == 3       # a new number in each iteration
 
 
 def test_samples_are_of_different_queries(run):
