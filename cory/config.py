@@ -261,11 +261,11 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
 
 
 # --- config.json ---
-def config_json(cfg: Config, bases: dict[str, str], agents: dict[str, Config]) -> str:
+def config_json(cfg: Config, bases: dict[str, str], configs: dict[str, Config]) -> str:
     """The settings, their class, each agent's base, and as `AGENT/SETTING` what an agent has of its own."""
     module = type(cfg).__module__.replace("__main__", Path(sys.argv[0]).stem)       # of a script, its name
     about = {"config_class": f"{module}:{type(cfg).__name__}", "agents": bases}
-    own = {f"{agent}/{name}": value for agent, of_agent in agents.items()
+    own = {f"{agent}/{name}": value for agent, of_agent in configs.items()
            for name, value in asdict(of_agent).items() if value != getattr(cfg, name)}
     return json.dumps(about | asdict(cfg) | {"resume": False} | own, indent=1) + "\n"
 

@@ -109,13 +109,13 @@ class Ppo:
 
     def scores(self, rollouts: list[Rollout], rewards: list[Tensor]) -> list[Tensor]:
         """What each role is trained on: a number for each response, (B,), or for each of its tokens, (B, T);
-        `rewards`, (B,), are copies of the task's own.
+        `rewards`, (B,), are copies of the task's own. Held-out evaluation does not ask for scores.
         """
         return rewards
 
     def update(self, role: str, agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float]:
         """Trains the agent that played a role on its scores. Returns metrics, or none if it has not been
-        trained: its eta then stays as it is.
+        trained; an agent that is trained in no role keeps its eta.
         """
         return ppo_update(agent, rollout, score)
 
@@ -170,8 +170,9 @@ class Cory(Ppo):
 def train(cfg: Config) -> Record:
     """Runs the method that `cfg.method` names, from the start or the last checkpoint to the end."""
     with launched(asdict(cfg)):
-        run = Experiment(cfg, run_folder(cfg))
-        with locked(run.run_dir) if processes().is_main else nullcontext():
+        run_dir = run_folder(cfg)
+        with locked(run_dir) if processes().is_main else nullcontext():
+            run = Experiment(cfg, run_dir)
             agents = run.new_agents()
             record = Record(run, agents)
             with record.logger:

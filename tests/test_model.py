@@ -48,6 +48,11 @@ def test_first_weights_depend_on_seed_and_agent_alone():
         assert not (one == other).any()
 
 
+def test_no_two_generators_start_alike():
+    agents = [Agent(name, bigram(), settings(seed=seed), i) for seed in (0, 1) for i, name in enumerate("ab")]
+    assert len({agent.generator().random() for agent in agents for _ in range(3)}) == 12
+
+
 def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, tmp_path):
     """Matrices alone, and only after the agents have had their copies, which stay in float32."""
     model = load_language_model(str(small), settings(dtype="bfloat16"), torch.device("cpu"))

@@ -45,7 +45,7 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     """`observer_copies` and `accuracy` are constant, `seconds` and `grad_norm` technical."""
     figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    titles = ["task_reward", "kl", "combined_reward", "score", "observer_after_better"]
+    titles = ["task_reward", "kl", "combined_reward", "score", "observer_reward"]
     assert [ax.get_title() for ax in figure.axes] == [
         *map(report.TITLES.get, titles), "spread", "held-out reward against KL"]
     held_out, training = [[f"{who}, {kind}" for who in ("llm1", "llm2", "team")]
@@ -123,8 +123,8 @@ def test_groups_have_six_colours_and_a_line_for_each_method_or_every_sixth(tmp_p
     assert groups.group.tolist() == [
         "cory, learning_rate 1.0", "cory, learning_rate 2.0", "own:Own, learning_rate 1.0"]
     looks = report.looks_of(groups)
-    copy = write_run(tmp_path / "copy", learning_rate=1)            # with the same seed, say by other code
-    assert report.groups_of([runs[2], copy]).settings.tolist() == [f", {runs[2]}", f", {copy}"]
+    alike = [write_run(tmp_path / x, learning_rate=1, run_dir=x) for x in ("a", "b")]   # say, by other code
+    assert report.groups_of(alike).settings.tolist() == [", run_dir a", ", run_dir b"]
     longer = write_run(tmp_path / "longer", learning_rate=1, iterations=200)
     assert report.groups_of([runs[2], longer]).settings.tolist() == [", iterations 100", ", iterations 200"]
     one, two, own = ((tuple(looks[group]["color"]), looks[group]["linestyle"]) for group in groups.group)

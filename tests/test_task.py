@@ -57,7 +57,6 @@ def test_an_everyday_slip_is_one_line(flags, says, small_flags, tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"review": "good"}\n')
     assert says in refusal(small_flags, "r", capsys, *flags.split())
-    assert not (tmp_path / "r").exists()
 
 
 class Letters(Task):

@@ -16,9 +16,7 @@ from cory.config import Config
 
 
 def add_adapter(lm: nn.Module, name: str, cfg: Config) -> None:
-    """Puts a new adapter on the model's linear layers, in place, in float32; A is random. Keeps its weights,
-    all that it brings along, by their paths in `lm.adapters[name]`.
-    """
+    """Puts a new adapter on the model's linear layers, in float32; `lm.adapters[name]` has its weights."""
     # imported here because the import takes 2 s and 100 MiB
     from peft import LoraConfig
 
@@ -39,8 +37,7 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config) -> None:
 
 
 def load_adapter(lm: nn.Module, name: str, folder: Path) -> None:
-    """Gives an adapter the weights that were saved."""
-    # peft's functions, since transformers' own leave out DoRA's magnitudes
+    """Gives an adapter its saved weights; transformers' own loading would leave out DoRA's magnitudes."""
     from peft import load_peft_weights, set_peft_model_state_dict
 
     set_peft_model_state_dict(lm, load_peft_weights(folder, device="cpu"), name)

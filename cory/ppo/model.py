@@ -29,6 +29,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.lm, self.tokenizer, self.dtype, self.chat_template = lm.eval(), tokenizer, dtype, chat_template
         self.temperature, self.adapter = temperature, adapter
+        self.kept = {}                              # of a base: its held-out responses
 
     def new_policy(self, name: str, cfg: Config) -> "Policy":
         """A new adapter on this base, or a copy of it."""

@@ -1,6 +1,4 @@
-"""Checkpoints, from which a killed run continues bit for bit (on a CPU; some CUDA kernels add in varying
-order).
-"""
+"""Checkpoints: a killed run continues bit for bit on a CPU (some CUDA kernels add in varying order)."""
 from pathlib import Path
 
 import torch

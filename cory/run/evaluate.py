@@ -16,7 +16,7 @@ from transformers import set_seed
 from cory.config import Config, load_config
 from cory.machine.distributed import processes
 from cory.machine.sharding import unsharded
-from cory.ppo.model import LanguageModel
+from cory.ppo.model import LanguageModel, Policy
 from cory.ppo.rollout import Rollout, real_ids
 from cory.ppo.sampling import generate, score_rollout
 from cory.run.experiment import Experiment
@@ -36,7 +36,7 @@ class Player(NamedTuple):
 
 
 def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[Player]]:
-    """A finished run as it was in the end, but for these settings, and its final policies."""
+    """A finished run as it was in the end, with `changes` to its settings, and its final policies."""
     run = Experiment(replace(load_config(run_dir), **changes), run_dir)
     memory = torch.load(run_dir / "final/state.pt", weights_only=True,
                         map_location={"cuda:0": str(run.device)})
@@ -48,21 +48,21 @@ def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[Player]]:
 
 def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
     """Evaluates base, agents and team of a finished run into RUN_DIR/evaluation, and prints the tables."""
-    queries = queries or load_config(run_dir).eval_queries
-    run, players = finished_run(run_dir, eval_samples=samples, eval_queries=queries)
+    of_run = {"eval_queries": queries} if queries else {}
+    run, players = finished_run(run_dir, eval_samples=samples, **of_run)
     iteration, folder = run.method.iteration, run_dir / "evaluation"
     folder.mkdir(exist_ok=True)
     metrics = held_out_metrics(run.method, players, run.bases, iteration, folder)
     if processes().is_main:
-        results = {"iteration": iteration, "queries": queries, "samples": samples, **metrics}
-        write_text(folder / "results.json", json.dumps(results, indent=1, default=float) + "\n")
+        results = {"iteration": iteration, "queries": run.cfg.eval_queries, "samples": samples, **metrics}
+        write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
     print(f"{tables(run_dir.name, pd.DataFrame(metrics).T)}\nresponses and metrics: {folder}", flush=True)
 
 
 def held_out_metrics(method, players: Sequence[Player], bases: dict[str, LanguageModel], iteration: int,
                      out: Path | None = None) -> dict[str, dict[str, float]]:
-    """Metrics of the bases and of each player's policy; their mean, over those that the method trains; and of
-    the team that plays in an iteration, and the same team of bases. `out`: a folder for the responses.
+    """Metrics of the bases; of each player's policy; the mean over the players that the method trains; of the
+    team that plays in an iteration, and of the same team of bases. `out`: a folder for the responses.
     """
     task, cfg = method.task, method.cfg
     for hooked in (method, task):
@@ -76,25 +76,29 @@ def held_out_metrics(method, players: Sequence[Player], bases: dict[str, Languag
     if len(cast) > 1:
         metrics["base_team"] = evaluate_team(method, [player.base for player in cast])
         metrics["team"] = evaluate_team(method, [player.policy for player in cast])
-    return metrics
+    return {who: {name: float(x) for name, x in of_who.items()} for who, of_who in metrics.items()}
 
 
 def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str], length: int,
                      seed: int | None, reference: LanguageModel | None = None) -> Rollout:
     """A sampled response of at most `length` tokens to each prompt, greedy if `seed` is None; with the same
     seed from the same random numbers, whatever the model. With a reference, also with log-probabilities and
-    the exact KL.
+    the exact KL. A base, which is frozen, is asked the same only once: its responses are kept.
     """
-    uniform_TB = None
-    if seed is not None:
-        rng = np.random.default_rng((EVALUATION_SEED, seed))
-        uniform_TB = torch.from_numpy(rng.random((length, len(prompts))))
+    asked = (*prompts, *queries, length, seed, reference is None)
+    if asked in model.kept:
+        return model.kept[asked]
+    rng = np.random.default_rng((EVALUATION_SEED, seed or 0))
+    uniform_TB = None if seed is None else torch.from_numpy(rng.random((length, len(prompts))))
 
     def add_logprobs(rollout: Rollout) -> Rollout:
         return score_rollout(rollout, model, reference, "full", len(prompts)) if reference else rollout
 
     with unsharded(*filter(None, (model, reference))):
-        return generate(model, prompts, queries, length, uniform_TB, add_logprobs)
+        rollout = generate(model, prompts, queries, length, uniform_TB, add_logprobs)
+    if not isinstance(model, Policy):
+        model.kept[asked] = rollout
+    return rollout
 
 
 def response_metrics(rollout: Rollout, reward_B: Tensor, parts: dict, task: Task, cfg: Config) -> dict:
@@ -109,10 +113,8 @@ def response_metrics(rollout: Rollout, reward_B: Tensor, parts: dict, task: Task
 def evaluate(model: LanguageModel, reference: LanguageModel, cfg: Config, task: Task,
              out: Path | None = None) -> dict[str, float]:
     """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
-    asks for them.
-
-    With `out`, a file for all responses, also of greedy responses whatever the task; pass@k for k = 1, 2, 4,
-    ... (solved: a reward above 0), and the reward of the best of k.
+    asks for them. With `out`, a file for responses, also for greedy ones; pass@k for k = 1, 2, 4 ... (solved:
+    a reward above 0), and the reward of the best of k.
     """
     set_seed(EVALUATION_SEED)               # for tasks that draw
     queries, samples, length = task.held_out_queries, cfg.eval_samples, cfg.max_response_length
@@ -147,13 +149,12 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
     """
     set_seed(EVALUATION_SEED)               # for tasks and methods that draw
     queries, length = method.task.held_out_queries, method.cfg.max_response_length
-    calls = count(1)
+    seeds = count(1)                    # with one seed, identical agents would respond identically
 
-    def sample_in_turn(policy: LanguageModel, prompts: list[str], queries: list[str]) -> Rollout:
-        # with equal seeds, identical agents would respond identically
-        return sample_responses(policy, prompts, queries, length, seed=next(calls))
+    def sample(policy: LanguageModel, prompts: list[str], queries: list[str]) -> Rollout:
+        return sample_responses(policy, prompts, queries, length, next(seeds))
 
-    rollouts = method.respond(policies, queries, sample_in_turn)
+    rollouts = method.respond(policies, queries, sample)
     rewards = [method.task.reward(rollout.query, rollout.text) for rollout in rollouts]
     of_roles = {f"{role}_reward": reward_B.mean().item()
                 for role, reward_B in zip(method.roles, rewards, strict=True)}

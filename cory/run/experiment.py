@@ -15,9 +15,8 @@ from cory.ppo.model import LanguageModel, Policy
 
 
 class Experiment:
-    """configs: the settings of each agent, by name. bases: frozen models by their names in logs, which
-    `base_of` gives for each agent: `base` is the first agent's. Each has the temperature of its agents, and
-    shares its weights with all that have the same model.
+    """configs: each agent's settings. bases: frozen models by their names in logs, which `base_of` gives for
+    each agent. They have the temperature of their agents, and share their weights if the model is the same.
     """
 
     def __init__(self, cfg: Config, run_dir: Path):
@@ -30,7 +29,7 @@ class Experiment:
         method_class, task_class = cfg.find("method"), cfg.find("task")
         names = method_class.agent_names[:1] if cfg.share_weights else method_class.agent_names
         cfg.require("method", len({*names}) == len(names) and {*method_class.frozen} <= {*names},
-                    f"its agents are {names}, of which {method_class.frozen} are frozen; each has one name")
+                    f"its agents are {names}, and {method_class.frozen} are frozen; name each agent once")
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
         for name, own in self.configs.items():
             require_agent(name, own, cfg)
@@ -68,11 +67,12 @@ class Experiment:
     def final_model(self, name: str) -> Policy:
         """The final policy of an agent, of a finished run."""
         folder, own = self.run_dir / "final" / name, self.configs[name]
-        policy = self.bases[self.base_of[name]].new_policy(name, own)
-        if own.lora_rank:
-            load_adapter(policy.lm, name, folder)
-        else:
-            policy.lm = load_language_model(str(folder), own, self.device).lm
+        base = self.bases[self.base_of[name]]
+        if not own.lora_rank:
+            lm = load_language_model(str(folder), own, self.device).lm
+            return Policy(lm, base.tokenizer, base.dtype, base.chat_template, base.temperature)
+        policy = base.new_policy(name, own)
+        load_adapter(policy.lm, name, folder)
         return policy
 
 

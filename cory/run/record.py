@@ -101,7 +101,7 @@ class Record:
     def evaluate(self, iteration: int) -> None:
         """Logs held-out metrics as eval_NAME/WHO; of the bases, too, since a reward may have been learned."""
         metrics = held_out_metrics(self.method, self.agents, self.bases, iteration)
-        row = {f"eval_{name}/{who}": float(x) for who in metrics for name, x in metrics[who].items()}
+        row = {f"eval_{name}/{who}": x for who in metrics for name, x in metrics[who].items()}
         self.logger.evaluation(iteration, row)
 
     def save_if_due(self, iteration: int) -> None:

@@ -15,11 +15,11 @@ from cory.run.log import read_jsonl
 TITLES = {"task_reward": "task reward", "kl": "KL from the base (nats per response)",
           "combined_reward": "combined reward: reward - eta KL", "score": "score: what agents are trained on",
           "entropy": "entropy (nats per token)", "explained_variance": "explained variance of the critic",
-          "observer_after_better": "observer's reward after better (open: worse)",
+          "observer_reward": "observer's reward (open: after better, worse)",
           "observer_copies": "share of copies by the observer"}
 WITHOUT_PANEL = """role task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
     approx_kl clip_fraction grad_norm learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity
-    pioneer_reward observer_reward seconds""".split()
+    pioneer_reward seconds""".split()
 MAIN = ["combined_reward", "task_reward", "kl"]         # what runs are compared by
 PALETTE = {"ppo": "#08519c", "cory": "#d94801"}     # in every picture; others have matplotlib's from C2 on
 MARKERS, LINES = "os^Dvp", ["-", "--", "-.", ":"]
@@ -79,7 +79,8 @@ def read_curves(rows: list[dict]) -> pd.DataFrame:
     curves = frame.melt("iteration").replace([np.inf, -np.inf], np.nan).dropna()
     key = curves.variable.str.extract("^(?P<kind>eval_)?(?P<metric>.+?)(?:/(?P<who>[^/]+))?$")
     curves = curves.join(key.fillna({"kind": "training", "who": "team"}).replace("eval_", "held out"))
-    curves["panel"] = curves.metric.str.removeprefix("greedy_").str.replace("after_worse", "after_better")
+    curves["panel"] = curves.metric.str.removeprefix("greedy_").str.replace(
+        "after_(?:better|worse)$", "reward", regex=True)
     width = 2 * math.ceil(curves.iteration.max() / 60) + 1
     curves.update(curves[curves.kind == "training"].groupby("variable").value.transform(
         lambda x: x.rolling(width, center=True, min_periods=1).mean()))
@@ -109,7 +110,7 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
         of_panel = curves[(curves.panel == panel) & curves.who.isin([*looks])]
         greedy = " (open: greedy)" if any(of_panel.metric == f"greedy_{panel}") else ""
         ax.set(title=TITLES.get(panel, panel.replace("_", " ") + greedy), xlabel="iteration")
-        for iteration in roles.index[(roles.diff().fillna(0) != 0).any(axis=1)]:
+        for iteration in roles.index[(roles.fillna(-1).diff().fillna(0) != 0).any(axis=1)]:
             ax.axvline(iteration - 0.5, color="0.8", linewidth=0.8, zorder=0, label="exchange of roles")
         for (metric, kind, who), curve in of_panel.groupby(["metric", "kind", "who"]):
             label = who if who.startswith("base") else f"{who}, {kind}"
@@ -141,10 +142,11 @@ def groups_of(run_dirs: list[Path]) -> pd.DataFrame:
     """By run: its method; `settings`, the other ones in which the runs differ; `group`, which names both."""
     configs = pd.DataFrame([read_config(run_dir) for run_dir in run_dirs], index=run_dirs)
     differ = [name for name in configs if name not in NOT_IN_NAMES and configs[name].map(str).nunique() > 1]
+    if configs.duplicated(["method", *differ, "seed"]).any():       # alike, seed included: say, by other code
+        differ.append("run_dir")
     groups = configs[["method"]].copy()
-    twice = configs.duplicated(["method", *differ, "seed"], keep=False)         # say by other code
-    groups["settings"] = ["".join(f", {x} {run[x]}" for x in differ) + (f", {run_dir}" if same_seed else "")
-                          for (run_dir, run), same_seed in zip(configs.iterrows(), twice, strict=True)]
+    groups["settings"] = ["".join(f", {name} {x}" for name, x in run.dropna().items())
+                          for _, run in configs[differ].astype(object).iterrows()]
     in_order = configs.sort_values(["method", *differ, "seed"]).index
     return groups.assign(group=groups.method + groups.settings).loc[in_order]
 
