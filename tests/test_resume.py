@@ -88,8 +88,8 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags,
                 "--lr_schedule", "linear")
     part = stopped(whole, tmp_path / "part")
     (part / "checkpoints" / "writing").write_bytes(b"PK")
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        with (part / name).open("a") as log:
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        with (part / file).open("a") as log:
             log.write('{"iteration": 3, "half of')
     resume(part)
     require_same_runs(whole, part)
