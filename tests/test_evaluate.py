@@ -33,7 +33,7 @@ LETTERS = SimpleNamespace(
     metrics=lambda queries, responses: {"longest": max(map(len, responses))})
 
 
-def test_held_out_metrics_by_hand():
+def test_held_out_metrics_by_hand(tmp_path):
     """A model that surely says "bcbcb" after "a", against a base that is uniform over 7 tokens."""
     assert evaluate.distinct([[1, 1, 2], [1, 2]], 2) == 2 / 3                 # (1,1), (1,2), (1,2)
     logits_UV = torch.full((7, 7), -99.0)
@@ -45,6 +45,12 @@ def test_held_out_metrics_by_hand():
                 "distinct_1": 2 / 80, "distinct_2": 2 / 64,                         # of 16 responses
                 "repeated_tokens": 0.6, "base_perplexity": 7.0, "sampling_gap": 0}  # 3 of 5 repeat
     assert got == pytest.approx(expected, rel=1e-4)
+    logits_UV[1, [2, 6]] = torch.tensor([-99.0, 99])        # "b.", which a limit of two tokens does not cut
+    cfg, zeros = replace(cfg, max_response_length=2), lambda queries, texts: torch.zeros(len(texts))
+    task = SimpleNamespace(**vars(LETTERS) | {
+        "reward": zeros, "reward_and_parts": lambda *given: (zeros(*given), {})})
+    got = evaluate.evaluate(bigram(logits_UV), bigram(), cfg, task, tmp_path / "b.jsonl")
+    assert got["truncated"] == 0 and got["pass@2"] == 0                     # a reward of 0 is no solution
 
 
 class TwoBases(train.Cory):

@@ -1,8 +1,5 @@
 """The GSM8K task: prompts, rewards, the answers in its data, and the forms in which models write numbers."""
-import json
-import os
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 from toys import bigram
@@ -68,12 +65,3 @@ def test_gold_answers(solution, gold):
     assert gold_answer(solution) == number(gold)
     with pytest.raises(TypeError):
         gold_answer("9")
-
-
-@pytest.mark.skipif("REAL_DATA" not in os.environ, reason="REAL_DATA names no folder with gsm8k/*.jsonl")
-def test_every_real_gold_answer_is_read():
-    solutions = [json.loads(line)["answer"]
-                 for file in Path(os.environ["REAL_DATA"]).glob("gsm8k/*.jsonl") for line in file.open()]
-    gold = [gold_answer(solution) for solution in solutions]
-    assert len(gold) == 8792 and None not in gold and sum(value < 0 for value in gold) == 5
-    assert all(last_number(s) == value for s, value in zip(solutions, gold))
