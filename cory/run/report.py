@@ -141,6 +141,7 @@ def finished(figure: Figure, out: Path, ncols: int) -> Figure:
 def groups_of(run_dirs: list[Path]) -> pd.DataFrame:
     """By run: its method; `settings`, the other ones in which the runs differ; `group`, which names both."""
     configs = pd.DataFrame([read_config(run_dir) for run_dir in run_dirs], index=run_dirs)
+    configs["run_dir"] = [*map(str, run_dirs)]                      # where a run lies now
     differ = [name for name in configs if name not in NOT_IN_NAMES and configs[name].map(str).nunique() > 1]
     if configs.duplicated(["method", *differ, "seed"]).any():       # alike, seed included: say, by other code
         differ.append("run_dir")
