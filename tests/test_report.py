@@ -18,7 +18,7 @@ def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
     """12 iterations, exchanges after 4 and 8. LLM1 ends at held-out `reward`, LLM2 0.1 above it."""
     config = {"config_class": "cory.config:ImdbConfig", "agents": {"llm1": "base", "llm2": "base"}, "seed": 0,
               "method": "cory", "preset": "tiny", "learning_rate": 0.1} | changes
-    rows = [{"iteration": i, "role/llm0": 2, "role/llm1": (i - 1) // 4 % 2, "observer_copies": 0,
+    rows = [{"iteration": i, "role/llm0": 2, f"role/llm{(i - 1) // 4 % 2 + 1}": 0, "observer_copies": 0,
              "kl/llm1": i / 3, "kl/llm2": i / 3 + 1, "score/llm1": i, "score/llm2": i, "grad_norm/llm1": i,
              "seconds": i, "observer_after_better": i, "observer_after_worse": -i, "spread": i}
             for i in range(1, 13)]
