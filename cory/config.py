@@ -261,13 +261,12 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
 
 
 # --- config.json ---
-def config_json(cfg: Config, bases: dict[str, str], configs: dict[str, Config]) -> str:
-    """The settings, their class, each agent's base, and as `AGENT/SETTING` what an agent has of its own."""
+def to_save(cfg: Config, configs: dict[str, Config]) -> dict:
+    """The class of the settings, the settings, and as `AGENT/SETTING` what an agent has of its own."""
     module = type(cfg).__module__.replace("__main__", Path(sys.argv[0]).stem)       # of a script, its name
-    about = {"config_class": f"{module}:{type(cfg).__name__}", "agents": bases}
     own = {f"{agent}/{name}": value for agent, of_agent in configs.items()
            for name, value in asdict(of_agent).items() if value != getattr(cfg, name)}
-    return json.dumps(about | asdict(cfg) | {"resume": False} | own, indent=1) + "\n"
+    return {"config_class": f"{module}:{type(cfg).__name__}"} | asdict(cfg) | {"resume": False} | own
 
 
 def read_config(run_dir: Path) -> dict:
@@ -286,8 +285,9 @@ def load_config(run_dir: Path) -> Config:
     return config_class(**{f.name: saved[f.name] for f in fields(config_class)})
 
 
-def require_settings_of(run_dir: Path, cfg: Config) -> None:
-    """Raises `UserError` where a run that is resumed would go on with other settings."""
-    for name, old in asdict(load_config(run_dir)).items():
-        cfg.require(name, name in FREE_ON_RESUME or getattr(cfg, name) == old,
-                    f"the run has {old!r}; leave this setting out, or start afresh")
+def require_settings_of(run_dir: Path, cfg: Config, configs: dict[str, Config], free: set[str]) -> None:
+    """Raises `UserError` where settings, apart from those in `free`, are not those of the run."""
+    old, new = read_config(run_dir), to_save(cfg, configs)
+    for name in sorted({*old, *new} - free - {"agents"}):
+        if old.get(name) != new.get(name):
+            raise UserError(name, new.get(name), f"the run has {old.get(name)!r}; keep it, or start afresh")

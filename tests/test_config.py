@@ -13,8 +13,9 @@ from toys import EXPERIMENTS, error_line, read
 
 import train_imdb
 from cory import config
-from cory.config import ImdbConfig, config_json, load_config, parse
+from cory.config import ImdbConfig, load_config, parse, to_save
 from cory.errors import UserError, exit_on_user_error
+from cory.run.evaluate import finished_run
 from cory.run.log import in_section
 from cory.train import Cory, train
 
@@ -50,7 +51,7 @@ def test_every_preset_is_valid_and_names_settings_that_exist(task):
     for name, preset in presets.items():
         cfg = parse(config_class, presets, ["--preset", name])
         assert vars(cfg).items() >= preset.items(), name
-        assert str(config.ASSETS) not in config_json(cfg, {}, {})       # two clones have the same config.json
+        assert str(config.ASSETS) not in str(to_save(cfg, {}))       # two clones have the same config.json
 
 
 def test_a_flag_overrides_the_preset_and_leaves_the_rest(monkeypatch):
@@ -102,7 +103,7 @@ def test_a_value_of_another_type_or_a_misspelt_word_is_refused_from_python(name,
 def saved(folder, flags: list[str]) -> list[str]:
     """The command line that resumes a run which was started with these flags."""
     cfg = imdb([*flags, "--dtype", "float32"])
-    (folder / "config.json").write_text(config_json(cfg, {"llm1": "base"}, {}))
+    (folder / "config.json").write_text(json.dumps(to_save(cfg, {})))
     return ["--resume", "--run_dir", str(folder)]
 
 
@@ -114,6 +115,11 @@ def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkey
     assert "lam is 0.0: the run has 0.95;" in error_line(train_imdb.main, [*resume, "--lam", "0"], capsys)
     with pytest.raises(UserError, match="temperature is 0.5: the run has 1.0;"):        # from Python, too
         train(replace(load_config(tmp_path), resume=True, run_dir=str(tmp_path), temperature=0.5))
+    edited = lambda cfg, name: replace(cfg, lam=0.5) if name == "llm2" else cfg
+    monkeypatch.setattr(Cory, "agent_config", staticmethod(edited))
+    with pytest.raises(UserError, match="llm2/lam is 0.5: the run has None;"):
+        finished_run(tmp_path)
+    assert "llm2/lam is 0.5: the run has None;" in error_line(train_imdb.main, resume, capsys)
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def test_settings_of_ones_own_are_flags_and_come_back(tmp_path):
     cfg = parse(WithBonus, {"mine": {"model": "m"}}, ["--bonus", "2"])
     assert (cfg.bonus, cfg.preset, cfg.model, cfg.lam) == (2.0, "mine", "m", 0.95)
     pytest.raises(AttributeError, setattr, cfg, "bonus", 3.0)       # a resume would have the old one
-    (tmp_path / "config.json").write_text(config_json(cfg, {"llm1": "base"}, {}))
+    (tmp_path / "config.json").write_text(json.dumps(to_save(cfg, {})))
     assert load_config(tmp_path) == cfg and type(load_config(tmp_path)) is WithBonus
     older = read(tmp_path / "config.json")
     del older["bonus"]                                  # a setting that was added since has its default

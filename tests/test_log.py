@@ -1,4 +1,5 @@
 """The log of a run: its files, the bar's text, Weights & Biases, its resumption."""
+import json
 import os
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 import wandb
 from toys import settings
 
-from cory.config import config_json
+from cory.config import to_save
 from cory.run.log import Logger, read_jsonl
 
 VALUES = {"task_reward/llm1": 1.0, "kl/llm1": 2.5, "kl/llm2": 3.0, "seconds": 4.0, "copies": 0.5}
@@ -21,8 +22,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     (tmp_path / "a run").mkdir()
     own = dict(method="chain:Chain", lam=0.5)
-    config = config_json(settings(method="chain:Chain"), {}, {"llm2": settings(**own)})
-    (tmp_path / "a run/config.json").write_text(config)
+    config = to_save(settings(method="chain:Chain"), {"llm2": settings(**own)})
+    (tmp_path / "a run/config.json").write_text(json.dumps(config))
     return tmp_path / "a run"
 
 

@@ -45,9 +45,10 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     """`observer_copies` and `accuracy` are constant, `seconds` and `grad_norm` technical."""
     figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    titles = ["task_reward", "kl", "combined_reward", "score", "observer_reward"]
+    *titles, of_observer = map(report.TITLES.get, [
+        "task_reward", "kl", "combined_reward", "score", "observer_reward"])
     assert [ax.get_title() for ax in figure.axes] == [
-        *map(report.TITLES.get, titles), "spread", "held-out reward against KL"]
+        *titles, f"{of_observer}\n(open: after better, after worse)", "spread", "held-out reward against KL"]
     held_out, training = [[f"{who}, {kind}" for who in ("llm1", "llm2", "team")]
                           for kind in ("held out", "training")]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
@@ -62,7 +63,8 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     assert lines_of(figure, report.TITLES["score"]).keys() == {"team, training", "exchange of roles"}
     assert lines_of(figure, "spread")["base_team"] == ([[0, 0.1], [12, 0.1]], "--", GREY)
     assert [line.get_xdata()[0] for line in figure.axes[0].lines[:3]] == [4.5, 8.5, 0]      # exchanges
-    assert {-11.5, 11.5} <= {line.get_ydata()[-1] for line in figure.axes[4].lines}
+    opened = {line.get_ydata()[-1]: line.get_label() for line in figure.axes[4].lines[2:]}
+    assert opened == {-11.5: "_open", 11.5: "_open"}
     assert [[0.1, 0.01], [11, 1.1]] in [line.get_xydata().tolist() for line in figure.axes[-1].lines]
 
 
@@ -72,10 +74,13 @@ def test_scores_of_agents_that_are_trained_in_turn_are_theirs():
 
 
 def test_training_curves_are_running_means_over_a_twentieth():
-    """Of 60 iterations: over 3. An infinite value is left out."""
+    """Of 60 iterations: over 3. An infinite value is left out. LLM2 is trained in two of them."""
     rows = [{"iteration": i, "kl/llm1": float("inf") if i == 30 else i % 3} for i in range(1, 61)]
-    values = report.read_curves(rows).value.tolist()
+    rows[4]["kl/llm2"], rows[8]["kl/llm2"] = 5, 9
+    curves = report.read_curves(rows)
+    values = curves[curves.who == "llm1"].value.tolist()
     assert values[:3] == pytest.approx([1.5, 1, 1]) and len(values) == 59
+    assert curves[curves.who == "llm2"].value.tolist() == [5, 9]
 
 
 def test_a_table_has_means_and_sample_std():

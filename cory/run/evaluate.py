@@ -37,7 +37,7 @@ class Player(NamedTuple):
 
 def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[Player]]:
     """A finished run as it was in the end, with `changes` to its settings, and its final policies."""
-    run = Experiment(replace(load_config(run_dir), **changes), run_dir)
+    run = Experiment(replace(load_config(run_dir), **changes), run_dir, free=changes)
     memory = torch.load(run_dir / "final/state.pt", weights_only=True,
                         map_location={"cuda:0": str(run.device)})
     run.method.memory, run.task.memory = memory["method"], memory["task"]

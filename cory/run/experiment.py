@@ -1,10 +1,11 @@
 """What the settings of a run name: the task with its data, the bases, the method, and its agents."""
 from dataclasses import fields
 from pathlib import Path
+from typing import Iterable
 
 from transformers import set_seed
 
-from cory.config import NAMED, Config, require_settings_of
+from cory.config import FREE_ON_RESUME, NAMED, Config, require_settings_of
 from cory.loading import load_language_model
 from cory.machine import device
 from cory.machine.distributed import processes
@@ -17,9 +18,10 @@ from cory.ppo.model import LanguageModel, Policy
 class Experiment:
     """configs: each agent's settings. bases: frozen models by their names in logs, which `base_of` gives for
     each agent. They have the temperature of their agents, and share their weights if the model is the same.
+    Of a run that is resumed or evaluated, only settings in `free` may be changed.
     """
 
-    def __init__(self, cfg: Config, run_dir: Path):
+    def __init__(self, cfg: Config, run_dir: Path, free: Iterable[str] = FREE_ON_RESUME):
         cfg, self.device = device.resolve_auto(cfg)
         device.prepare_device(cfg, self.device)
         set_seed(cfg.seed)                              # for tasks and methods that draw as they are made
@@ -33,8 +35,8 @@ class Experiment:
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
         for name, own in self.configs.items():
             require_agent(name, own, cfg)
-        if cfg.resume:
-            require_settings_of(run_dir, cfg)
+        if (run_dir / "config.json").exists():
+            require_settings_of(run_dir, cfg, self.configs, {*free})
         print(f"{cfg.method} on {cfg.task}: preset {cfg.preset}, {cfg.dtype} on {self.device}, in {run_dir}\n"
               f"model {cfg.model}, data {cfg.dataset}", flush=True)
         data = task_class.load_data(cfg)

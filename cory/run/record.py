@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from cory.config import Config, config_json
+from cory.config import Config, to_save
 from cory.errors import UserError
 from cory.machine.device import peak_memory
 from cory.machine.distributed import processes
@@ -56,7 +56,8 @@ class Record:
             self.done, wandb_id = state["iteration"], state["wandb_id"]
             self.method.memory, self.task.memory = state["memory"]["method"], state["memory"]["task"]
         if processes().is_main:
-            write_text(self.run_dir / "config.json", config_json(run.cfg, run.base_of, run.configs))
+            saved = to_save(run.cfg, run.configs) | {"agents": run.base_of}
+            write_text(self.run_dir / "config.json", json.dumps(saved, indent=1) + "\n")
             (self.run_dir / "eval.json").unlink(missing_ok=True)        # only finished runs have one
         self.logger = Logger(run.cfg, [*run.configs], self.run_dir, self.done, wandb_id)
 

@@ -15,7 +15,7 @@ from cory.run.log import read_jsonl
 TITLES = {"task_reward": "task reward", "kl": "KL from the base (nats per response)",
           "combined_reward": "combined reward: reward - eta KL", "score": "score: what agents are trained on",
           "entropy": "entropy (nats per token)", "explained_variance": "explained variance of the critic",
-          "observer_reward": "observer's reward (open: after better, worse)",
+          "observer_reward": "observer's reward",
           "observer_copies": "share of copies by the observer"}
 WITHOUT_PANEL = """role task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
     approx_kl clip_fraction grad_norm learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity
@@ -70,20 +70,22 @@ def table(corner: str, frame: pd.DataFrame) -> str:
 
 # --- one run ---
 def read_curves(rows: list[dict]) -> pd.DataFrame:
-    """A row for each value of what has a panel; in training, of running means over a twentieth of the run."""
-    frame = pd.DataFrame(rows)
+    """A row for each value of what has a panel. In training it is a running mean over a twentieth of the run,
+    or over three iterations if these are more.
+    """
+    frame = pd.DataFrame(rows).replace([np.inf, -np.inf], np.nan).groupby("iteration").first()
+    in_training = frame.columns[~frame.columns.str.startswith("eval_")]
+    window = frame[in_training].rolling(2 * math.ceil(frame.index.max() / 60) + 1, center=True, min_periods=1)
+    frame[in_training] = window.mean().where(frame[in_training].notna())
     score = frame.filter(regex="^score/")
     # all agents have the same, as in CORY
     if score.shape[1] > 1 and score.nunique(axis=1, dropna=False).max() == 1:
         frame = frame.rename(columns={score.columns[0]: "score"}).drop(columns=score.columns[1:])
-    curves = frame.melt("iteration").replace([np.inf, -np.inf], np.nan).dropna()
+    curves = frame.reset_index().melt("iteration").dropna()
     key = curves.variable.str.extract("^(?P<kind>eval_)?(?P<metric>.+?)(?:/(?P<who>[^/]+))?$")
     curves = curves.join(key.fillna({"kind": "training", "who": "team"}).replace("eval_", "held out"))
     curves["panel"] = curves.metric.str.removeprefix("greedy_").str.replace(
         "after_(?:better|worse)$", "reward", regex=True)
-    width = 2 * math.ceil(curves.iteration.max() / 60) + 1
-    curves.update(curves[curves.kind == "training"].groupby("variable").value.transform(
-        lambda x: x.rolling(width, center=True, min_periods=1).mean()))
     return curves[~curves.panel.isin(WITHOUT_PANEL)].groupby("panel").filter(
         lambda panel: panel.name in ("task_reward", "kl") or panel.value.nunique() > 1)
 
@@ -108,15 +110,18 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
     roles = pd.DataFrame(rows).set_index("iteration").filter(regex="^role/").dropna(how="all")
     for ax, panel in zip(over_iterations, panels, strict=True):
         of_panel = curves[(curves.panel == panel) & curves.who.isin([*looks])]
-        greedy = " (open: greedy)" if any(of_panel.metric == f"greedy_{panel}") else ""
-        ax.set(title=TITLES.get(panel, panel.replace("_", " ") + greedy), xlabel="iteration")
+        others = [metric for metric in of_panel.metric.unique() if metric != panel]
+        names = [metric.removeprefix(panel.removesuffix("reward")).replace("_", " ") for metric in others]
+        opened = f"\n(open: {', '.join(names)})" if names else ""
+        ax.set(title=TITLES.get(panel, panel.replace("_", " ")) + opened, xlabel="iteration")
         for iteration in roles.index[(roles.fillna(-1).diff().fillna(0) != 0).any(axis=1)]:
             ax.axvline(iteration - 0.5, color="0.8", linewidth=0.8, zorder=0, label="exchange of roles")
         for (metric, kind, who), curve in of_panel.groupby(["metric", "kind", "who"]):
-            label = who if who.startswith("base") else f"{who}, {kind}"
             look = looks[who] | (DOTTED if kind == "training" else {})
-            ax.plot(curve.iteration, curve.value, label=label, **look,
-                    markerfacecolor=look["color"] if metric == panel else "white")
+            label = who if who.startswith("base") else f"{who}, {kind}"
+            if metric in others:
+                look, label = look | {"markerfacecolor": "white"}, "_open"      # in no legend
+            ax.plot(curve.iteration, curve.value, label=label, **look)
     for who, points in held_out(rows).dropna(subset="kl").query("who in @looks").groupby("who"):
         against_kl.plot(points.kl, points.task_reward, **looks[who])
     against_kl.set(title="held-out reward against KL", xlabel=TITLES["kl"])
