@@ -262,11 +262,14 @@ def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] 
 
 # --- config.json ---
 def to_save(cfg: Config, configs: dict[str, Config]) -> dict:
-    """The class of the settings, the settings, and as `AGENT/SETTING` what an agent has of its own."""
-    module = type(cfg).__module__.replace("__main__", Path(sys.argv[0]).stem)       # of a script, its name
+    """The settings, their class, each agent's base, and as `AGENT/SETTING` what an agent has of its own."""
+    module, names = type(cfg).__module__.replace("__main__", Path(sys.argv[0]).stem), {}    # or the script's
+    bases = {agent: names.setdefault((own.model, own.temperature), f"base_{agent}" if names else "base")
+             for agent, own in configs.items()}
+    about = {"config_class": f"{module}:{type(cfg).__name__}", "agents": bases}
     own = {f"{agent}/{name}": value for agent, of_agent in configs.items()
            for name, value in asdict(of_agent).items() if value != getattr(cfg, name)}
-    return {"config_class": f"{module}:{type(cfg).__name__}"} | asdict(cfg) | {"resume": False} | own
+    return about | asdict(cfg) | {"resume": False} | own
 
 
 def read_config(run_dir: Path) -> dict:
@@ -288,6 +291,6 @@ def load_config(run_dir: Path) -> Config:
 def require_settings_of(run_dir: Path, cfg: Config, configs: dict[str, Config], free: set[str]) -> None:
     """Raises `UserError` where settings, apart from those in `free`, are not those of the run."""
     old, new = read_config(run_dir), to_save(cfg, configs)
-    for name in sorted({*old, *new} - free - {"agents"}):
+    for name in sorted({*old, *new} - free):
         if old.get(name) != new.get(name):
             raise UserError(name, new.get(name), f"the run has {old.get(name)!r}; keep it, or start afresh")

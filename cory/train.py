@@ -11,7 +11,7 @@ from torch import Tensor
 from cory.config import Config
 from cory.machine.distributed import launched, processes
 from cory.ppo.agent import Agent
-from cory.ppo.rollout import Rollout
+from cory.ppo.rollout import Rollout, require_queries
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import ppo_update
 from cory.run.experiment import Experiment
@@ -62,6 +62,7 @@ class Ppo:
             cast = self.cast(agents, iteration)
             sample = partial(collect_rollout, max_new_tokens=max_new_tokens)
             rollouts = self.respond(cast, queries, sample)
+            require_queries(rollouts, rollouts[0].query)      # or others that it chose, alike in all roles
 
             # PPO: r(s0, a1)              CORY: r(s0, a1) + r(s0, a2), for both
             rewarded = [task.reward_and_parts(rollout.query, rollout.text) for rollout in rollouts]
@@ -102,7 +103,8 @@ class Ppo:
         """A response in each role to each of the queries; in training, a query stands `responses_per_query`
         times in a row. `sample(agent, prompts, queries)` returns a `Rollout`: responses to the prompts, which
         are rewarded as responses to the queries afterwards; a prompt that depends on a reward asks for it by
-        `self.task.reward`. In held-out evaluation policies are cast, and a rollout has no log-probabilities.
+        `self.task.reward`. In training, `sample(..., policy=agent.base)` has the base respond instead. In
+        held-out evaluation policies are cast, and a rollout has no log-probabilities.
         """
         (agent,) = cast
         return [sample(agent, self.task.pioneer_prompts(queries), queries)]

@@ -103,7 +103,7 @@ def test_a_value_of_another_type_or_a_misspelt_word_is_refused_from_python(name,
 def saved(folder, flags: list[str]) -> list[str]:
     """The command line that resumes a run which was started with these flags."""
     cfg = imdb([*flags, "--dtype", "float32"])
-    (folder / "config.json").write_text(json.dumps(to_save(cfg, {})))
+    (folder / "config.json").write_text(json.dumps(to_save(cfg, {"llm1": cfg, "llm2": cfg})))
     return ["--resume", "--run_dir", str(folder)]
 
 
@@ -115,6 +115,9 @@ def test_a_resumed_run_has_its_own_settings_and_not_its_presets(tmp_path, monkey
     assert "lam is 0.0: the run has 0.95;" in error_line(train_imdb.main, [*resume, "--lam", "0"], capsys)
     with pytest.raises(UserError, match="temperature is 0.5: the run has 1.0;"):        # from Python, too
         train(replace(load_config(tmp_path), resume=True, run_dir=str(tmp_path), temperature=0.5))
+    monkeypatch.setattr(Cory, "agent_names", ("llm1", "llm2", "llm3"))
+    assert "agents is {'llm1': 'base', 'llm2': 'base', 'llm3'" in error_line(train_imdb.main, resume, capsys)
+    monkeypatch.setattr(Cory, "agent_names", ("llm1", "llm2"))
     edited = lambda cfg, name: replace(cfg, lam=0.5) if name == "llm2" else cfg
     monkeypatch.setattr(Cory, "agent_config", staticmethod(edited))
     with pytest.raises(UserError, match="llm2/lam is 0.5: the run has None;"):

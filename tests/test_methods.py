@@ -1,4 +1,5 @@
 """The methods: PPO, CORY, and those of one's own."""
+import re
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -102,12 +103,32 @@ class Frozen(Cory):
     frozen = ("llm2",)
 
 
-def test_an_agent_that_is_not_trained_keeps_its_eta(small_flags, tmp_path):
+def test_an_agent_that_is_not_trained_keeps_its_eta(small_flags, tmp_path, capsys):
     folder = finished(small_flags, tmp_path / "run", "--iterations", 2, "--method", "test_methods:Frozen")
     held_out = read(folder / "eval.json")
     assert held_out["mean"] == held_out["llm1"] != held_out["llm2"]
     agents = torch.load(checkpoints_of(folder)[0], weights_only=True)["agents"]
     assert agents["llm2"]["kl_coef"] == 0.15 != agents["llm1"]["kl_coef"]
+    (said,) = re.findall("([0-9,]+) trainable parameters", capsys.readouterr().out)
+    assert int(said.replace(",", "")) == sum(p.numel() for p in agents["llm1"]["tensors"].values())
+
+
+class Asking(Cory):
+    """Each role responds to queries of its own, but in training or in held-out evaluation alone."""
+    in_training = True
+
+    def respond(self, cast, queries, sample):
+        rollouts = super().respond(cast, queries, sample)
+        if self.training == self.in_training:
+            rollouts = [rollouts[0], sample(cast[1], queries[::-1], queries[::-1])]
+        return rollouts
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+def test_responses_to_other_queries_are_refused(in_training, small_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Asking, "in_training", in_training)
+    line = refusal(small_flags, tmp_path / "r", capsys, "--method", "test_methods:Asking", "--iterations", 1)
+    assert "the same queries in all roles" in line
 
 
 doubled = lambda agent, kl_N: 2 * agent.kl_coef
@@ -185,16 +206,19 @@ def test_a_name_of_no_code_is_refused_before_a_model_is_loaded(
     assert "nowhere:x: No module named 'nowhere'" in line
 
 
-@pytest.mark.parametrize("name, value", [("agent_names", ("llm1", "llm1")), ("frozen", ("observer",))])
-def test_an_agent_named_twice_or_a_frozen_one_that_there_is_not_is_refused(
+@pytest.mark.parametrize("name, value", [
+    ("agent_names", ("llm1", "llm1")), ("agent_names", ("llm1", "base")), ("frozen", ("observer",)),
+    ("roles", ("pioneer", "observer", "pioneer"))])
+def test_names_that_would_hide_another_and_a_frozen_agent_that_there_is_not_are_refused(
         name, value, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Cory, name, value)
     assert f"{value}" in refusal(small_flags, tmp_path / "r", capsys)
 
 
-@pytest.mark.parametrize("of, name", [(Cory, "iteration"), (Imdb, "length")])
-def test_a_metric_that_hides_another_is_an_error(of, name, small_flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(of, "metrics", lambda *_: {name: 2.0})
+@pytest.mark.parametrize("of, gives, name", [
+    (Cory, "metrics", "iteration"), (Imdb, "metrics", "length"), (Cory, "update", "role")])
+def test_a_metric_that_hides_another_is_an_error(of, gives, name, small_flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(of, gives, lambda *_: {name: 2.0})
     monkeypatch.setattr(Record, "evaluate", lambda *_: None)
     with pytest.raises(TypeError, match=name):
         finished(small_flags, tmp_path / "run", "--iterations", 1)

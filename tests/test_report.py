@@ -48,7 +48,7 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     *titles, of_observer = map(report.TITLES.get, [
         "task_reward", "kl", "combined_reward", "score", "observer_reward"])
     assert [ax.get_title() for ax in figure.axes] == [
-        *titles, f"{of_observer}\n(open: after better, after worse)", "spread", "held-out reward against KL"]
+        *titles, f"{of_observer}\n△ after better, ▽ after worse", "spread", "held-out reward against KL"]
     held_out, training = [[f"{who}, {kind}" for who in ("llm1", "llm2", "team")]
                           for kind in ("held out", "training")]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
@@ -63,14 +63,16 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     assert lines_of(figure, report.TITLES["score"]).keys() == {"team, training", "exchange of roles"}
     assert lines_of(figure, "spread")["base_team"] == ([[0, 0.1], [12, 0.1]], "--", GREY)
     assert [line.get_xdata()[0] for line in figure.axes[0].lines[:3]] == [4.5, 8.5, 0]      # exchanges
-    opened = {line.get_ydata()[-1]: line.get_label() for line in figure.axes[4].lines[2:]}
-    assert opened == {-11.5: "_open", 11.5: "_open"}
+    assert {line.get_ydata()[-1]: line.get_label() for line in figure.axes[4].lines[2:]} == {
+        -11.5: "_", 11.5: "_"}
     assert [[0.1, 0.01], [11, 1.1]] in [line.get_xydata().tolist() for line in figure.axes[-1].lines]
 
 
 def test_scores_of_agents_that_are_trained_in_turn_are_theirs():
     rows = [{"iteration": i, f"score/llm{i % 2 + 1}": i} for i in range(1, 7)]
     assert {*report.read_curves(rows).who} == {"llm1", "llm2"}
+    rows = [{"iteration": i, "score/llm1": i, "score/llm2": i, "score": 9 - i} for i in range(1, 7)]
+    assert {*report.read_curves(rows).who} == {"llm1", "llm2", "team"}          # one of the method's own
 
 
 def test_training_curves_are_running_means_over_a_twentieth():
@@ -86,16 +88,17 @@ def test_training_curves_are_running_means_over_a_twentieth():
 def test_a_table_has_means_and_sample_std():
     """Of 1 and 2: 1.5 and 1 / sqrt(2). Teams have a table of their own; a mean of one agent is left out."""
     frame = pd.DataFrame([{"task_reward": 1.0, "kl": 0.5, "gap": 1e-6}, {"task_reward": 0.126, "kl": 15.0},
-                          {"task_reward": 2.0, "kl": 0.5, "big": 1234.5}, {"score": 0.5},
-                          {"task_reward": 0.126, "kl": 15.0}], index=["A", "B", "A", "A TEAM", "mean"])
-    assert report.tables("held-out", frame) == (
+                          {"task_reward": 2.0, "kl": 0.5, "big": 1234.5}, {"score": 0.5, "kl": 0.25},
+                          {"task_reward": 0.126, "kl": 15.0}], index=["A", "B", "A", "team", "mean"])
+    assert report.tables("held-out", frame, ["A", "B", "A", "A", "mean"]) == (
         "held-out               A     B\n"
         "runs                   2     1\n"
         "task_reward  1.50 ± 0.71  0.13\n"
         "kl             0.5 ± 0.0  15.0\n"
         "big                    –     –\n"
         "\n"
-        "held-out A TEAM\n"
+        "held-out      A\n"
+        "kl        0.250\n"
         "score     0.500")
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from toys import PROMPTS, agent_of, close, moved, tiny_gpt2
 
+from cory.errors import UserError
 from cory.ppo import rollout, sampling
 from cory.ppo.rollout import Rollout, join, take
 from cory.ppo.sampling import collect_rollout, score_rollout
@@ -38,6 +39,21 @@ def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divi
     agent.draws = 0                                         # the same random numbers again
     same_rows(whole, collect_rollout(agent, PROMPTS, PROMPTS, 12), 1e-5)
     assert collect_rollout(agent, PROMPTS, PROMPTS, 12).text != whole.text
+
+
+def test_a_base_responds_in_place_of_its_agent_by_other_random_numbers():
+    agent = agent_of(tiny_gpt2())
+    of_base = [collect_rollout(agent, PROMPTS, PROMPTS, 12, policy=agent.base) for _ in range(2)]
+    agent.draws = 0
+    assert collect_rollout(moved(agent), PROMPTS, PROMPTS, 12).text != of_base[0].text != of_base[1].text
+    assert all(drawn.kl_BT.abs().max() == 0 for drawn in of_base)
+
+
+def test_a_temperature_that_is_not_the_settings_is_refused():
+    agent = agent_of(tiny_gpt2())
+    agent.policy.temperature = 0.5
+    with pytest.raises(UserError, match="temperature is 1.0: but 0.5 in a policy of llm1"):
+        collect_rollout(agent, PROMPTS, PROMPTS, 12)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def test_in_bfloat16_the_first_ratio_is_1_but_for_rounding():
     """In other mini-batches than the rollout's, too: k3 is below 0.01^2 / 2."""
     base = tiny_gpt2()
     base.dtype, base.temperature = "bfloat16", 0.5
-    agent = moved(agent_of(base, num_ppo_epochs=1))
+    agent = moved(agent_of(base, num_ppo_epochs=1, temperature=0.5))
     rollout = collect_rollout(agent, PROMPTS, PROMPTS, 12)
     agent.cfg = replace(agent.cfg, mini_batch_size=2, gradient_accumulation_steps=4)
     metrics = ppo_update(agent, rollout, SCORE)
@@ -171,9 +171,13 @@ class Deaf(torch.nn.Linear):
         return hidden.mean(-1).detach().requires_grad_()
 
 
-def test_a_critic_without_a_gradient_is_named():
+def test_a_critic_or_a_policy_without_a_gradient_is_named():
     agent, rollout = ragged(critic="test_update:Deaf")
-    with pytest.warns(UserWarning, match=r"no weight of llm1's critic \(test_update:Deaf\) has a gradient"):
+    with pytest.warns(UserWarning, match="no weight of llm1's critic has a gradient"):
+        ppo_update(agent, rollout, SCORE)
+    agent, rollout = ragged()
+    agent.policy.requires_grad_(False)          # with LoRA, of all agents at once
+    with pytest.warns(UserWarning, match="no weight of llm1's policy has a gradient"):
         ppo_update(agent, rollout, SCORE)
 
 
@@ -238,6 +242,6 @@ def test_scores_of_tokens_are_rewards_of_tokens():
     score_BT = torch.arange(8.0)[:, None] + torch.arange(12.0)
     metrics = ppo_update(agent, rollout, score_BT)
     assert metrics["score"] == pytest.approx((score_BT * rollout.mask_BT).sum().item() / 8)
-    for shape in ((4,), (8, 11), (8, 12, 1)):
-        with pytest.raises(RuntimeError):
+    for shape in ((4,), (16,), (8, 11), (8, 12, 1)):
+        with pytest.raises(UserError, match="llm1's scores are"):
             ppo_update(agent, rollout, torch.ones(shape))

@@ -29,6 +29,7 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config) -> None:
         lm.peft_config[name].base_model_name_or_path = str(Path(lm.name_or_path).resolve())
     else:
         lm.peft_config[name].revision = cfg.model.partition("@")[2] or None
+    lm.peft_config[name].target_modules = sorted(lm.peft_config[name].target_modules)   # saved in this order
     weights = {path: p for path, p in lm.named_parameters() if p not in before}
     for p in weights.values():
         p.data = p.data.float()

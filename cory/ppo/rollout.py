@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 
 # How rows are divided into forward passes affects results only by rounding.
@@ -111,6 +112,13 @@ def passes(rollout: Rollout, model: LanguageModel, max_rows: int) -> list[Tensor
             of_passes.append(order[start:end])
             start, P, T = end, prompt, response
     return [*of_passes, order[start:]][::-1]           # the longest first: the others then reuse its memory
+
+
+def require_queries(rollouts: list[Rollout], queries: list[str]) -> None:
+    """Raises `UserError` unless each rollout responds to these queries, in this order."""
+    if any(rollout.query != queries for rollout in rollouts):
+        raise UserError("a method's respond must give responses to the same queries in all roles, and in "
+                        "held-out evaluation (not self.training) to the queries that it receives")
 
 
 def max_length(mask: Tensor) -> int:

@@ -24,11 +24,14 @@ EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
 MAX_BYTES = {"cpu": 2**29, "cuda": 2**34}
 
 
-def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_new_tokens: int) -> Rollout:
-    """`a ~ pi_agent(. | prompt)` for each prompt, with log-probabilities, KL and values. The responses to k
-    consecutive prompts, k = `responses_per_query`, form a group.
+def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_new_tokens: int,
+                    policy: LanguageModel | None = None) -> Rollout:
+    """`a ~ pi(. | prompt)` for each prompt, with log-probabilities, KL and values; pi is the agent's policy,
+    or the one given. The responses to k consecutive prompts, k = `responses_per_query`, form a group.
     """
-    policy, cfg, B = agent.policy, agent.cfg, len(prompts)
+    policy, cfg, B = policy or agent.policy, agent.cfg, len(prompts)
+    cfg.require("temperature", policy.temperature == cfg.temperature,
+                f"but {policy.temperature} in a policy of {agent.name}; set it by the method's agent_config")
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
     score = partial(score_rollout, policy=policy, reference=agent.base, kl_penalty=cfg.kl_penalty,
                     max_rows=cfg.mini_batch_size, critic=agent.critic)

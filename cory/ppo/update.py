@@ -28,6 +28,8 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict[str, float
     each of them.
     """
     rng, mask_BT = agent.generator(), rollout.mask_BT
+    if score.shape not in (mask_BT.shape, mask_BT.shape[:1]):
+        raise UserError(f"{agent.name}'s scores are {tuple(score.shape)}, responses {tuple(mask_BT.shape)}")
     score = score.to(mask_BT)
     rollout = with_advantages(rollout, score, agent)
     sums, grad_norms = defaultdict(float), []               # of each metric, over the tokens of all steps
@@ -120,9 +122,10 @@ def add_gradient(agent: Agent, rows: Rollout, divisor: Tensor) -> dict[str, Tens
 
     loss_BT, metrics = agent.cfg.find("loss")(agent, rows, logp_BT, entropy_BT, value_BT)
     ((loss_BT[real] * rows.weight_BT[real]).sum() / divisor).backward()
-    of_critic = [p for p in agent.critic.parameters() if p.requires_grad] if agent.critic else []
-    if of_critic and all(p.grad is None for p in of_critic):
-        warnings.warn(f"no weight of {agent.name}'s critic ({agent.cfg.critic}) has a gradient", stacklevel=2)
+    for group in agent.optimizer.param_groups:
+        if all(p.grad is None for p in group["params"]):
+            part = "critic" if group["is_critic"] else "policy"
+            warnings.warn(f"no weight of {agent.name}'s {part} has a gradient", stacklevel=2)
     of_tokens = dict(**metrics, tokens=rows.mask_BT)
     return {name: x_BT.detach()[real].double().sum() for name, x_BT in of_tokens.items()}
 

@@ -17,7 +17,7 @@ from cory.config import Config, load_config
 from cory.machine.distributed import processes
 from cory.machine.sharding import unsharded
 from cory.ppo.model import LanguageModel, Policy
-from cory.ppo.rollout import Rollout, real_ids
+from cory.ppo.rollout import Rollout, real_ids, require_queries
 from cory.ppo.sampling import generate, score_rollout
 from cory.run.experiment import Experiment
 from cory.run.log import write_text
@@ -155,6 +155,7 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
         return sample_responses(policy, prompts, queries, length, next(seeds))
 
     rollouts = method.respond(policies, queries, sample)
+    require_queries(rollouts, queries)
     rewards = [method.task.reward(rollout.query, rollout.text) for rollout in rollouts]
     of_roles = {f"{role}_reward": reward_B.mean().item()
                 for role, reward_B in zip(method.roles, rewards, strict=True)}

@@ -5,7 +5,7 @@ from typing import Iterable
 
 from transformers import set_seed
 
-from cory.config import FREE_ON_RESUME, NAMED, Config, require_settings_of
+from cory.config import FREE_ON_RESUME, NAMED, Config, require_settings_of, to_save
 from cory.loading import load_language_model
 from cory.machine import device
 from cory.machine.distributed import processes
@@ -30,8 +30,6 @@ class Experiment:
             cfg.find(name)
         method_class, task_class = cfg.find("method"), cfg.find("task")
         names = method_class.agent_names[:1] if cfg.share_weights else method_class.agent_names
-        cfg.require("method", len({*names}) == len(names) and {*method_class.frozen} <= {*names},
-                    f"its agents are {names}, and {method_class.frozen} are frozen; name each agent once")
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
         for name, own in self.configs.items():
             require_agent(name, own, cfg)
@@ -40,17 +38,20 @@ class Experiment:
         print(f"{cfg.method} on {cfg.task}: preset {cfg.preset}, {cfg.dtype} on {self.device}, in {run_dir}\n"
               f"model {cfg.model}, data {cfg.dataset}", flush=True)
         data = task_class.load_data(cfg)
-        self.base_of, self.bases, base_names, loaded = {}, {}, {}, {}
+        self.base_of, self.bases, loaded = to_save(cfg, self.configs)["agents"], {}, {}
         for name, own in self.configs.items():
             if own.model not in loaded:
                 loaded[own.model] = load_language_model(own.model, own, self.device)
-            model, key = loaded[own.model], (own.model, own.temperature)
-            base = base_names.setdefault(key, f"base_{name}" if base_names else "base")
-            self.base_of[name] = base
-            self.bases[base] = LanguageModel(model.lm, model.tokenizer, cfg.dtype, cfg.chat_template,
-                                             own.temperature)
+            model = loaded[own.model]
+            self.bases[self.base_of[name]] = LanguageModel(
+                model.lm, model.tokenizer, cfg.dtype, cfg.chat_template, own.temperature)
         self.task = task_class(cfg, data, self.bases["base"])
-        self.method = method_class(cfg, self.task)
+        self.method = method = method_class(cfg, self.task)
+        in_tables = [*method.agent_names, "base", "base_team", "mean", "team"]
+        once = all(len({*words}) == len(words) for words in (in_tables, method.roles))
+        cfg.require("method", once and {*method.frozen} <= {*names},
+                    f"agents {names}, frozen {method.frozen}, roles {method.roles}: give each agent and role "
+                    "a name of its own, and no agent base, base_team, mean or team")
 
     def new_agents(self) -> list[Agent]:
         """The agents, each with its own policy. Then shrinks the frozen bases: to bfloat16, to shards."""
@@ -58,7 +59,9 @@ class Experiment:
         agents = [Agent(name, self.bases[self.base_of[name]], agent_cfg, i)
                   for i, (name, agent_cfg) in enumerate(self.configs.items())]
         trained = {p for agent in agents for p in agent.trainable_parameters().values()}
-        print(f"{sum(p.numel() for p in trained):,} trainable parameters", flush=True)
+        count = sum(p.numel() for agent in agents if agent.name not in self.method.frozen
+                    for p in agent.trainable_parameters().values())
+        print(f"{count:,} trainable parameters", flush=True)
         for base in {base.lm: base for base in self.bases.values()}.values():
             if not cfg.lora_rank and cfg.dtype == "bfloat16":
                 base.store_in_bfloat16()            # after agents have had their copies

@@ -56,8 +56,7 @@ class Record:
             self.done, wandb_id = state["iteration"], state["wandb_id"]
             self.method.memory, self.task.memory = state["memory"]["method"], state["memory"]["task"]
         if processes().is_main:
-            saved = to_save(run.cfg, run.configs) | {"agents": run.base_of}
-            write_text(self.run_dir / "config.json", json.dumps(saved, indent=1) + "\n")
+            write_text(self.run_dir / "config.json", json.dumps(to_save(run.cfg, run.configs), indent=1))
             (self.run_dir / "eval.json").unlink(missing_ok=True)        # only finished runs have one
         self.logger = Logger(run.cfg, [*run.configs], self.run_dir, self.done, wandb_id)
 
@@ -76,21 +75,21 @@ class Record:
         """Logs an iteration: each metric as NAME/AGENT, the mean over the roles that the agent played, and
         `role/AGENT`, its first role by number; `metrics` are whatever else the method measured.
         """
-        of_agents = defaultdict(list)
+        of_agents, roles = defaultdict(list), {}
         for role, turn in enumerate(turns):
-            of_agents.setdefault(f"role/{turn.agent.name}", [role])
+            roles.setdefault(f"role/{turn.agent.name}", role)
             for name, x in turn.metrics(self.task).items():
                 of_agents[f"{name}/{turn.agent.name}"].append(x)
         means = {name: statistics.fmean(xs) for name, xs in of_agents.items()}
         of_team = {name: float(x) for name, x in metrics.items()}
-        row = dict(**means, **of_team, seconds=time.perf_counter() - self.clock)
+        row = dict(**roles, **means, **of_team, seconds=time.perf_counter() - self.clock)
         self.logger.iteration(iteration, row, self.samples(iteration, turns))
 
     def samples(self, iteration: int, turns: list[Turn]) -> list[dict]:
         """A few queries, with each role's prompt, response, agent and reward."""
-        rows, count = [], min(len(turn.rollout.query) for turn in turns)
-        for i in range(0, count, self.cfg.responses_per_query)[:SAMPLES]:
-            row = {"iteration": iteration, "query": turns[0].rollout.query[i]}
+        rows, queries = [], turns[0].rollout.query
+        for i in range(0, len(queries), self.cfg.responses_per_query)[:SAMPLES]:
+            row = {"iteration": iteration, "query": queries[i]}
             for role, agent, rollout, reward_B, *_ in turns:
                 (prompt,) = real_ids(rollout.prompt_BP[i:i + 1], rollout.prompt_mask_BP[i:i + 1])
                 row |= {role: rollout.text[i], f"{role}_agent": agent.name,

@@ -42,16 +42,18 @@ def last_held_out(rows: list[dict]) -> dict[str, dict[str, float]]:
     return {who: metrics.dropna().to_dict() for who, metrics in last.iterrows()}
 
 
-def tables(corner: str, frame: pd.DataFrame) -> str:
-    """A table of models, and one of teams, which have no KL. The index has a label for each row."""
-    frame = frame[~(frame.duplicated(keep=False) & (frame.index == "mean"))]    # of one agent
-    is_model = frame.kl.notna()
-    return "\n\n".join(table(corner, part) for part in (frame[is_model], frame[~is_model]) if len(part))
+def tables(corner: str, frame: pd.DataFrame, labels: list[str] | None = None) -> str:
+    """A table of models, and one of teams. The index says who each row is of; labels: what it is called."""
+    is_team = frame.index.str.endswith("team")
+    frame = frame.set_axis(labels or frame.index)
+    return "\n\n".join(table(corner, part) for part in (frame[~is_team], frame[is_team]) if len(part))
 
 
 def table(corner: str, frame: pd.DataFrame) -> str:
-    """Mean ± sample std over rows with the same label. The largest value has three significant digits."""
-    frame = frame.dropna(axis=1, how="all")
+    """Mean ± sample std over rows with the same label; no mean over one agent. The largest value of a column
+    has three significant digits.
+    """
+    frame = frame[~(frame.duplicated(keep=False) & (frame.index == "mean"))].dropna(axis=1, how="all")
     frame = frame.loc[:, (frame.abs().max() >= 0.0005) | frame.columns.isin(MAIN)]
     decimals = (2 - np.floor(np.log10(frame.abs().max() + 1e-6))).clip(upper=3)
 
@@ -79,7 +81,7 @@ def read_curves(rows: list[dict]) -> pd.DataFrame:
     frame[in_training] = window.mean().where(frame[in_training].notna())
     score = frame.filter(regex="^score/")
     # all agents have the same, as in CORY
-    if score.shape[1] > 1 and score.nunique(axis=1, dropna=False).max() == 1:
+    if "score" not in frame and score.shape[1] > 1 and score.nunique(axis=1, dropna=False).max() == 1:
         frame = frame.rename(columns={score.columns[0]: "score"}).drop(columns=score.columns[1:])
     curves = frame.reset_index().melt("iteration").dropna()
     key = curves.variable.str.extract("^(?P<kind>eval_)?(?P<metric>.+?)(?:/(?P<who>[^/]+))?$")
@@ -110,17 +112,16 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
     roles = pd.DataFrame(rows).set_index("iteration").filter(regex="^role/").dropna(how="all")
     for ax, panel in zip(over_iterations, panels, strict=True):
         of_panel = curves[(curves.panel == panel) & curves.who.isin([*looks])]
-        others = [metric for metric in of_panel.metric.unique() if metric != panel]
+        others = sorted({*of_panel.metric} - {panel})
         names = [metric.removeprefix(panel.removesuffix("reward")).replace("_", " ") for metric in others]
-        opened = f"\n(open: {', '.join(names)})" if names else ""
-        ax.set(title=TITLES.get(panel, panel.replace("_", " ")) + opened, xlabel="iteration")
+        marks = ", ".join(map(" ".join, zip("△▽", names, strict=False)))
+        ax.set(title=f"{TITLES.get(panel, panel.replace('_', ' '))}\n{marks}".strip(), xlabel="iteration")
         for iteration in roles.index[(roles.fillna(-1).diff().fillna(0) != 0).any(axis=1)]:
             ax.axvline(iteration - 0.5, color="0.8", linewidth=0.8, zorder=0, label="exchange of roles")
         for (metric, kind, who), curve in of_panel.groupby(["metric", "kind", "who"]):
-            look = looks[who] | (DOTTED if kind == "training" else {})
-            label = who if who.startswith("base") else f"{who}, {kind}"
-            if metric in others:
-                look, label = look | {"markerfacecolor": "white"}, "_open"      # in no legend
+            own = {"marker": "^v"[others.index(metric)], "markerfacecolor": "w"} if metric in others else {}
+            label = "_" if own else who if who.startswith("base") else f"{who}, {kind}"     # "_": no legend
+            look = looks[who] | own | (DOTTED if kind == "training" else {})
             ax.plot(curve.iteration, curve.value, label=label, **look)
     for who, points in held_out(rows).dropna(subset="kl").query("who in @looks").groupby("who"):
         against_kl.plot(points.kl, points.task_reward, **looks[who])
@@ -181,7 +182,7 @@ def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figu
     figure = Figure(figsize=(11, 8.5), layout="constrained")
     figure.suptitle("held out: means over runs, with 95% t-intervals")
     axes = figure.subplot_mosaic([MAIN[:1] * 3, [*MAIN[1:], "against_kl"]], height_ratios=(3, 2))
-    for (group, who), of_group in rows[rows.kl.notna()].groupby(["group", "who"], sort=False):
+    for (group, who), of_group in rows.groupby(["group", "who"], sort=False):
         by_iteration, look = of_group.groupby("iteration")[MAIN], looks[group] if who == "mean" else BASE
         runs = by_iteration.size()
         mean = by_iteration.mean()[runs == runs.max()]
@@ -194,7 +195,7 @@ def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figu
                             color=look["color"], alpha=0.5 / max(3, len(looks)))
         axes["against_kl"].plot(mean.kl, mean.task_reward, **look)
         if who != "mean":
-            axes["combined_reward"].annotate("base", (mean.index[-1], mean.combined_reward.iloc[-1]))
+            axes["combined_reward"].annotate(who, (mean.index[-1], mean.combined_reward.iloc[-1]))
     axes["against_kl"].set(title="reward against KL", xlabel=TITLES["kl"])
     return finished(figure, out, ncols=max(2, groups.method.nunique()) if max(map(len, looks)) < 60 else 1)
 
@@ -208,7 +209,7 @@ def compare(run_dirs: list[Path], out: Path) -> None:
     is_shared = last.round(3).groupby("who").nunique().max(axis=1) <= 1
     labels = [group if who in ("mean", "team") else who if is_shared[who] else f"{group} {who}"
               for group, who in last.index]
-    print(tables("held-out", last.set_axis(labels)))
+    print(tables("held-out", last.droplevel("group"), labels))
     out.parent.mkdir(parents=True, exist_ok=True)
-    draw_comparison(rows, groups, out)
+    draw_comparison(rows.query("not who.str.endswith('team')"), groups, out)
     print(f"written: {out}")
