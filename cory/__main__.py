@@ -1,8 +1,8 @@
-"""Compare runs, or evaluate finished ones again. With --help after its name, a
+"""Compare runs, or evaluate a finished one again. With --help after its name, a
 command lists its options.
 
     python -m cory report RUN_DIR RUN_DIR
-    python -m cory evaluate RUN_DIR RUN_DIR --samples 64
+    python -m cory evaluate RUN_DIR --samples 64
 """
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
@@ -21,8 +21,8 @@ def main(argv: list[str] | None = None) -> None:
     report.add_argument("--out", type=Path, metavar="FILE", default=Path("comparison.png"),
                         help="write the plot to this .png, .pdf or .svg (default: comparison.png)")
     evaluate = commands.add_parser(
-        "evaluate", help="all held-out metrics of finished runs with more responses, and pass@k, best of n")
-    evaluate.add_argument("run_dirs", nargs="+", type=Path, help="folders of finished runs")
+        "evaluate", help="all held-out metrics of a finished run with more responses, and pass@k, best of n")
+    evaluate.add_argument("run_dir", type=Path, help="folder of a finished run")
     evaluate.add_argument("--samples", type=int, default=64, help="responses sampled per query (default: 64)")
     evaluate.add_argument("--queries", type=int, default=0,
                           help="held-out queries (default: as many as in the run)")
@@ -33,9 +33,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     from cory.machine.distributed import launched
     from cory.run.evaluate import evaluate_run
-    for run_dir in args.run_dirs:
-        with launched(read_config(run_dir)):
-            evaluate_run(run_dir, args.samples, args.queries)
+    with launched(read_config(args.run_dir)):
+        evaluate_run(args.run_dir, args.samples, args.queries)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cory.config import Config
+from cory.errors import UserError
 from cory.machine.distributed import launched, processes
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout, require_queries
@@ -67,7 +68,7 @@ class Ppo:
             # PPO: r(s0, a1)              CORY: r(s0, a1) + r(s0, a2), for both
             rewarded = [task.reward_and_parts(rollout.query, rollout.text) for rollout in rollouts]
             rewards, parts = map(list, zip(*rewarded, strict=True))
-            scores = self.scores(rollouts, [reward_B.clone() for reward_B in rewards])
+            scores = self.scores(rollouts, [*map(Tensor.clone, rewards)])
 
             turns = []
             of_roles = zip(self.roles, cast, rollouts, rewards, parts, scores, strict=True)
@@ -80,8 +81,10 @@ class Ppo:
                     kl_N = torch.cat([turn.rollout.kl_B for turn in of_agent])
                     agent.kl_coef = float(agent.cfg.find("kl_controller")(agent, kl_N))
 
-            record.log(iteration, turns, self.metrics(rollouts, rewards))
+            record.log(iteration, turns, self.metrics(rollouts, [*map(Tensor.clone, rewards)]))
             task.learn(rollouts, rewards)
+            if self.cast(agents, iteration) != cast:
+                raise UserError(f"cast, asked again for iteration {iteration}, gives agents other roles")
             if self.evaluation_is_due(iteration):
                 record.evaluate(iteration)
             record.save_if_due(iteration)

@@ -1,4 +1,5 @@
 """The methods: PPO, CORY, and those of one's own."""
+import random
 import re
 from dataclasses import replace
 from math import isfinite
@@ -113,22 +114,34 @@ def test_an_agent_that_is_not_trained_keeps_its_eta(small_flags, tmp_path, capsy
     assert int(said.replace(",", "")) == sum(p.numel() for p in agents["llm1"]["tensors"].values())
 
 
-class Asking(Cory):
-    """Each role responds to queries of its own, but in training or in held-out evaluation alone."""
-    in_training = True
+class Slips(Cory):
+    """Roles respond to different queries, in training or in held-out evaluation; or they change meanwhile."""
+    slip = ""
 
     def respond(self, cast, queries, sample):
         rollouts = super().respond(cast, queries, sample)
-        if self.training == self.in_training:
-            rollouts = [rollouts[0], sample(cast[1], queries[::-1], queries[::-1])]
+        if self.slip == ("training" if self.training else "held out"):
+            rollouts[1] = sample(cast[1], queries[::-1], queries[::-1])
         return rollouts
 
+    def cast(self, agents, iteration):
+        return [*agents][::-1 if self.slip == "roles" and random.random() < 0.5 else 1]
 
-@pytest.mark.parametrize("in_training", [True, False])
-def test_responses_to_other_queries_are_refused(in_training, small_flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Asking, "in_training", in_training)
-    line = refusal(small_flags, tmp_path / "r", capsys, "--method", "test_methods:Asking", "--iterations", 1)
-    assert "the same queries in all roles" in line
+    def metrics(self, rollouts, rewards):
+        rewards[0] += 100
+        return {}
+
+
+@pytest.mark.parametrize("slip, says", [
+    ("training", "to the same queries in all roles"), ("held out", "to the queries that it receives"),
+    ("roles", "cast, asked again for iteration"), ("", "")])
+def test_slips_of_a_method_are_refused_or_harmless(slip, says, small_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Slips, "slip", slip)
+    more = ["--method", "test_methods:Slips", "--iterations", 8, "--eval_every", 0]
+    if says:
+        assert says in refusal(small_flags, tmp_path / "r", capsys, *more)
+    else:
+        assert training(finished(small_flags, tmp_path / "r", *more))[0]["task_reward/llm1"] < 50
 
 
 doubled = lambda agent, kl_N: 2 * agent.kl_coef

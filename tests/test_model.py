@@ -1,13 +1,16 @@
 """The model as a policy: templates, context, first weights, memory, precision."""
+import math
+
+import pytest
 import torch
 from conftest import byte_tokenizer
 from tokenizers.processors import TemplateProcessing
-from toys import bigram, settings, tiny_gpt2
+from toys import agent_of, bigram, close, settings, tiny_gpt2
 
 from cory.config import ImdbConfig, parse
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
-from cory.ppo.model import LanguageModel
+from cory.ppo.model import LanguageModel, Policy
 from cory.ppo.sampling import encode_prompts
 from cory.run.experiment import Experiment
 from train_imdb import PRESETS
@@ -51,6 +54,16 @@ def test_first_weights_depend_on_seed_and_agent_alone():
 def test_no_two_generators_start_alike():
     agents = [Agent(name, bigram(), settings(seed=seed), i) for seed in (0, 1) for i, name in enumerate("ab")]
     assert len({agent.generator().random() for agent in agents for _ in range(3)}) == 12
+
+
+@pytest.mark.parametrize("name", ["logits", "logprobs"])
+def test_a_policy_is_edited_for_sampling_and_training_at_once(name, monkeypatch):
+    model, hidden_NH, token_N = agent_of(tiny_gpt2()).policy, torch.ones(2, 8), torch.tensor([1, 2])
+    monkeypatch.setattr(Policy, name, lambda self, hidden_NH: torch.full((2, 4), 0.25).log())
+    assert model.logprobs(hidden_NH)[0, 1] == pytest.approx(math.log(0.25))
+    logp_N, entropy_N = model.logp_and_entropy(hidden_NH, token_N)
+    close(logp_N, [math.log(0.25)] * 2)
+    close(entropy_N, [math.log(4)] * 2)
 
 
 def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, tmp_path):

@@ -42,11 +42,9 @@ def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divi
 
 
 def test_a_base_responds_in_place_of_its_agent_by_other_random_numbers():
-    agent = agent_of(tiny_gpt2())
-    of_base = [collect_rollout(agent, PROMPTS, PROMPTS, 12, policy=agent.base) for _ in range(2)]
-    agent.draws = 0
-    assert collect_rollout(moved(agent), PROMPTS, PROMPTS, 12).text != of_base[0].text != of_base[1].text
-    assert all(drawn.kl_BT.abs().max() == 0 for drawn in of_base)
+    agent = moved(agent_of(tiny_gpt2()))
+    one, two = [collect_rollout(agent, PROMPTS, PROMPTS, 12, policy=agent.base) for _ in range(2)]
+    assert one.text != two.text and one.kl_BT.abs().max() == two.kl_BT.abs().max() == 0
 
 
 def test_a_temperature_that_is_not_the_settings_is_refused():

@@ -102,11 +102,11 @@ def test_rewards_are_one_number_a_response(values):
     assert reward.tolist() == [0.5, -2] and reward.dtype == torch.float32 and not reward.requires_grad
 
 
-@pytest.mark.parametrize("answer", [[0.5], ([0.5, 1.0], {"praise": [0.5, 1.0, 2.0]})])
+@pytest.mark.parametrize("answer", [[0.5], torch.ones(2, 2), ([0.5, 1.0], {"praise": [0.5, 1.0, 2.0]})])
 def test_another_number_of_rewards_than_of_responses_is_refused(answer):
     task = letters()
     task.reward_of = lambda queries, responses: answer
-    with pytest.raises(UserError, match="reward_of gave [13] numbers for 2 responses"):
+    with pytest.raises(UserError, match="reward_of gave [134] numbers for 2 responses"):
         task.reward(["a", "c"], ["b", "d"])
 
 

@@ -106,15 +106,15 @@ class LanguageModel(nn.Module):
             logits_NV = self.head(hidden_NH.float())
         return logits_NV if self.temperature == 1 else logits_NV / self.temperature
 
-    @torch.no_grad()
     def logprobs(self, hidden_NH: Tensor) -> Tensor:
-        """(N, V) log-probabilities of the next token, in nats."""
+        """(N, V) log-probabilities of the next token, in nats; differentiable."""
         logits_NV = self.logits(hidden_NH)
-        return torch.log_softmax(logits_NV, -1, out=logits_NV)      # in place: no second (N, V)
+        reused = None if logits_NV.requires_grad else logits_NV     # no second (N, V)
+        return torch.log_softmax(logits_NV, -1, out=reused)
 
     def logp_and_entropy(self, hidden_NH: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
         """(log pi(token), entropy of pi), each (N,) in nats, differentiable."""
-        logp_NV = self.logits(hidden_NH).log_softmax(-1)
+        logp_NV = self.logprobs(hidden_NH)
         return formulas.token_logprobs(logp_NV, token_N), formulas.entropy(logp_NV.exp(), logp_NV)
 
     def store_in_bfloat16(self) -> None:

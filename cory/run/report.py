@@ -50,9 +50,7 @@ def tables(corner: str, frame: pd.DataFrame, labels: list[str] | None = None) ->
 
 
 def table(corner: str, frame: pd.DataFrame) -> str:
-    """Mean ± sample std over rows with the same label; no mean over one agent. The largest value of a column
-    has three significant digits.
-    """
+    """Mean ± sample std over rows with the same label, but no mean of one agent; three significant digits."""
     frame = frame[~(frame.duplicated(keep=False) & (frame.index == "mean"))].dropna(axis=1, how="all")
     frame = frame.loc[:, (frame.abs().max() >= 0.0005) | frame.columns.isin(MAIN)]
     decimals = (2 - np.floor(np.log10(frame.abs().max() + 1e-6))).clip(upper=3)
@@ -72,9 +70,7 @@ def table(corner: str, frame: pd.DataFrame) -> str:
 
 # --- one run ---
 def read_curves(rows: list[dict]) -> pd.DataFrame:
-    """A row for each value of what has a panel. In training it is a running mean over a twentieth of the run,
-    or over three iterations if these are more.
-    """
+    """A row for each value to draw: in training, the mean over a twentieth of the run (or 3 iterations)."""
     frame = pd.DataFrame(rows).replace([np.inf, -np.inf], np.nan).groupby("iteration").first()
     in_training = frame.columns[~frame.columns.str.startswith("eval_")]
     window = frame[in_training].rolling(2 * math.ceil(frame.index.max() / 60) + 1, center=True, min_periods=1)

@@ -87,8 +87,8 @@ class Task:
         rewards, parts = answer if isinstance(answer, tuple) else (answer, {})
         asked = len(responses[mine])
         for values in (rewards, *parts.values()):
-            if len(values) != asked:
-                raise UserError(f"reward_of gave {len(values)} numbers for {asked} responses")
+            if (count := torch.as_tensor(values).numel()) != asked:
+                raise UserError(f"reward_of gave {count} numbers for {asked} responses")
         return self.of_all(rewards), {name: self.of_all(x).mean().item() for name, x in parts.items()}
 
     def of_all(self, values: list[float] | Tensor) -> Tensor:
