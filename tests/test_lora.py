@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import save_model
 from peft import AutoPeftModelForCausalLM
-from toys import all_logits, moved, settings
+from toys import all_logits, moved, read, settings
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from cory.loading import load_language_model
@@ -135,6 +135,8 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     save_models(tmp_path / "final", [moved(agent) for agent in agents])
     monkeypatch.chdir("/")
     final = tmp_path / "final" / "llm1"
+    modules = read(final / "adapter_config.json")["target_modules"]
+    assert modules == sorted(modules)                       # by which two runs' files are equal
     plain = AutoModelForCausalLM.from_pretrained(final)
     require_same_logits(plain, agents[0])
     plain.generation_config = GenerationConfig.from_pretrained(final)
