@@ -37,6 +37,7 @@ def import_name(name: str):
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])     # no script is imported twice
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:                # any other error of the module keeps its traceback

@@ -152,6 +152,12 @@ def test_names_of_code_are_found_also_in_the_present_folder(tmp_path, monkeypatc
             ImdbConfig(advantage=name).find("advantage")
 
 
+def test_a_script_is_not_imported_again_by_its_name(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/there/myscript.py"])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    assert config.import_name("myscript:__name__") == "__main__"
+
+
 def test_the_documented_sweep_is_of_flags_and_of_a_metric_that_there_are():
     page = (Path(__file__).parents[1] / "docs/settings.md").read_text()
     sweep = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])

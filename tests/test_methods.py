@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import byte_tokenizer, save_model
-from toys import (
-    finished,
-    read,
-    refusal,
-    require_same_runs,
-    resume,
-    rows,
-    settings,
-    stopped,
-    training,
-)
+from toys import finished, read, refusal, require_same_runs, resume, rows, settings, stopped, training
 
 from cory.__main__ import main
 from cory.ppo.model import LanguageModel, Policy
@@ -73,10 +63,19 @@ def parities(texts: list[str]) -> set[int]:
     (LanguageModel, {1}, 0), (Policy, {0, 1}, 0), (Policy, {0, 1}, 2)])
 def test_tokens_that_are_masked_in_the_logits_are_never_sampled(
         edited, of_base, rank, small_flags, tmp_path, monkeypatch):
-    """By an edit of `logits`, also of saved models; the base has the one of its class alone."""
-    logits, even = LanguageModel.logits, torch.arange(0, 256, 2)
-    masked = lambda self, hidden: logits(self, hidden).index_fill(1, even, -1e9)
-    monkeypatch.setattr(edited, "logits", masked)
+    """By an edit of `logits`, also of saved models, which get their tokens from `new_policy`, too."""
+    logits, make = LanguageModel.logits, LanguageModel.new_policy
+    every = 2 if edited is LanguageModel else 1
+    monkeypatch.setattr(LanguageModel, "masked", torch.arange(0, 256, every), raising=False)
+
+    def new_policy(self, *given):
+        policy = make(self, *given)
+        policy.masked = torch.arange(0, 256, 2)
+        return policy
+
+    monkeypatch.setattr(LanguageModel, "new_policy", new_policy)
+    monkeypatch.setattr(edited, "logits",
+                        lambda self, hidden: logits(self, hidden).index_fill(1, self.masked, -1e9))
     folder = finished(small_flags, tmp_path / "run", "--iterations", 1, "--lora_rank", rank)
     assert parities(row[role] for row in rows(folder, "samples.jsonl") for role in Cory.roles) == {1}
     assert all(isfinite(x) for row in rows(folder) for x in row.values())

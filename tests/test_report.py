@@ -118,9 +118,19 @@ def test_runs_that_differ_in_more_than_the_seed_are_groups(bases, tmp_path, caps
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["cory", "ppo"]
     lines = lines_of(drawn[0], "task reward")
     assert lines["cory"] == ([[0, 0.255], [12, 3.55]], "-", report.PALETTE["cory"])
-    assert lines["_base"][2] == GREY and (tmp_path / "new/c.pdf").read_bytes()[:4] == b"%PDF"
+    assert lines[f"_{of_bases[0]}"][2] == GREY and (tmp_path / "new/c.pdf").read_bytes()[:4] == b"%PDF"
+    assert {text.get_text() for text in drawn[0].axes[0].texts} == {*of_bases}
     tops = [band.get_paths()[0].get_extents().y1 for band in drawn[0].axes[1].collections]
     assert pytest.approx(3.55 + 12.706 / 2, abs=1e-3) in tops
+
+
+def test_teams_of_bases_with_other_roles_are_no_group(tmp_path, capsys):
+    runs = [write_run(tmp_path / method, method=method) for method in ("cory", "own:Own")]
+    log = runs[1] / "metrics.jsonl"
+    log.write_text(log.read_text().replace("eval_spread", "eval_other"))
+    main(["report", *map(str, runs), "--out", str(tmp_path / "c.png")])
+    said = capsys.readouterr().out
+    assert "cory base_team" in said and "own:Own base_team" in said
 
 
 def test_groups_have_six_colours_and_a_line_for_each_method_or_every_sixth(tmp_path):

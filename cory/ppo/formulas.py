@@ -64,8 +64,8 @@ def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
 def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), never negative.
 
-    Where a is drawn from pi its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`) its expected
-    gradient is that of KL(pi0 || pi), which agrees with that of KL(pi || pi0) to first order around pi = pi0.
+    If a is drawn from pi, which is nowhere 0, its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`)
+    its expected gradient is that of KL(pi0 || pi), to first order around pi = pi0 that of KL(pi || pi0).
     """
     log_r = ref_logp_N - logp_N
     return log_r.exp() - 1 - log_r

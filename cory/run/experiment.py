@@ -1,7 +1,6 @@
 """What the settings of a run name: the task with its data, the bases, the method, and its agents."""
 from dataclasses import fields
 from pathlib import Path
-from typing import Iterable
 
 from transformers import set_seed
 
@@ -21,7 +20,7 @@ class Experiment:
     Of a run that is resumed or evaluated, only settings in `free` may be changed.
     """
 
-    def __init__(self, cfg: Config, run_dir: Path, free: Iterable[str] = FREE_ON_RESUME):
+    def __init__(self, cfg: Config, run_dir: Path, free: set | dict = FREE_ON_RESUME):
         cfg, self.device = device.resolve_auto(cfg)
         device.prepare_device(cfg, self.device)
         set_seed(cfg.seed)                              # for tasks and methods that draw as they are made
@@ -72,12 +71,11 @@ class Experiment:
     def final_model(self, name: str) -> Policy:
         """The final policy of an agent, of a finished run."""
         folder, own = self.run_dir / "final" / name, self.configs[name]
-        base = self.bases[self.base_of[name]]
-        if not own.lora_rank:
-            lm = load_language_model(str(folder), own, self.device).lm
-            return Policy(lm, base.tokenizer, base.dtype, base.chat_template, base.temperature)
-        policy = base.new_policy(name, own)
-        load_adapter(policy.lm, name, folder)
+        policy = self.bases[self.base_of[name]].new_policy(name, own)
+        if own.lora_rank:
+            load_adapter(policy.lm, name, folder)
+        else:
+            policy.lm = load_language_model(str(folder), own, self.device).lm
         return policy
 
 

@@ -75,7 +75,7 @@ def read_curves(rows: list[dict]) -> pd.DataFrame:
     in_training = frame.columns[~frame.columns.str.startswith("eval_")]
     window = frame[in_training].rolling(2 * math.ceil(frame.index.max() / 60) + 1, center=True, min_periods=1)
     frame[in_training] = window.mean().where(frame[in_training].notna())
-    score = frame.filter(regex="^score/")
+    score = frame.filter(regex="^score/").round(6)
     # all agents have the same, as in CORY
     if "score" not in frame and score.shape[1] > 1 and score.nunique(axis=1, dropna=False).max() == 1:
         frame = frame.rename(columns={score.columns[0]: "score"}).drop(columns=score.columns[1:])
@@ -178,20 +178,20 @@ def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figu
     figure = Figure(figsize=(11, 8.5), layout="constrained")
     figure.suptitle("held out: means over runs, with 95% t-intervals")
     axes = figure.subplot_mosaic([MAIN[:1] * 3, [*MAIN[1:], "against_kl"]], height_ratios=(3, 2))
-    for (group, who), of_group in rows.groupby(["group", "who"], sort=False):
-        by_iteration, look = of_group.groupby("iteration")[MAIN], looks[group] if who == "mean" else BASE
+    for (label, who), of_group in rows.groupby(["label", "who"], sort=False):
+        by_iteration, look = of_group.groupby("iteration")[MAIN], looks[label] if who == "mean" else BASE
         runs = by_iteration.size()
         mean = by_iteration.mean()[runs == runs.max()]
         half = by_iteration.sem().mul(t.ppf(0.975, runs - 1), axis=0).loc[mean.index]       # NaN of one run
         for metric in MAIN:
             ax = axes[metric]
             ax.set(title=TITLES[metric], xlabel="iteration")
-            ax.plot(mean[metric], label=group if who == "mean" else "_base", **look)
+            ax.plot(mean[metric], label=label if who == "mean" else f"_{label}", **look)
             ax.fill_between(mean.index, (mean - half)[metric], (mean + half)[metric], linewidth=0,
                             color=look["color"], alpha=0.5 / max(3, len(looks)))
         axes["against_kl"].plot(mean.kl, mean.task_reward, **look)
         if who != "mean":
-            axes["combined_reward"].annotate(who, (mean.index[-1], mean.combined_reward.iloc[-1]))
+            axes["combined_reward"].annotate(label, (mean.index[-1], mean.combined_reward.iloc[-1]))
     axes["against_kl"].set(title="reward against KL", xlabel=TITLES["kl"])
     return finished(figure, out, ncols=max(2, groups.method.nunique()) if max(map(len, looks)) < 60 else 1)
 
@@ -201,11 +201,12 @@ def compare(run_dirs: list[Path], out: Path) -> None:
     groups = groups_of(run_dirs)
     of_runs = {group: held_out(read_jsonl(group[0] / "metrics.jsonl")) for group in groups.group.items()}
     rows = pd.concat(of_runs, names=["run", "group"]).query("who.str.match('mean$|team$|base')")
-    last = rows.groupby(["run", "who"], sort=False).tail(1).droplevel(["run", "iteration"])
-    is_shared = last.round(3).groupby("who").nunique().max(axis=1) <= 1
-    labels = [group if who in ("mean", "team") else who if is_shared[who] else f"{group} {who}"
-              for group, who in last.index]
-    print(tables("held-out", last.droplevel("group"), labels))
+    is_last = ~rows.index.droplevel("iteration").duplicated(keep="last")
+    is_shared = rows[is_last].round(3).groupby("who").nunique(dropna=False).max(axis=1) <= 1
+    rows["label"] = [group if who in ("mean", "team") else who if is_shared[who] else f"{group} {who}"
+                     for _, group, _, who in rows.index]
+    last = rows[is_last].droplevel(["run", "group", "iteration"])
+    print(tables("held-out", last.drop(columns="label"), [*last.label]))
     out.parent.mkdir(parents=True, exist_ok=True)
     draw_comparison(rows.query("not who.str.endswith('team')"), groups, out)
     print(f"written: {out}")
