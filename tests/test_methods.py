@@ -132,7 +132,7 @@ class Slips(Cory):
 
 
 @pytest.mark.parametrize("slip, says", [
-    ("training", "to the same queries in all roles"), ("held out", "to the queries that it receives"),
+    ("training", "respond gave roles different queries"), ("held out", "others than it got"),
     ("roles", "cast, asked again for iteration"), ("", "")])
 def test_slips_of_a_method_are_refused_or_harmless(slip, says, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Slips, "slip", slip)

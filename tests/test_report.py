@@ -23,7 +23,8 @@ def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
              "seconds": i, "observer_after_better": i, "observer_after_worse": -i, "spread": i}
             for i in range(1, 13)]
     for i, llm1, llm2 in (0, 0.5, 0.01), (12, reward, reward + 0.1):
-        row = {"iteration": i, "eval_spread/team": i + 0.1, "eval_spread/base_team": 0.1}
+        row = {"iteration": i, "eval_spread/team": i + 0.1, "eval_spread/base_team": 0.1,
+               "eval_observer_after_better/team": 20 + i}
         for who, x in ("base", base), ("llm1", llm1), ("llm2", llm2), ("mean", (llm1 + llm2) / 2):
             row |= {f"eval_task_reward/{who}": x, f"eval_kl/{who}": 10 * x, f"eval_combined_reward/{who}": x,
                     f"eval_accuracy/{who}": 0.5}
@@ -64,7 +65,7 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     assert lines_of(figure, "spread")["base_team"] == ([[0, 0.1], [12, 0.1]], "--", GREY)
     assert [line.get_xdata()[0] for line in figure.axes[0].lines[:3]] == [4.5, 8.5, 0]      # exchanges
     assert {line.get_ydata()[-1]: line.get_label() for line in figure.axes[4].lines[2:]} == {
-        -11.5: "_", 11.5: "_"}
+        -11.5: "team, training", 11.5: "team, training", 32: "_"}
     assert [[0.1, 0.01], [11, 1.1]] in [line.get_xydata().tolist() for line in figure.axes[-1].lines]
 
 

@@ -117,8 +117,7 @@ def passes(rollout: Rollout, model: LanguageModel, max_rows: int) -> list[Tensor
 def require_queries(rollouts: list[Rollout], queries: list[str]) -> None:
     """Raises `UserError` unless each rollout responds to these queries, in this order."""
     if any(rollout.query != queries for rollout in rollouts):
-        raise UserError("a method's respond must give responses to the same queries in all roles, and in "
-                        "held-out evaluation (not self.training) to the queries that it receives")
+        raise UserError("respond gave roles different queries, or (not self.training) others than it got")
 
 
 def max_length(mask: Tensor) -> int:

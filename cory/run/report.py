@@ -15,8 +15,7 @@ from cory.run.log import read_jsonl
 TITLES = {"task_reward": "task reward", "kl": "KL from the base (nats per response)",
           "combined_reward": "combined reward: reward - eta KL", "score": "score: what agents are trained on",
           "entropy": "entropy (nats per token)", "explained_variance": "explained variance of the critic",
-          "observer_reward": "observer's reward",
-          "observer_copies": "share of copies by the observer"}
+          "observer_reward": "observer's reward", "observer_copies": "share of copies by the observer"}
 WITHOUT_PANEL = """role task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
     approx_kl clip_fraction grad_norm learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity
     pioneer_reward seconds""".split()
@@ -115,9 +114,10 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
         for iteration in roles.index[(roles.fillna(-1).diff().fillna(0) != 0).any(axis=1)]:
             ax.axvline(iteration - 0.5, color="0.8", linewidth=0.8, zorder=0, label="exchange of roles")
         for (metric, kind, who), curve in of_panel.groupby(["metric", "kind", "who"]):
-            own = {"marker": "^v"[others.index(metric)], "markerfacecolor": "w"} if metric in others else {}
-            label = "_" if own else who if who.startswith("base") else f"{who}, {kind}"     # "_": no legend
-            look = looks[who] | own | (DOTTED if kind == "training" else {})
+            look = looks[who] | (DOTTED if kind == "training" else {})
+            label = who if who.startswith("base") else f"{who}, {kind}"
+            if metric in others and kind != "training":                     # not in the legend
+                look, label = look | {"marker": "^v"[others.index(metric)], "markerfacecolor": "w"}, "_"
             ax.plot(curve.iteration, curve.value, label=label, **look)
     for who, points in held_out(rows).dropna(subset="kl").query("who in @looks").groupby("who"):
         against_kl.plot(points.kl, points.task_reward, **looks[who])
@@ -191,7 +191,8 @@ def draw_comparison(rows: pd.DataFrame, groups: pd.DataFrame, out: Path) -> Figu
                             color=look["color"], alpha=0.5 / max(3, len(looks)))
         axes["against_kl"].plot(mean.kl, mean.task_reward, **look)
         if who != "mean":
-            axes["combined_reward"].annotate(label, (mean.index[-1], mean.combined_reward.iloc[-1]))
+            end = mean.index[-1], mean.combined_reward.iloc[-1]
+            axes["combined_reward"].annotate(label, end, ha="right", va="bottom")
     axes["against_kl"].set(title="reward against KL", xlabel=TITLES["kl"])
     return finished(figure, out, ncols=max(2, groups.method.nunique()) if max(map(len, looks)) < 60 else 1)
 
