@@ -52,7 +52,7 @@ class Task:
         raise NotImplementedError
 
     def learn(self, rollouts: list, rewards: list[Tensor]) -> None:
-        """Called after each iteration with its rollouts and their rewards, (B,); learn into `memory`."""
+        """Called after each iteration, before its evaluation; rewards: (B,) each. Learn into `memory`."""
 
     def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
         """Further means over the responses, by name."""
