@@ -49,7 +49,7 @@ def tables(corner: str, frame: pd.DataFrame, labels: list[str] | None = None) ->
 
 
 def table(corner: str, frame: pd.DataFrame) -> str:
-    """Mean ± sample std over rows with the same label, but no mean of one agent; three significant digits."""
+    """Mean ± sample std over rows of the same label, but no mean of one agent; three significant digits."""
     frame = frame[~(frame.duplicated(keep=False) & (frame.index == "mean"))].dropna(axis=1, how="all")
     frame = frame.loc[:, (frame.abs().max() >= 0.0005) | frame.columns.isin(MAIN)]
     decimals = (2 - np.floor(np.log10(frame.abs().max() + 1e-6))).clip(upper=3)
