@@ -18,7 +18,7 @@ from cory.errors import UserError
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED = "bundled:"            # prefix of models and data in ASSETS: a run does not depend on where that is
 
-# Settings that name code: their short names, and where these are. Your own is named as `module:Name`.
+# Settings that name code: their short names, and where these are. Custom code is named as `module:Name`.
 NAMED = {
     "task": {"imdb": "cory.tasks.imdb:Imdb", "gsm8k": "cory.tasks.gsm8k:Gsm8k"},
     "method": {"ppo": "cory.train:Ppo", "cory": "cory.train:Cory"},
@@ -37,24 +37,25 @@ def import_name(name: str):
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    sys.modules.setdefault(Path(sys.argv[0]).stem, sys.modules["__main__"])     # no script is imported twice
+    script = Path(sys.argv[0]).stem
+    sys.modules.setdefault(script, sys.modules["__main__"])         # no script is imported twice
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:                # any other error of the module keeps its traceback
         raise UserError(f"{name}: {error}; code is named as module:Name, without .py") from error
 
 
-ABOVE_0 = 1e-30         # the minimum of settings that must be above 0
-
-
-def located(name: str) -> str:
+def expand_bundled(name: str) -> str:
     """The folder, file or Hub name that a setting names: `bundled:imdb/lm` is the folder ASSETS/imdb/lm."""
-    return str(ASSETS / name.removeprefix(BUNDLED)) if name.startswith(BUNDLED) else name
+    if not name.startswith(BUNDLED):
+        return name
+    return str(ASSETS / name.removeprefix(BUNDLED))
 
 
-def setting(default, help: str, min: float = -inf, max: float = inf, per_agent: bool = False):
+def setting(default, help: str, min=-inf, max=inf, per_agent=False, above=None):
     """A field of the settings: its help, a number's range, and whether agents may differ in it."""
-    return field(default=default, metadata={"help": help, "min": min, "max": max, "per_agent": per_agent})
+    rules = dict(help=help, min=min, above=above, max=max, per_agent=per_agent)
+    return field(default=default, metadata=rules)
 
 
 # A setting in which agents may differ, by a method's `agent_config`.
@@ -106,7 +107,7 @@ class Config:
     max_response_length: int = setting(
         15, "maximum length of responses, in tokens (paper: not stated; released code for IMDB: 15)", min=1)
     temperature: float = each(
-        1.0, "divides the logits, in sampling and in all log-probabilities alike (paper: 1)", min=ABOVE_0)
+        1.0, "divides the logits, in sampling and in all log-probabilities alike (paper: 1)", above=0)
     chat_template: bool = setting(
         False, "put each prompt into the model's chat template, as a user's message")
     # the update
@@ -122,7 +123,7 @@ class Config:
         "(GRPO), or with a constant as each response's length (Dr. GRPO)")
     learning_rate: float = each(
         1.41e-5, "learning rate of the policy (paper: IMDB 1.41e-5; GSM8K 1e-5 for PPO, 1e-4 for "
-        "CORY)", min=ABOVE_0)
+        "CORY)", above=0)
     critic_learning_rate: float = each(
         0.0, "learning rate of the critic; 0: the same as the policy's (paper)", min=0)
     lr_schedule: str = each(
@@ -146,12 +147,12 @@ class Config:
     kl_target: float = each(
         6.0, "the KL that eta is adapted to reach, in nats per response; 0: constant eta (TRL: 6)", min=0)
     kl_horizon: float = each(
-        10_000.0, "number of responses over which eta adapts (TRL: 10000)", min=ABOVE_0)
+        10_000.0, "number of responses over which eta adapts (TRL: 10000)", above=0)
     gamma: float = each(1.0, "discount factor per token (paper: 1)", min=0, max=1)
     lam: float = each(0.95, "lambda of GAE (paper: 0.95)", min=0, max=1)
-    cliprange: float = each(0.2, "clip range of the policy ratio (paper: 0.2)", min=ABOVE_0)
+    cliprange: float = each(0.2, "clip range of the policy ratio (paper: 0.2)", above=0)
     cliprange_value: float = each(
-        0.2, "clip range of values, in units of reward (paper: 0.2)", min=ABOVE_0)
+        0.2, "clip range of values, in units of reward (paper: 0.2)", above=0)
     vf_coef: float = each(0.1, "beta, the weight of the value loss (paper: 0.1)", min=0)
     max_grad_norm: float = each(
         0.0, "norm to which the gradient is clipped; 0: no clipping (paper)", min=0)
@@ -176,7 +177,8 @@ class Config:
 
     def find(self, setting: str):
         """The code that a setting names."""
-        known, name = NAMED[setting], getattr(self, setting)
+        known = NAMED[setting]
+        name = getattr(self, setting)
         self.require(setting, name in known or ":" in name,
                      f"choose from {', '.join(known)}, or name your own as module:Name")
         return import_name(known.get(name, name))
@@ -187,14 +189,19 @@ class Config:
 
     def __post_init__(self):
         for f in fields(self):
-            value, words, rules = getattr(self, f.name), get_args(f.type), f.metadata
+            value = getattr(self, f.name)
+            words = get_args(f.type)
+            rules = f.metadata
             self.require(f.name, not words or value in words, f"choose from {', '.join(words)}")
             types = (int, float) if f.type is float else (f.type,)
             self.require(f.name, words or type(value) in types, f"must be of type {types[-1].__name__}")
             if f.type in (int, float) and rules:
-                low = "above 0" if rules["min"] == ABOVE_0 else f"at least {rules['min']}"
-                self.require(f.name, rules["min"] <= value <= rules["max"],
-                             f"must be {low} and at most {rules['max']}")
+                holds = rules["min"] <= value <= rules["max"]
+                low = f"at least {rules['min']}"
+                if rules["above"] is not None:
+                    holds = rules["above"] < value <= rules["max"]
+                    low = f"above {rules['above']}"
+                self.require(f.name, holds, f"must be {low} and at most {rules['max']}")
         rows = self.rows_per_optimizer_step
         self.require("batch_size", self.batch_size % rows == 0,
                      f"must be a multiple of mini_batch_size x gradient_accumulation_steps = {rows}")
@@ -238,39 +245,59 @@ def true_or_false(word: str) -> bool:
     return bool(["false", "true"].index(word.lower()))          # a ValueError for any other word
 
 
-def parse(config_class: type[Config], presets: dict[str, dict], argv: list[str] | None = None) -> Config:
+# By the type of a setting; any other has a choice of words.
+ARGUMENTS = {
+    bool: dict(type=true_or_false, metavar="true|false", nargs="?", const=True),
+    int: dict(type=int, metavar="N"),
+    float: dict(type=float, metavar="X"),
+    str: dict(type=os.path.expanduser, metavar="NAME"),
+}
+
+
+def parse(config_class: type[Config], presets: dict, argv: list | None = None) -> Config:
     """The command line over a preset, or with --resume over the run's own settings. Each setting is a flag
     `--name VALUE`; for a bool, `--name` alone means true.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = ArgumentParser(usage="%(prog)s --method cory [--preset NAME] [--SETTING VALUE ...]",
                             description=ABOUT, allow_abbrev=False)
-    types = {bool: true_or_false, int: int, float: float}
-    metavars = {bool: "true|false", int: "N", float: "X", str: "NAME"}
     for f in fields(config_class):
-        words = [*presets] if f.name == "preset" else get_args(f.type) or None
-        alone = {"nargs": "?", "const": True} if f.type is bool else {}
-        parser.add_argument(f"--{f.name}", type=types.get(f.type, os.path.expanduser), choices=words,
-                            metavar=None if words else metavars[f.type], default=f.default, **alone,
-                            help=f.metadata.get("help", "") + " (default: %(default)s)")
+        options = ARGUMENTS.get(f.type, {"choices": get_args(f.type)})
+        if f.name == "preset":
+            options = {"choices": [*presets]}
+        about = f.metadata.get("help", "") + " (default: %(default)s)"
+        parser.add_argument(f"--{f.name}", default=f.default, help=about, **options)
     parser.set_defaults(preset=next(iter(presets)))
     # a first time for --preset and --resume, whose settings are what --help shows and other flags change
     given = parser.parse_args([word for word in argv if word not in ("-h", "--help")])
-    chosen = asdict(load_config(Path(given.run_dir))) if given.resume else presets[given.preset]
+    chosen = presets[given.preset]
+    if given.resume:
+        chosen = asdict(load_config(Path(given.run_dir)))
     parser.set_defaults(**chosen)
     return config_class(**vars(parser.parse_args(argv)))
 
 
 # --- config.json ---
+def base_names(configs: dict[str, Config]) -> dict[str, str]:
+    """By agent, the name of its base. Agents whose model and temperature are the same share a base."""
+    names = {}
+    for agent, cfg in configs.items():
+        new = f"base_{agent}" if names else "base"
+        names.setdefault((cfg.model, cfg.temperature), new)
+    return {agent: names[cfg.model, cfg.temperature] for agent, cfg in configs.items()}
+
+
 def to_save(cfg: Config, configs: dict[str, Config]) -> dict:
     """The settings, their class, each agent's base, and as `AGENT/SETTING` what an agent has of its own."""
-    module, names = type(cfg).__module__.replace("__main__", Path(sys.argv[0]).stem), {}    # or the script's
-    bases = {agent: names.setdefault((own.model, own.temperature), f"base_{agent}" if names else "base")
-             for agent, own in configs.items()}
-    about = {"config_class": f"{module}:{type(cfg).__name__}", "agents": bases}
-    own = {f"{agent}/{name}": value for agent, of_agent in configs.items()
-           for name, value in asdict(of_agent).items() if value != getattr(cfg, name)}
-    return about | asdict(cfg) | {"resume": False} | own
+    script = Path(sys.argv[0]).stem
+    module = type(cfg).__module__.replace("__main__", script)
+    saved = {"config_class": f"{module}:{type(cfg).__name__}", "agents": base_names(configs)} | asdict(cfg)
+    saved["resume"] = False
+    for agent, agent_cfg in configs.items():
+        for name, value in asdict(agent_cfg).items():
+            if value != getattr(cfg, name):
+                saved[f"{agent}/{name}"] = value
+    return saved
 
 
 def read_config(run_dir: Path) -> dict:
@@ -289,9 +316,10 @@ def load_config(run_dir: Path) -> Config:
     return config_class(**{f.name: saved[f.name] for f in fields(config_class)})
 
 
-def require_settings_of(run_dir: Path, cfg: Config, configs: dict[str, Config], free: set[str]) -> None:
+def require_settings_of(run_dir: Path, cfg: Config, configs: dict, free: set) -> None:
     """Raises `UserError` where settings, apart from those in `free`, are not those of the run."""
-    old, new = read_config(run_dir), to_save(cfg, configs)
+    old = read_config(run_dir)
+    new = to_save(cfg, configs)
     for name in sorted({*old, *new} - free):
         if old.get(name) != new.get(name):
             raise UserError(name, new.get(name), f"the run has {old.get(name)!r}; keep it, or start afresh")

@@ -2,7 +2,6 @@
 import functools
 import sys
 from contextlib import contextmanager
-from typing import Iterator
 
 
 class UserError(Exception):
@@ -28,8 +27,19 @@ def exit_on_user_error(main):
     return run
 
 
+def disjoint_union(*parts: dict) -> dict:
+    """One dictionary of all items. A name in two of the parts, such as a custom metric's, raises."""
+    union = {}
+    for part in parts:
+        for name, value in part.items():
+            if name in union:
+                raise TypeError(f"two metrics are named {name!r}; rename one")
+            union[name] = value
+    return union
+
+
 @contextmanager
-def reading(what: str) -> Iterator[None]:
+def as_user_error(what: str):
     """A block in which libraries read what a setting names; any of their errors becomes one line."""
     try:
         yield

@@ -7,8 +7,8 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file, logging
 
-from cory.config import Config, located
-from cory.errors import UserError, reading
+from cory.config import Config, expand_bundled
+from cory.errors import UserError, as_user_error
 from cory.ppo.model import LanguageModel, positions
 
 PROBE_TEXT = "a good film"
@@ -26,10 +26,11 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
     else in float32; its head is always in float32, a copy where it was tied to the embedding.
     """
     low = cfg.load_in_4bit or cfg.lora_rank > 0 and cfg.dtype == "bfloat16"
-    lm, tokenizer = load_pretrained(
-        transformers.AutoModelForCausalLM, name, dtype=torch.bfloat16 if low else torch.float32,
-        quantization_config=NF4 if cfg.load_in_4bit else None,
-        device_map={"": device} if device.type == "cuda" else None)
+    stored = torch.bfloat16 if low else torch.float32
+    quantization = NF4 if cfg.load_in_4bit else None
+    device_map = {"": device} if device.type == "cuda" else None
+    lm, tokenizer = load_pretrained(transformers.AutoModelForCausalLM, name, dtype=stored,
+                                    quantization_config=quantization, device_map=device_map)
     ends = LanguageModel(lm, tokenizer).end_ids
     if cfg.chat_template:               # one date in place of today's: prompts do not depend on the day
         today = "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
@@ -52,11 +53,12 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
 
 def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     """(model, tokenizer) of a folder or `NAME@REVISION`, with no weights missing."""
-    place, revision = located(name), ""
+    place = expand_bundled(name)
+    revision = ""
     if not os.path.exists(place):
         place, _, revision = place.partition("@")
     where = {"revision": revision or "main", "trust_remote_code": False}
-    with reading(f"model {name}"):
+    with as_user_error(f"model {name}"):
         config = transformers.AutoConfig.from_pretrained(place, **where)
         if getattr(config, "activation_function", None) == "gelu_new":
             config.activation_function = "gelu_pytorch_tanh"    # the same, in one operation instead of eight
@@ -88,14 +90,18 @@ def require_usable(model: LanguageModel, name: str) -> None:
     """Raises `UserError` unless all layers are of attention, and the head's product with the hidden states of
     a left-padded text are the logits that the model itself gives to the text alone.
     """
-    kinds = {*(getattr(model.lm.config.get_text_config(), "layer_types", None) or [])}
-    if model.lm._is_stateful or not kinds <= {"full_attention", "sliding_attention"}:
+    config = model.lm.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    if model.lm._is_stateful or {*kinds} - {"full_attention", "sliding_attention"}:
         raise UserError("model", name, "layers other than full or sliding attention are not supported")
     ids_1L = torch.tensor([model.tokenizer(PROBE_TEXT)["input_ids"]], device=model.device)
-    padded, mask = (nn.functional.pad(x, (3, 0)) for x in (ids_1L, torch.ones_like(ids_1L)))
+    padded = nn.functional.pad(ids_1L, (3, 0))
+    mask = nn.functional.pad(torch.ones_like(ids_1L), (3, 0))
     out = model.lm.base_model(input_ids=padded, attention_mask=mask, position_ids=positions(mask))
-    ours, own = model.head(out.last_hidden_state[:, 3:]), model.lm(input_ids=ids_1L).logits
-    limit = 0.005 if own.dtype == torch.float32 else 0.02               # by rounding, also in TF32
-    if not (ours - own).abs().max() < limit * ours.abs().max():
+    logits = model.head(out.last_hidden_state[:, 3:])
+    expected = model.lm(input_ids=ids_1L).logits
+    limit = 0.005 if expected.dtype == torch.float32 else 0.02          # by rounding, also in TF32
+    largest_error = (logits - expected).abs().max()
+    if not largest_error < limit * logits.abs().max():
         raise UserError("model", name, "its logits are not a linear head's alone (a factor or cap, as by "
                         "logit_scale or final_logit_softcapping, is not computed here), or depend on padding")

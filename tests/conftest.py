@@ -59,7 +59,7 @@ def save_model(kind: str, folder: Path, tokenizer=None, **changes) -> Path:
 def no_plots():
     """A plot takes as long as three iterations of a small model: runs do not draw it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cory.run.record.draw_run", lambda *_: None)
+        patch.setattr("cory.run.finish.draw_run", lambda *_: None)
         yield
 
 

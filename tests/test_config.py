@@ -16,7 +16,7 @@ from cory import config
 from cory.config import ImdbConfig, load_config, parse, to_save
 from cory.errors import UserError, exit_on_user_error
 from cory.run.evaluate import finished_run
-from cory.run.log import in_section
+from cory.run.log import wandb_key
 from cory.train import Cory, train
 
 # Tables of the paper; PPO and CORY alike.
@@ -161,7 +161,7 @@ def test_a_script_is_not_imported_again_by_its_name(monkeypatch):
 def test_the_documented_sweep_is_of_flags_and_of_a_metric_that_there_are():
     page = (Path(__file__).parents[1] / "docs/settings.md").read_text()
     sweep = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
-    assert sweep["metric"]["name"] == in_section("eval_combined_reward/mean")
+    assert sweep["metric"]["name"] == wandb_key("eval_combined_reward/mean")
     for name, values in sweep["parameters"].items():
         for value in values.get("values", [values.get("value")]):
             cfg = parse(ImdbConfig, train_imdb.PRESETS, [f"--{name}={value}"])         # as the agent calls it

@@ -21,7 +21,7 @@ from cory.errors import UserError
 from cory.machine import sharding
 from cory.machine.distributed import Processes, processes
 from cory.ppo.rollout import take
-from cory.ppo.update import apply_gradient
+from cory.ppo.update import optimizer_step
 from cory.run.checkpoint import checkpoints_of
 from cory.tasks.imdb import Imdb
 from cory.train import Ppo
@@ -43,13 +43,13 @@ class Supervised(Ppo):
             raise UserError("a score", 0, "of the second process")
         return rewards
 
-    def respond(self, cast, queries, sample):
-        (agent,), (rollout,) = cast, super().respond(cast, queries, sample)
+    def respond(self, players, queries, sample):
+        (agent,), (rollout,) = players, super().respond(players, queries, sample)
         rows = take(rollout, torch.arange(len(queries))[processes().rows(len(queries))])
         real = rows.mask_BT.bool()
         hidden_BTH = agent.policy.response_hidden(rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT)
         (-agent.policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])[0].sum()).backward()
-        apply_gradient(agent)
+        optimizer_step(agent)
         return [rollout]
 
     def update(self, role, agent, rollout, score_B):
@@ -167,5 +167,5 @@ def test_every_row_is_one_process_s():
 def test_each_process_makes_as_many_passes(monkeypatch):
     """Beside 3 groups elsewhere the larger of 2 is halved."""
     monkeypatch.setattr(sharding, "processes", lambda: SimpleNamespace(gather=lambda counts: [*counts, 3]))
-    groups = sharding.as_many_as_others([torch.tensor([4, 2, 7, 1]), torch.tensor([0])])
+    groups = sharding.split_to_equal_count([torch.tensor([4, 2, 7, 1]), torch.tensor([0])])
     assert [rows.tolist() for rows in groups] == [[0], [4, 2], [7, 1]]

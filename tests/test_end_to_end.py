@@ -2,25 +2,29 @@
 import importlib
 from pathlib import Path
 
-from toys import read
+from toys import float64, read
 
 import train_imdb
-from cory.run import record, report
+from cory.run import finish, report
 
 
 def test_both_agents_learn(tmp_path, monkeypatch):
-    """A short version of README's job, with larger steps: held-out rewards rise above the base's. At this
-    seed they do so by more than twice 0.08, though processors draw differently. It takes 18 s: with fewer
-    responses to learn from or to measure, or with a smaller model, chance would hide the gain.
+    """A short version of README's job: held-out rewards rise above the base's, by 0.71 and 0.27.
+
+    In float64, so that no draw depends on the processor: in float32, over orders of sums, such gains have a
+    standard deviation of 0.1. A change of the code that moves draws may need another seed. Short queries and
+    responses, and a weak KL penalty, make the gain clear after 3 iterations, in about 25 s.
     """
-    flags = ("--seed 1 --method cory --iterations 3 --learning_rate 5e-3 --eval_every 0 --eval_queries 64 "
-             "--wandb disabled --run_dir")
-    monkeypatch.setattr(record, "draw_run", report.draw_run)
-    train_imdb.main([*flags.split(), str(tmp_path / "run")])
+    flags = ("--seed 1 --method cory --iterations 3 --role_exchange_every 1 --max_query_length 3 "
+             "--max_response_length 6 --learning_rate 6e-3 --init_kl_coef 0.05 --eval_every 0 "
+             "--eval_queries 48 --wandb disabled --run_dir")
+    monkeypatch.setattr(finish, "draw_run", report.draw_run)
+    with float64():
+        train_imdb.main([*flags.split(), str(tmp_path / "run")])
     assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     held_out = read(tmp_path / "run" / "eval.json")
     for agent in ("llm1", "llm2"):
-        assert held_out[agent]["task_reward"] > held_out["base"]["task_reward"] + 0.08, held_out
+        assert held_out[agent]["task_reward"] > held_out["base"]["task_reward"] + 0.1, held_out
         assert 0 < held_out[agent]["kl"] < 60
 
 

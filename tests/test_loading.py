@@ -14,8 +14,8 @@ from cory.errors import UserError
 from cory.loading import load_language_model
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
-from cory.ppo.sampling import encode_prompts, sample
-from cory.run.record import save_models
+from cory.ppo.sampling import encode_prompts, sample_tokens
+from cory.run.finish import save_models
 
 CPU, END = torch.device("cpu"), "<|endoftext|>"
 LOW = dict(dtype="bfloat16", lora_rank=2)               # weights in bfloat16
@@ -44,7 +44,7 @@ def test_a_row_of_a_model_that_is_taken_does_not_depend_on_its_batch(kind, tmp_p
     model = load(save_model(kind, tmp_path, **USABLE[kind]))
     model.lm.generation_config.eos_token_id = list(range(0, 257, 12))           # so that rows end
     prompts = ["a", "a longer prompt than that", "xyz"] * 4
-    drawn = sample(model, prompts, prompts, 12,
+    drawn = sample_tokens(model, prompts, prompts, 12,
                    torch.rand(12, 12, dtype=torch.float64))
     assert len(set(drawn.mask_BT.sum(1).tolist())) > 3
     for prompt, mask, response, real, logp in zip(drawn.prompt_BP, drawn.prompt_mask_BP, drawn.response_BT,
@@ -148,7 +148,7 @@ def test_a_control_token_that_a_prompt_spells_out_is_text(chat_template, control
     (ids,) = model.encode([prompt])
     assert [token for token in ids if token > 255] == control
     assert prompt in tokenizer.decode(ids)
-    drawn = sample(model, [prompt], ["q"], 12, None)
+    drawn = sample_tokens(model, [prompt], ["q"], 12, None)
     assert drawn.text == [tokenizer.decode(drawn.response_BT[0], skip_special_tokens=True)]
 
 
@@ -188,7 +188,7 @@ def test_a_final_model_generates_what_was_evaluated(tmp_path):
     rules = final.generation_config                             # of what `generate` does by itself
     assert (rules.do_sample, rules.temperature, rules.top_k) == (True, 0.8, 0)
     prompts = ["a film", "one story of", "b"]
-    drawn = sample(agent.policy, prompts, prompts, 20, None)
+    drawn = sample_tokens(agent.policy, prompts, prompts, 20, None)
     generated = final.generate(drawn.prompt_BP, attention_mask=drawn.prompt_mask_BP, do_sample=False,
                                max_new_tokens=20)
     generated_BT = generated[:, drawn.prompt_BP.shape[1]:] * drawn.mask_BT.long()

@@ -1,17 +1,17 @@
 """The log of a run: its files, the bar's text, Weights & Biases, its resumption."""
-import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import wandb
 from toys import settings
 
-from cory.config import to_save
 from cory.run.log import Logger, read_jsonl
 
 VALUES = {"task_reward/llm1": 1.0, "kl/llm1": 2.5, "kl/llm2": 3.0, "seconds": 4.0, "copies": 0.5}
-HELD_OUT = {"eval_kl/llm1": 0.1, "eval_kl/llm2": 0.3, "eval_kl/mean": 0.2}
+HELD_OUT = {"llm1": {"kl": 0.1}, "llm2": {"kl": 0.3}, "mean": {"kl": 0.2}}
+ROW = {"eval_kl/llm1": 0.1, "eval_kl/llm2": 0.3, "eval_kl/mean": 0.2}
 
 
 @pytest.fixture
@@ -21,22 +21,19 @@ def folder(tmp_path, monkeypatch) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     (tmp_path / "a run").mkdir()
-    own = dict(method="chain:Chain", lam=0.5)
-    config = to_save(settings(method="chain:Chain"), {"llm2": settings(**own)})
-    (tmp_path / "a run/config.json").write_text(json.dumps(config))
     return tmp_path / "a run"
 
 
 def a_log(folder: Path, done: int = 0, wandb_id: str = "") -> Logger:
     cfg = settings(wandb="auto", method="chain:Chain", wandb_project="ours")
-    return Logger(cfg, ["llm1", "llm2"], folder, done, wandb_id)
+    return Logger(cfg, {"llm1": cfg, "llm2": replace(cfg, lam=0.5)}, folder, done, wandb_id)
 
 
 def add(to: Logger, *iterations: int) -> None:
     """Iteration 0 is an evaluation of the bases alone; iteration 4 has as many texts as W&B is sent."""
     for i in iterations:
         if i == 0:
-            to.evaluation(0, {"eval_kl/base": 0.0, "eval_x/base_team": 0.5})
+            to.evaluation(0, {"base": {"kl": 0.0}, "base_team": {"x": 0.5}})
         else:
             to.iteration(i, VALUES, [{"iteration": i, "query": "q"}] * (200 if i == 4 else 1))
             to.evaluation(i, HELD_OUT)
@@ -52,7 +49,7 @@ def test_a_log_has_its_files_and_goes_to_wandb(folder, monkeypatch):
         assert first.bar.postfix == "reward=1.00 / nan, KL=2.50 / 3.00"
     rows = read_jsonl(folder / "metrics.jsonl")
     assert rows == [{"iteration": 0, "eval_kl/base": 0.0, "eval_x/base_team": 0.5}] + [
-        {"iteration": i} | row for i in (1, 2, 3, 4) for row in (VALUES, HELD_OUT)]
+        {"iteration": i} | row for i in (1, 2, 3, 4) for row in (VALUES, ROW)]
     tables = [[iteration for iteration, _ in logged[i].pop("samples").data] for i in (1, 2, 3, 4)]
     assert tables == [[1], [1, 2], [1, 2, 3], [4] * 200]
     assert logged[2] == {

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
-from cory.ppo.sampling import collect_rollout, encode_prompts, sample
+from cory.ppo.sampling import collect_rollout, encode_prompts, sample_tokens
 from cory.ppo.update import ppo_update
-from cory.run.record import save_models
+from cory.run.finish import save_models
 
 CPU, PROMPTS = torch.device("cpu"), ["Ann has 3 eggs.", "How many?", "5 + 4 =", "a"] * 2
 
@@ -142,5 +142,5 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     plain.generation_config = GenerationConfig.from_pretrained(final)
     padded, mask = encode_prompts(agents[0].policy, PROMPTS, 12)
     generated = plain.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=12)
-    greedy = sample(agents[0].policy, PROMPTS, PROMPTS, 12, None)
+    greedy = sample_tokens(agents[0].policy, PROMPTS, PROMPTS, 12, None)
     assert torch.equal(generated[:, -12:] * greedy.mask_BT.long(), greedy.response_BT)

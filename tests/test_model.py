@@ -77,7 +77,7 @@ def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, 
     cfg = parse(ImdbConfig, PRESETS, [*small_flags, "--dtype", "bfloat16", "--seed", "5"])
     run = Experiment(cfg, tmp_path)
     (agent, _) = run.new_agents()
-    for name, p in run.bases["base"].lm.named_parameters():
+    for name, p in run.bases["llm1"].lm.named_parameters():
         in_a_product = name.startswith("transformer.h.") and p.dim() == 2
         assert p.dtype == (torch.bfloat16 if in_a_product else torch.float32), name
         assert not p.requires_grad, name

@@ -125,7 +125,8 @@ def test_without_the_lines_marked_cory_the_page_is_ppo(folder):
 def test_the_page_prints_metrics_and_refuses_what_it_leaves_out(folder, capsys):
     flags = [*flags_of("gsm8k cory", folder), "--iterations", "1", "--task", "gsm8k"]
     one_page.main(flags)
-    printed = re.findall(r"\n1 (\w+ llm.): '.*'\nkl 0, task reward [\d.]+, score ", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    printed = re.findall(r"\n1 (\w+ llm.): '.*'\ntask reward [\d.]+, score [\d.]+, kl 0, ", said)
     assert printed == ["pioneer llm1", "observer llm2"]
     for flag, value in (("lora_rank", "8"), ("advantage", "rloo"), ("method", "my:Own"), ("task", "my:Own")):
         with pytest.raises(UserError, match=f"^{flag} is '?{value}'?: the page has only"):

@@ -20,14 +20,14 @@ def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
               "method": "cory", "preset": "tiny", "learning_rate": 0.1} | changes
     rows = [{"iteration": i, "role/llm0": 2, f"role/llm{(i - 1) // 4 % 2 + 1}": 0, "observer_copies": 0,
              "kl/llm1": i / 3, "kl/llm2": i / 3 + 1, "score/llm1": i, "score/llm2": i, "grad_norm/llm1": i,
-             "seconds": i, "observer_after_better": i, "observer_after_worse": -i, "spread": i}
+             "seconds": i, "spread": i}
             for i in range(1, 13)]
     for i, llm1, llm2 in (0, 0.5, 0.01), (12, reward, reward + 0.1):
         row = {"iteration": i, "eval_spread/team": i + 0.1, "eval_spread/base_team": 0.1,
-               "eval_observer_after_better/team": 20 + i}
+               "eval_observer_reward/team": 20 + i}
         for who, x in ("base", base), ("llm1", llm1), ("llm2", llm2), ("mean", (llm1 + llm2) / 2):
             row |= {f"eval_task_reward/{who}": x, f"eval_kl/{who}": 10 * x, f"eval_combined_reward/{who}": x,
-                    f"eval_accuracy/{who}": 0.5}
+                    f"eval_accuracy/{who}": 0.5, f"eval_greedy_task_reward/{who}": x + 0.5}
         rows.insert(13 if i else 0, row)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -46,34 +46,35 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     """`observer_copies` and `accuracy` are constant, `seconds` and `grad_norm` technical."""
     figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    *titles, of_observer = map(report.TITLES.get, [
-        "task_reward", "kl", "combined_reward", "score", "observer_reward"])
-    assert [ax.get_title() for ax in figure.axes] == [
-        *titles, f"{of_observer}\n△ after better, ▽ after worse", "spread", "held-out reward against KL"]
+    titles = map(report.PANELS.get, ["task_reward", "kl", "combined_reward", "score", "observer_reward"])
+    assert [ax.get_title() for ax in figure.axes] == [*titles, "spread", "held-out reward against KL"]
     held_out, training = [[f"{who}, {kind}" for who in ("llm1", "llm2", "team")]
                           for kind in ("held out", "training")]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        *held_out, *training, "exchange of roles", "base", "base_team"]
-    lines = lines_of(figure, report.TITLES["kl"])
+        *held_out, *training, "exchange of roles", "base", "llm1, greedy", "llm2, greedy", "base_team"]
+    rewards = lines_of(figure, "task reward")
+    assert rewards["llm1, greedy"] == ([[0, 1], [12, 1.5]], "--", report.PALETTE["cory"])
+    lines = lines_of(figure, report.PANELS["kl"])
     assert len(lines) == 6                                              # with an exchange, without the mean
     assert lines["llm1, held out"] == ([[0, 5], [12, 10]], "-", report.PALETTE["cory"])
     assert lines["base"] == ([[0, 0], [12, 0]], "-", GREY)
     points, style, color = lines["llm2, training"]
     assert points[1:-1] == [[i, pytest.approx(i / 3 + 1)] for i in range(2, 12)] and style == ":"
     assert color == lines["llm2, held out"][2] != report.PALETTE["cory"]
-    assert lines_of(figure, report.TITLES["score"]).keys() == {"team, training", "exchange of roles"}
+    assert lines_of(figure, report.PANELS["score"]).keys() == {"team, training", "exchange of roles"}
     assert lines_of(figure, "spread")["base_team"] == ([[0, 0.1], [12, 0.1]], "--", GREY)
     assert [line.get_xdata()[0] for line in figure.axes[0].lines[:3]] == [4.5, 8.5, 0]      # exchanges
-    assert {line.get_ydata()[-1]: line.get_label() for line in figure.axes[4].lines[2:]} == {
-        -11.5: "team, training", 11.5: "team, training", 32: "_"}
+    assert lines_of(figure, report.PANELS["observer_reward"])["team, held out"][0] == [[0, 20], [12, 32]]
     assert [[0.1, 0.01], [11, 1.1]] in [line.get_xydata().tolist() for line in figure.axes[-1].lines]
 
 
 def test_scores_of_agents_that_are_trained_in_turn_are_theirs():
     rows = [{"iteration": i, f"score/llm{i % 2 + 1}": i} for i in range(1, 7)]
-    assert {*report.read_curves(rows).who} == {"llm1", "llm2"}
-    rows = [{"iteration": i, "score/llm1": i, "score/llm2": i, "score": 9 - i} for i in range(1, 7)]
-    assert {*report.read_curves(rows).who} == {"llm1", "llm2", "team"}          # one of the method's own
+    assert [who for _, _, who in report.read_curves(rows)] == ["llm2", "llm1"]
+    rows = [{"iteration": i, "score/llm1": i, "score/llm2": i + 1e-9} for i in range(1, 7)]
+    assert [who for _, _, who in report.read_curves(rows)] == ["team"]
+    rows = [row | {"score": 9} for row in rows]                                 # one of the method's own
+    assert [who for _, _, who in report.read_curves(rows)] == ["llm1", "llm2", "team"]
 
 
 def test_training_curves_are_running_means_over_a_twentieth():
@@ -81,9 +82,9 @@ def test_training_curves_are_running_means_over_a_twentieth():
     rows = [{"iteration": i, "kl/llm1": float("inf") if i == 30 else i % 3} for i in range(1, 61)]
     rows[4]["kl/llm2"], rows[8]["kl/llm2"] = 5, 9
     curves = report.read_curves(rows)
-    values = curves[curves.who == "llm1"].value.tolist()
+    values = curves["kl", "training", "llm1"].tolist()
     assert values[:3] == pytest.approx([1.5, 1, 1]) and len(values) == 59
-    assert curves[curves.who == "llm2"].value.tolist() == [5, 9]
+    assert curves["kl", "training", "llm2"].tolist() == [5, 9]
 
 
 def test_a_table_has_means_and_sample_std():
@@ -101,6 +102,14 @@ def test_a_table_has_means_and_sample_std():
         "held-out      A\n"
         "kl        0.250\n"
         "score     0.500")
+
+
+def test_a_table_of_zeros_has_its_rows():
+    frame = pd.DataFrame([{"copies": 0.0, "pioneer_reward": 0.0}], index=["team"])
+    assert report.tables("held-out", frame) == (
+        "held-out         team\n"
+        "copies          0.000\n"
+        "pioneer_reward  0.000")
 
 
 @pytest.mark.parametrize("bases", [(0.0, 0.0), (0.0, 0.2)])
@@ -134,23 +143,23 @@ def test_teams_of_bases_with_other_roles_are_no_group(tmp_path, capsys):
     assert "cory base_team" in said and "own:Own base_team" in said
 
 
-def test_groups_have_six_colours_and_a_line_for_each_method_or_every_sixth(tmp_path):
+def test_groups_have_a_colour_for_each_setting_and_a_line_for_each_method(tmp_path):
     """Equal settings have equal colours, also where a method lacks some of them."""
     runs = [write_run(tmp_path / f"{rate}", method=method, learning_rate=rate)
             for method, rate in (("own:Own", 1.0), ("cory", 2), ("cory", 1))]
     groups = report.groups_of(runs)
     assert groups.group.tolist() == [
         "cory, learning_rate 1.0", "cory, learning_rate 2.0", "own:Own, learning_rate 1.0"]
-    looks = report.looks_of(groups)
+    styles = report.styles_of_groups(groups)
     alike = [write_run(tmp_path / x, learning_rate=1, run_dir="") for x in ("a", "b")]   # say, by other code
     assert report.groups_of(alike).settings.tolist() == [f", run_dir {run}" for run in alike]
     longer = write_run(tmp_path / "longer", learning_rate=1, iterations=200)
     assert report.groups_of([runs[2], longer]).settings.tolist() == [", iterations 100", ", iterations 200"]
-    one, two, own = ((tuple(looks[group]["color"]), looks[group]["linestyle"]) for group in groups.group)
+    one, two, own = ((tuple(styles[group]["color"]), styles[group]["linestyle"]) for group in groups.group)
     assert one[0] == own[0] != two[0] and one[1] == two[1] != own[1]
     rates = pd.DataFrame({"method": "PPO", "settings": [f", rate {i}" for i in range(7)]})
-    looks = report.looks_of(rates.assign(group=rates.settings))
-    assert [looks[f", rate {i}"]["linestyle"] for i in range(7)] == ["-"] * 6 + ["--"]
+    styles = report.styles_of_groups(rates.assign(group=rates.settings))
+    assert len({style["color"] for style in styles.values()}) == 7
 
 
 def test_a_folder_without_a_run_is_named(capsys):

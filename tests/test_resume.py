@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import fmean
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +26,7 @@ from toys import (
     training,
 )
 
-from cory.run.checkpoint import checkpoints_of, load_checkpoint, save_checkpoint
-from cory.run.record import locked
+from cory.run.checkpoint import checkpoints_of, load_checkpoint, locked, save_checkpoint
 from cory.tasks.imdb import Imdb
 from cory.train import Cory, Ppo
 
@@ -140,14 +140,16 @@ def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, caps
 def test_what_comes_back_is_saved_and_all_else_is_refused(tmp_path):
     """What is refused takes no other checkpoint's place."""
     agent, other = agent_of(bigram()), agent_of(bigram(seed=1))
-    agent.memory, kept = {"of two": torch.ones(2)}, [(1, 2.5), {"a"}, {1: torch.ones(2)}, None]
+    agent.memory, kept = {"of two": torch.ones(2)}, {"x": [(1, 2.5), {"a"}, {1: torch.ones(2)}, None]}
+    method, again = (SimpleNamespace(memory=x, task=SimpleNamespace(memory={})) for x in (kept, {}))
     for iteration in (1, 2, 3):
-        save_checkpoint(tmp_path, iteration, [agent], {"x": kept})
-    assert str(load_checkpoint(tmp_path, [other])["x"]) == str(kept)
+        save_checkpoint(tmp_path, iteration, [agent], method, "id")
+    assert load_checkpoint(tmp_path, [other], again) == (3, "id") and str(again.memory) == str(kept)
     assert same_tensors(other.memory, agent.memory)
     assert same_tensors(other.trainable_parameters(), agent.trainable_parameters())
     with pytest.raises(UnpicklingError, match="GLOBAL pathlib"):
-        save_checkpoint(tmp_path, 4, [], {"x": [Path()]})
+        method.memory = {"x": [Path()]}
+        save_checkpoint(tmp_path, 4, [], method, "id")
     assert [path.stem for path in checkpoints_of(tmp_path)] == ["iteration_000003"]
 
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 from toys import PROMPTS, agent_of, close, moved, tiny_gpt2
 
-from cory.errors import UserError
 from cory.ppo import rollout, sampling
 from cory.ppo.rollout import Rollout, join, take
-from cory.ppo.sampling import collect_rollout, score_rollout
+from cory.ppo.sampling import add_logprobs, collect_rollout
 
 
 def same_rows(a: Rollout, b: Rollout, tolerance=0.0) -> None:
@@ -30,7 +29,7 @@ def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divi
     whole = collect_rollout(agent, PROMPTS, PROMPTS, 12)
     assert len(set(whole.mask_BT.sum(1).tolist())) > 3 and whole.kl_B.min() > 1e-3
     assert whole.sampling_gap < 1e-5
-    unmoved = score_rollout(whole, agent_of(agent.base).policy, agent.base, "full", 8)
+    unmoved = add_logprobs(whole, agent_of(agent.base).policy, agent.base, "full", 8)
     close(unmoved.logp_BT, whole.ref_logp_BT, 1e-5)
     assert unmoved.kl_BT.abs().max() < 1e-6
     monkeypatch.setitem(rollout.MAX_TOKENS_PER_PASS, "cpu", 20)
@@ -45,13 +44,6 @@ def test_a_base_responds_in_place_of_its_agent_by_other_random_numbers():
     agent = moved(agent_of(tiny_gpt2()))
     one, two = [collect_rollout(agent, PROMPTS, PROMPTS, 12, policy=agent.base) for _ in range(2)]
     assert one.text != two.text and one.kl_BT.abs().max() == two.kl_BT.abs().max() == 0
-
-
-def test_a_temperature_that_is_not_the_settings_is_refused():
-    agent = agent_of(tiny_gpt2())
-    agent.policy.temperature = 0.5
-    with pytest.raises(UserError, match="temperature is 1.0: but 0.5 in a policy of llm1"):
-        collect_rollout(agent, PROMPTS, PROMPTS, 12)
 
 
 @dataclass(frozen=True)

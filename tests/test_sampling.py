@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from cory.errors import UserError
 from cory.ppo import sampling
-from cory.ppo.sampling import collect_rollout, draw, encode_prompts, sample
+from cory.ppo.sampling import collect_rollout, draw, encode_prompts, sample_tokens
 
 RAGGED = ["a", "abcdefabc", "dd", "fedcba", "e"] * 4
 
@@ -27,7 +27,7 @@ def numbers(limit: int, rows: int) -> torch.Tensor:
 
 
 def sampled(model, prompts: list[str], limit: int, greedy=False):
-    return sample(model, prompts, prompts, limit, None if greedy else numbers(limit, len(prompts)))
+    return sample_tokens(model, prompts, prompts, limit, None if greedy else numbers(limit, len(prompts)))
 
 
 @pytest.mark.parametrize("prompt, limit, ids, text", [
@@ -101,7 +101,7 @@ def test_a_row_is_sampled_as_if_it_were_alone(every, monkeypatch):
     assert (drawn.response_BT[drawn.mask_BT == 0] == 0).all()
     monkeypatch.setitem(interval, "cpu", 1)
     for row, length in enumerate(lengths):
-        alone = sample(model, RAGGED[row:row + 1], ["q"], limit, uniform_TB[:, row:row + 1])
+        alone = sample_tokens(model, RAGGED[row:row + 1], ["q"], limit, uniform_TB[:, row:row + 1])
         assert torch.equal(alone.response_BT[0], drawn.response_BT[row, :length])
         close(alone.sampling_logp_BT[0], drawn.sampling_logp_BT[row, :length], 1e-5)
 

@@ -9,7 +9,7 @@ import torch
 from toys import bigram, refusal, settings
 
 from cory.errors import UserError
-from cory.tasks.data import Data, divided, load_columns
+from cory.tasks.data import Data, complete_splits, load_columns
 from cory.tasks.task import Task
 
 ROWS = [f"{i} is the number of a film" for i in range(200)]
@@ -40,8 +40,8 @@ def test_of_a_folder_the_splits_are_read_and_other_formats_by_datasets(tmp_path)
 def test_what_is_missing_is_a_tenth_of_train_which_does_not_train_on_it(given):
     """Rows are divided by content: one that stands twice is on one side."""
     splits = {"train": ROWS[:150] * 2, **given}
-    data = divided(splits)
-    assert data == divided(splits)
+    data = complete_splits(splits)
+    assert data == complete_splits(splits)
     drawn = data.validation if given else data.validation + data.test
     assert len(data.validation) == 15 and len(drawn) == (15 if given else 15 + 13)      # of 150, then of 135
     assert sorted(data.train + drawn * 2) == sorted(splits["train"]) and given in ({}, {"test": data.test})

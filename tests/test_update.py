@@ -14,7 +14,7 @@ from cory.ppo import formulas, update
 from cory.ppo import rollout as rollouts
 from cory.ppo.advantages import estimator, gae, reinforce
 from cory.ppo.agent import Agent
-from cory.ppo.rollout import passes, take
+from cory.ppo.rollout import micro_batches, take
 from cory.ppo.sampling import collect_rollout
 from cory.ppo.update import losses, ppo_update
 
@@ -33,7 +33,7 @@ def plain_update(agent, rollout, score_B, bonus: float) -> tuple[dict, dict]:
     cfg, lm, critic = agent.cfg, agent.policy.lm, agent.critic
     eta, mask_BT, value_BT = agent.kl_coef * (cfg.kl_in == "reward"), rollout.mask_BT, rollout.value_BT
     reward_BT = formulas.token_rewards(score_B, rollout.kl_BT, mask_BT, eta)
-    advantage_BT = reinforce(reward_BT, mask_BT, cfg.gamma)
+    advantage_BT, _ = reinforce(reward_BT, mask_BT, cfg.gamma)
     if critic:
         advantage_BT, _ = gae(reward_BT, value_BT, mask_BT, cfg.gamma, cfg.lam)
     rollout = replace(rollout, advantage_BT=formulas.whiten(advantage_BT, mask_BT),
@@ -147,7 +147,7 @@ def test_passes_hold_rows_of_like_length_few_tokens_and_few_logits(limit, most, 
     P, T = torch.tensor([3, 1, 9, 2, 3, 8, 30, 1, 2]), torch.tensor([2, 1, 6, 3, 2, 7, 10, 1, 3])
     masks = SimpleNamespace(prompt_mask_BP=(torch.arange(30) >= 30 - P[:, None]).long(),
                             mask_BT=(torch.arange(10) < T[:, None]).float())
-    assert [(P + T)[group].tolist() for group in passes(masks, bigram(), 3)] == expected
+    assert [(P + T)[group].tolist() for group in micro_batches(masks, bigram(), 3)] == expected
 
 
 def test_in_bfloat16_the_first_ratio_is_1_but_for_rounding():
@@ -204,7 +204,7 @@ def test_a_gradient_that_is_not_finite_stops_before_any_parameter_changes():
 def test_learning_rates_are_those_of_the_schedule(name, factors):
     agent = agent_of(bigram(), learning_rate=0.1, critic_learning_rate=0.2, lr_schedule=name, iterations=4)
     for iteration, factor in enumerate(factors, start=1):
-        agent.set_learning_rate(iteration)
+        agent.begin(iteration)
         rates = {group["is_critic"]: group["lr"] for group in agent.optimizer.param_groups}
         assert rates == pytest.approx({False: 0.1 * factor, True: 0.2 * factor}, rel=1e-5)
         agent.reset()
@@ -231,7 +231,7 @@ def of_two(reward_BT, value_BT, mask_BT, rollout, **_):
 
 def test_an_estimator_sees_the_rollout_and_may_give_the_critics_target():
     agent, rollout = ragged(advantage="test_update:of_two")
-    found = update.with_advantages(rollout, SCORE, agent)
+    found = update.add_advantages(rollout, SCORE, agent)
     assert 0 < rollout.truncated_B.sum() < 8 and agent.critic is not None
     assert torch.equal(found.advantage_BT, rollout.mask_BT * rollout.truncated_B[:, None])
     assert torch.equal(found.return_BT, 3 * rollout.mask_BT)

@@ -17,8 +17,11 @@ def resolve_auto(cfg: Config) -> tuple[Config, torch.device]:
     on_gpu = has_gpu and cfg.device != "cpu"
     if cfg.dtype == "auto":
         has_bfloat16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-        cfg = replace(cfg, dtype="bfloat16" if has_bfloat16 else "float32")
-    return cfg, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        dtype = "bfloat16" if has_bfloat16 else "float32"
+        cfg = replace(cfg, dtype=dtype)
+    if not on_gpu:
+        return cfg, torch.device("cpu")
+    return cfg, torch.device("cuda", torch.cuda.current_device())
 
 
 def prepare_device(cfg: Config, device: torch.device) -> None:

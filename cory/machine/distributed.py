@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Iterator
 
 import torch
 import torch.distributed as dist
@@ -30,14 +29,16 @@ class Processes:
 
     def rows(self, n: int) -> slice:
         """Which of n rows are this process's: n / size of them, or one more."""
-        return slice(self.rank * n // self.size, (self.rank + 1) * n // self.size)
+        start = self.rank * n // self.size
+        stop = (self.rank + 1) * n // self.size
+        return slice(start, stop)
 
     def gather(self, items: list) -> list:
         if self.size == 1:
             return items
         gathered = [None] * self.size
         dist.all_gather_object(gathered, items)
-        return [item for items in gathered for item in items]
+        return sum(gathered, [])
 
     def sum(self, x: Tensor) -> Tensor:
         if self.size > 1:
@@ -49,9 +50,12 @@ class Processes:
         """Each gradient becomes the sum over the processes. One that no process has stays None."""
         present = [p.grad is not None for p in parameters]
         present = torch.tensor(present, dtype=torch.int, device=parameters[0].device)
-        for p, anywhere in zip(parameters, self.sum(present).tolist(), strict=True):
-            if anywhere:
-                p.grad = self.sum(torch.zeros_like(p) if p.grad is None else p.grad)
+        for p, holders in zip(parameters, self.sum(present).tolist(), strict=True):
+            if holders == 0:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            p.grad = self.sum(p.grad)
 
 
 def processes() -> Processes:
@@ -62,7 +66,7 @@ def processes() -> Processes:
 
 
 @contextmanager
-def launched(settings: dict) -> Iterator[None]:
+def launched(settings: dict):
     """Joins torchrun's processes, if any, until the block ends."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield
@@ -71,8 +75,9 @@ def launched(settings: dict) -> Iterator[None]:
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, size = next(dist.rendezvous("env://"))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=30), rank=rank,
-                            world_size=size, store=dist.PrefixStore(f"launch {next(launches)}", store))
+    backend = "nccl" if on_gpu else "gloo"
+    store = dist.PrefixStore(f"launch {next(launches)}", store)
+    dist.init_process_group(backend, timeout=timedelta(minutes=30), rank=rank, world_size=size, store=store)
     if rank > 0:
         sys.stdout = open(os.devnull, "w", errors="replace")
     yield

@@ -1,6 +1,6 @@
 """`--shard true`: each process keeps a part of every layer's matrices, and of Adam's moments (FSDP2)."""
 from contextlib import contextmanager
-from typing import Collection, Iterator
+from typing import Collection
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,12 @@ def shard(model, cfg: Config, whole: Collection[nn.Parameter] = ()) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    base, layers = model.lm.base_model, model.layers
-    matrices = {p for p in layers.parameters() if p.dim() > 1}.difference(whole)
-    policy = MixedPrecisionPolicy(torch.bfloat16 if cfg.dtype == "bfloat16" else None,
-                                  reduce_dtype=torch.float32, cast_forward_inputs=False)
+    base = model.lm.base_model
+    layers = model.layers
+    matrices = {p for p in layers.parameters() if p.dim() > 1}
+    matrices -= {*whole}
+    dtype = torch.bfloat16 if cfg.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(model.device.type, (processes().size,))
     rest = {*base.parameters()} - matrices
     for module in (*layers, base):
@@ -30,17 +32,23 @@ def shard(model, cfg: Config, whole: Collection[nn.Parameter] = ()) -> None:
 
 def is_sharded(x: nn.Module | Tensor) -> bool:
     """Whether x is a model that `shard` has divided, or a tensor of one, a DTensor."""
-    return hasattr(x.base_model, "unshard") if isinstance(x, nn.Module) else hasattr(x, "full_tensor")
+    if isinstance(x, nn.Module):
+        return hasattr(x.base_model, "unshard")
+    return hasattr(x, "full_tensor")
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    return x.full_tensor() if is_sharded(x) else x
+    if not is_sharded(x):
+        return x
+    return x.full_tensor()
 
 
 def whole_on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors in CPU memory, in the main process alone; all processes assemble what is sharded."""
     whole = {name: full_tensor(x.detach()) for name, x in tensors.items()}
-    return {name: x.cpu().contiguous() for name, x in whole.items()} if processes().is_main else {}
+    if not processes().is_main:
+        return {}
+    return {name: x.cpu().contiguous() for name, x in whole.items()}
 
 
 def shard_like(x: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -48,15 +56,17 @@ def shard_like(x: Tensor, parameter: nn.Parameter) -> Tensor:
     if not is_sharded(parameter) or x.shape != parameter.shape:
         return x
     from torch.distributed.tensor import distribute_tensor
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(x.to(parameter.device), mesh, placements, src_data_rank=None)
+    return distribute_tensor(x.to(parameter.device), parameter.device_mesh, parameter.placements,
+                             src_data_rank=None)
 
 
 @contextmanager
-def unsharded(*models) -> Iterator[None]:
+def unsharded(*models):
     """A block in which all weights are whole: a forward pass in it needs no other process."""
     lms = dict.fromkeys(model.lm for model in models if is_sharded(model.lm))   # in the same order everywhere
-    groups = [module for lm in lms for module in lm.modules() if hasattr(module, "unshard")]
+    groups = []
+    for lm in lms:
+        groups += [module for module in lm.modules() if hasattr(module, "unshard")]
     for group in groups:
         group.set_reshard_after_forward(False, recurse=False)
         group.unshard()
@@ -72,7 +82,7 @@ def gradient_norm(parameters: Collection[nn.Parameter]) -> float:
     return torch.linalg.vector_norm(torch.stack(norms)).item()
 
 
-def as_many_as_others(groups: list[Tensor]) -> list[Tensor]:
+def split_to_equal_count(groups: list[Tensor]) -> list[Tensor]:
     """The same rows in as many groups as the process with the most: each pass of a sharded model needs all
     processes.
     """

@@ -3,7 +3,7 @@ from collections import defaultdict
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cory.config import Config
 from cory.machine.sharding import is_sharded, shard
@@ -22,12 +22,19 @@ class Agent:
     """
 
     def __init__(self, name: str, base: LanguageModel, cfg: Config, index: int):
-        self.name, self.cfg, self.index, self.base = name, cfg, index, base
-        self.draws, self.memory, self.iteration = 0, {}, 1
+        self.name = name
+        self.base = base
+        self.cfg = cfg
+        self.index = index
+        self.draws = 0
+        self.memory = {}
+        self.iteration = 1
+        self.critic = None
         with torch.random.fork_rng(devices=[]):         # initial weights depend on run seed and agent alone
-            torch.manual_seed(int(np.random.SeedSequence((cfg.seed, index)).generate_state(1)[0]))
+            torch.manual_seed(seed_from((cfg.seed, index)))
             self.policy = base.new_policy(name, cfg)
-            self.critic = cfg.find("critic")(base) if find_estimator(cfg).critic else None
+            if find_estimator(cfg).critic:
+                self.critic = cfg.find("critic")(base)
         for parameter in self.policy.weights().values():
             parameter.requires_grad_(True)
         if cfg.shard and not cfg.lora_rank:         # with LoRA the base is sharded, and adapters stay whole
@@ -38,46 +45,58 @@ class Agent:
         """A new optimizer and the initial KL coefficient; the weights stay."""
         groups = defaultdict(list)
         for name, parameter in self.trainable_parameters().items():
-            # no operation can mix sharded tensors with others
-            groups[name.startswith("critic."), is_sharded(parameter)].append(parameter)
-        of_adam = [{"params": group, "is_critic": is_critic} for (is_critic, _), group in groups.items()]
-        self.optimizer = torch.optim.Adam(of_adam, fused=True)
-        self.set_learning_rate(self.iteration)
+            kind = name.startswith("critic."), is_sharded(parameter)
+            groups[kind].append(parameter)              # no operation can mix sharded tensors with others
+        groups = [{"params": group, "is_critic": is_critic} for (is_critic, _), group in groups.items()]
+        self.optimizer = torch.optim.Adam(groups, fused=True)
+        self.begin(self.iteration)
         self.kl_coef = self.cfg.init_kl_coef
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """By name: `lm.NAME` of all weights or the adapter's, and `critic.NAME`."""
-        of_critic = dict(self.critic.named_parameters()) if self.critic else {}
-        return ({f"lm.{name}": p for name, p in self.policy.weights().items()}
-                | {f"critic.{name}": p for name, p in of_critic.items()})
+        trainable = {f"lm.{name}": p for name, p in self.policy.weights().items()}
+        if self.critic:
+            trainable |= {f"critic.{name}": p for name, p in self.critic.named_parameters()}
+        return trainable
 
     def generator(self) -> np.random.Generator:
         """A new random generator for each rollout and update, seeded by run seed, agent and a counter."""
         self.draws += 1
         return np.random.default_rng((self.cfg.seed, self.index, self.draws))
 
-    def set_learning_rate(self, iteration: int) -> None:
-        """Sets the learning rates of iteration 1, 2, ...: `rate * schedule((iteration - 1) / iterations)`."""
-        cfg, self.iteration = self.cfg, iteration
-        factor = cfg.find("lr_schedule")((iteration - 1) / cfg.iterations)
+    def begin(self, iteration: int) -> None:
+        """Begins iteration 1, 2, ..., with learning rates `rate * schedule((iteration - 1) / iterations)`."""
+        cfg = self.cfg
+        self.iteration = iteration
+        progress = (iteration - 1) / cfg.iterations
+        factor = cfg.find("lr_schedule")(progress)
         for group in self.optimizer.param_groups:
-            own_rate = group["is_critic"] and cfg.critic_learning_rate > 0
-            group["lr"] = factor * (cfg.critic_learning_rate if own_rate else cfg.learning_rate)
+            rate = cfg.learning_rate
+            if group["is_critic"]:
+                rate = cfg.critic_learning_rate or rate
+            group["lr"] = factor * rate
 
 
-def adaptive(agent: Agent, kl_N: Tensor) -> float:
+def seed_from(entropy, **key) -> int:
+    """A seed for PyTorch; different numbers or keys give unrelated ones."""
+    (seed,) = np.random.SeedSequence(entropy, **key).generate_state(1)
+    return int(seed)
+
+
+def adaptive(agent: Agent, kl_N) -> float:
     """The next eta by the adaptive controller of Ziegler et al. 2019, sec. 2.2; constant if `kl_target` is 0.
 
         error = clip(KL / target - 1, -0.2, 0.2)        eta <- eta (1 + error N / horizon)
 
-    KL is the mean of the N responses' KL, in nats. A controller of your own has these arguments, and may use
+    KL is the mean of the N responses' KL, in nats. A custom controller has these arguments, and may use
     `agent.iteration`.
     """
-    cfg, n = agent.cfg, len(kl_N)
+    cfg = agent.cfg
     if not cfg.kl_target:
         return agent.kl_coef
-    error = min(max(kl_N.mean().item() / cfg.kl_target - 1, -0.2), 0.2)
-    return agent.kl_coef * (1 + error * n / cfg.kl_horizon)
+    error = kl_N.mean().item() / cfg.kl_target - 1
+    clipped = min(max(error, -0.2), 0.2)
+    return agent.kl_coef * (1 + clipped * len(kl_N) / cfg.kl_horizon)
 
 
 # --- learning-rate schedules: from the progress of training, 0 to just below 1, to a factor ---

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
+def whiten(x_BT, mask_BT, eps: float = 1e-8) -> Tensor:
     """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding.
 
     Over the whole rollout, so that the size of mini-batches does not change it. In float64, where the sum of
@@ -20,28 +20,30 @@ def whiten(x_BT: Tensor, mask_BT: Tensor, eps: float = 1e-8) -> Tensor:
     return torch.zeros_like(x_BT).masked_scatter(real, white_N.to(x_BT.dtype))
 
 
-def explained_variance(value_N: Tensor, return_N: Tensor) -> float:
+def explained_variance(value_N, return_N) -> float:
     """`1 - Var(return - V) / Var(return)`: 1 is perfect, < 0 worse than a constant. 0 for returns that are
     equal up to rounding.
     """
-    value_N, return_N = value_N.double(), return_N.double()
-    rounding = 1e-5 * max(value_N.abs().max().item(), return_N.abs().max().item())     # sums of float32
-    if return_N.std(correction=0).item() <= rounding:
+    value_N = value_N.double()
+    return_N = return_N.double()
+    largest = torch.cat([value_N, return_N]).abs().max()
+    if return_N.std(correction=0) <= 1e-5 * largest:            # the rounding of sums of float32
         return 0.0
-    return 1 - ((return_N - value_N).var(correction=0) / return_N.var(correction=0)).item()
+    unexplained = (return_N - value_N).var(correction=0)
+    return 1 - (unexplained / return_N.var(correction=0)).item()
 
 
-def token_logprobs(logp_NV: Tensor, token_N: Tensor) -> Tensor:
+def token_logprobs(logp_NV, token_N) -> Tensor:
     """`log pi(token)` read off each row's log-probabilities. Returns (N,)."""
     return logp_NV.gather(-1, token_N[:, None]).squeeze(-1)
 
 
-def entropy(p_NV: Tensor, logp_NV: Tensor) -> Tensor:
+def entropy(p_NV, logp_NV) -> Tensor:
     """`H = -sum_v p_v log p_v` of each row, (N,), from 0 to log V; log-probabilities must be finite."""
     return -torch.einsum("nv,nv->n", p_NV, logp_NV)
 
 
-def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
+def kl_full(logp_NV, ref_logp_NV) -> Tensor:
     """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` per state, exact: paper, eq. 2. (N,).
 
     As a reward it does not depend on the drawn token and acts only through later states, unlike `kl_k1`.
@@ -52,7 +54,7 @@ def kl_full(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
     return torch.linalg.vecdot(p_NV, log_ratio_NV)
 
 
-def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
+def kl_k1(logp_N, ref_logp_N) -> Tensor:
     """`k1 = log pi(a) - log pi0(a)` of the sampled token (Schulman 2020). (N,), any sign.
 
     Where a is drawn from pi its expectation is `kl_full`. As a reward, with
@@ -61,7 +63,7 @@ def kl_k1(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     return logp_N - ref_logp_N
 
 
-def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
+def kl_k3(logp_N, ref_logp_N) -> Tensor:
     """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), never negative.
 
     If a is drawn from pi, which is nowhere 0, its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`)
@@ -71,7 +73,7 @@ def kl_k3(logp_N: Tensor, ref_logp_N: Tensor) -> Tensor:
     return log_r.exp() - 1 - log_r
 
 
-def token_rewards(score: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float) -> Tensor:
+def token_rewards(score: Tensor, kl_BT, mask_BT, kl_coef: float) -> Tensor:
     """`r_t = -kl_coef * kl_t`, plus the score on each row's last real token (paper eq. 2); a score of each
     token, as of process rewards, stays where it is.
 
@@ -82,16 +84,17 @@ def token_rewards(score: Tensor, kl_BT: Tensor, mask_BT: Tensor, kl_coef: float)
     if score.shape == mask_BT.shape:
         return reward_BT + score * mask_BT
     last_B1 = mask_BT.sum(1, keepdim=True).long() - 1
-    return reward_BT.scatter_add(1, last_B1, score[:, None].to(reward_BT))
+    return reward_BT.scatter_add(1, last_B1, score[:, None])
 
 
-def score_of_responses(score: Tensor, mask_BT: Tensor) -> Tensor:
+def score_of_responses(score: Tensor, mask_BT) -> Tensor:
     """(B,): a score of each token, (B, T), is summed over its response."""
-    return score if score.dim() == 1 else (score.to(mask_BT) * mask_BT).sum(1)
+    if score.dim() == 1:
+        return score
+    return (score * mask_BT).sum(1)
 
 
-def policy_loss(log_ratio_BT: Tensor, advantage_BT: Tensor, low: float, high: float,
-                **_) -> tuple[Tensor, Tensor]:
+def policy_loss(log_ratio_BT, advantage_BT, low: float, high: float, **_) -> tuple[Tensor, Tensor]:
     """Clipped surrogate (Schulman et al. 2017, eq. 7; the paper's eq. 11): the loss of each token, and where
     the clip has changed it.
 
@@ -105,7 +108,7 @@ def policy_loss(log_ratio_BT: Tensor, advantage_BT: Tensor, low: float, high: fl
     return -torch.min(objective_BT, clipped_BT), clipped_BT < objective_BT
 
 
-def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange_value: float) -> Tensor:
+def value_loss(value_N, old_value_N, return_N, cliprange_value: float) -> Tensor:
     """Clipped value loss (paper, eq. 10 and 13) per token; `old_value` is the rollout's and stays constant.
 
         V_clip = V_old + clip(V - V_old, -eps, eps)        loss = 1/2 max((V - R)^2, (V_clip - R)^2)
@@ -113,18 +116,23 @@ def value_loss(value_N: Tensor, old_value_N: Tensor, return_N: Tensor, cliprange
     DIFFERS: the factor 1/2 is TRL's, not the paper's.
     """
     clipped_N = old_value_N + (value_N - old_value_N).clamp(-cliprange_value, cliprange_value)
-    return 0.5 * torch.max((value_N - return_N) ** 2, (clipped_N - return_N) ** 2)
+    squared_error_N = (value_N - return_N) ** 2
+    clipped_error_N = (clipped_N - return_N) ** 2
+    return 0.5 * torch.max(squared_error_N, clipped_error_N)
 
 
-def loss_weights(mask_BT: Tensor, loss_mean: str, max_length: int) -> tuple[Tensor, Tensor]:
-    """What a loss is a mean over: (the weight of each token's loss, (B, T); each row's part of the divisor,
-    (B,)).
+def loss_weights(mask_BT, loss_mean: str, max_length: int) -> tuple[Tensor, Tensor]:
+    """The normalization of the loss: (the weight of each token's loss, (B, T); each row's part of the
+    divisor, (B,)).
 
         tokens:     sum_it loss_it / sum_i length_i                         (TRL; DAPO, arXiv:2503.14476)
         responses:  1/B sum_i 1/length_i sum_t loss_it                      (GRPO, arXiv:2402.03300)
         constant:   1/B sum_i 1/max_length sum_t loss_it                    (Dr. GRPO, arXiv:2503.20783)
     """
-    length_B1 = mask_BT.sum(1, keepdim=True)
+    length_B = mask_BT.sum(1)
     if loss_mean == "tokens":
-        return mask_BT, length_B1[:, 0]
-    return mask_BT / (length_B1 if loss_mean == "responses" else max_length), torch.ones_like(length_B1[:, 0])
+        return mask_BT, length_B
+    one_B = torch.ones_like(length_B)
+    if loss_mean == "responses":
+        return mask_BT / length_B[:, None], one_B
+    return mask_BT / max_length, one_B

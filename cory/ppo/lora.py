@@ -8,33 +8,35 @@ below.
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 from torch import nn
 
 from cory.config import Config
 
 
-def add_adapter(lm: nn.Module, name: str, cfg: Config) -> None:
-    """Puts a new adapter on the model's linear layers, in float32; `lm.adapters[name]` has its weights."""
+def add_adapter(lm: nn.Module, name: str, cfg: Config) -> dict:
+    """Puts a new adapter on the model's linear layers, in float32. Returns its weights by name."""
     # imported here because the import takes 2 s and 100 MiB
     from peft import LoraConfig
 
     settings = LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_rank, lora_alpha=2 * cfg.lora_rank,
                           target_modules="all-linear", lora_dropout=0.0)
     before = {*lm.parameters()}
-    with warnings.catch_warnings(action="ignore"), as_found(lm):
+    with warnings.catch_warnings(action="ignore"), keep_requires_grad(lm):
         lm.add_adapter(settings, name)
-    if Path(lm.name_or_path).exists():                  # to be found from any folder
-        lm.peft_config[name].base_model_name_or_path = str(Path(lm.name_or_path).resolve())
+    saved = lm.peft_config[name]                        # with the adapter
+    saved.target_modules = sorted(saved.target_modules)
+    base = Path(lm.name_or_path)
+    if base.exists():
+        saved.base_model_name_or_path = str(base.resolve())         # to be found from any folder
     else:
-        lm.peft_config[name].revision = cfg.model.partition("@")[2] or None
-    lm.peft_config[name].target_modules = sorted(lm.peft_config[name].target_modules)   # saved in this order
+        saved.revision = cfg.model.partition("@")[2] or None
     weights = {path: p for path, p in lm.named_parameters() if p not in before}
     for p in weights.values():
         p.data = p.data.float()
-    lm.adapters = {**getattr(lm, "adapters", {}), name: weights}
+    lm.adapter_in_use = name
     switch_to(lm, None)
+    return weights
 
 
 def load_adapter(lm: nn.Module, name: str, folder: Path) -> None:
@@ -45,8 +47,12 @@ def load_adapter(lm: nn.Module, name: str, folder: Path) -> None:
 
 
 def switch_to(lm: nn.Module, name: str | None) -> None:
-    """Makes a model with adapters compute with one of them, or with none."""
-    with as_found(lm):
+    """From here on the model computes with this adapter, or with none. Which one is noted on the model, since
+    the policies and bases of all agents share it.
+    """
+    if name == getattr(lm, "adapter_in_use", None):
+        return
+    with keep_requires_grad(lm):
         if name is None:
             lm.disable_adapters()
         else:
@@ -56,7 +62,7 @@ def switch_to(lm: nn.Module, name: str | None) -> None:
 
 
 @contextmanager
-def as_found(lm: nn.Module) -> Iterator[None]:
+def keep_requires_grad(lm: nn.Module):
     """A block that leaves each requires_grad as it was: peft changes them at every switch, though a pending
     backward pass may still need those of another adapter, and some may be frozen on purpose.
     """

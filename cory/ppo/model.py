@@ -5,7 +5,6 @@ tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N r
 many rows, R rows still being sampled; digits are sizes. Masks are 1 for real tokens and 0 for padding.
 """
 import copy
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -17,31 +16,38 @@ from cory.ppo.lora import add_adapter, switch_to
 
 
 class LanguageModel(nn.Module):
-    """A Hugging Face causal LM with its tokenizer, a temperature, and perhaps the name of an adapter. `lm` is
-    shared by all temperatures and adapters: call this module, not `lm`. Dropout is off, so that sampling and
-    updates use one pi.
+    """A Hugging Face causal LM with its tokenizer, a temperature, and perhaps an adapter. `lm` is shared by
+    all temperatures and adapters: call this module, not `lm`. An agent's policy has its base's temperature.
+    Dropout is off, so that sampling and updates use one pi.
 
     DIFFERS: the released code samples and trains with dropout after its first update.
     """
 
     def __init__(self, lm: nn.Module, tokenizer, dtype: str = "float32", chat_template: bool = False,
-                 temperature: float = 1.0, adapter: str | None = None):
+                 temperature: float = 1.0, name: str = "base"):
         super().__init__()
-        self.lm, self.tokenizer, self.dtype, self.chat_template = lm.eval(), tokenizer, dtype, chat_template
-        self.temperature, self.adapter = temperature, adapter
-        self.kept = {}                              # of a base: its held-out responses
+        self.lm = lm.eval()
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.chat_template = chat_template
+        self.temperature = temperature
+        self.name = name
+        self.adapter = None                         # of a policy with LoRA: its adapter's name,
+        self.adapter_weights = {}                   # and weights by name
+        self.response_cache = {}                    # of a base: its held-out responses
 
     def new_policy(self, name: str, cfg: Config) -> "Policy":
         """A new adapter on this base, or a copy of it."""
-        lm, adapter = (self.lm, name) if cfg.lora_rank else (copy.deepcopy(self.lm), None)
-        if adapter:
-            add_adapter(lm, name, cfg)
-        return Policy(lm, self.tokenizer, self.dtype, self.chat_template, self.temperature, adapter)
+        lm = self.lm if cfg.lora_rank else copy.deepcopy(self.lm)
+        policy = Policy(lm, self.tokenizer, self.dtype, self.chat_template, self.temperature, name)
+        if cfg.lora_rank:
+            policy.adapter = name
+            policy.adapter_weights = add_adapter(lm, name, cfg)
+        return policy
 
     def activate(self) -> None:
         """From here on `lm` computes with this model's adapter, or with none."""
-        if getattr(self.lm, "adapter_in_use", None) != self.adapter:
-            switch_to(self.lm, self.adapter)
+        switch_to(self.lm, self.adapter)
 
     @property
     def device(self) -> torch.device:
@@ -50,8 +56,11 @@ class LanguageModel(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         """The transformer's: the list that holds most of the parameters."""
-        lists = [module for module in self.lm.base_model.modules() if isinstance(module, nn.ModuleList)]
-        return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+        def size(layers):
+            return sum(p.numel() for p in layers.parameters())
+
+        modules = self.lm.base_model.modules()
+        return max([x for x in modules if isinstance(x, nn.ModuleList)], key=size)
 
     @property
     def head(self) -> nn.Linear:
@@ -61,14 +70,16 @@ class LanguageModel(nn.Module):
     def end_ids(self) -> set[int]:
         """Tokens that end a response: EOS, and any others in generation_config, as for chat models."""
         more = self.lm.generation_config.eos_token_id
-        return {self.tokenizer.eos_token_id, *(more if isinstance(more, list) else [more])} - {None}
+        if not isinstance(more, list):
+            more = [more]
+        return {self.tokenizer.eos_token_id, *more} - {None}
 
     def weights(self) -> dict[str, nn.Parameter]:
         """The adapter's weights by name, or all weights if there is no adapter."""
-        return self.lm.adapters[self.adapter] if self.adapter else dict(self.lm.named_parameters())
+        return self.adapter_weights or dict(self.lm.named_parameters())
 
     def autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
     def encode(self, prompts: list[str]) -> list[list[int]]:
         """Token ids of each prompt, or of it as a message in the chat template. A control token that a prompt
@@ -76,9 +87,9 @@ class LanguageModel(nn.Module):
         """
         if not self.chat_template:
             return self.tokenizer(prompts, split_special_tokens=True)["input_ids"]
-        rules = dict(add_generation_prompt=True, sanitize_control_tokens=True, return_dict=False)
-        return [self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], **rules)
-                for prompt in prompts]
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        return self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False,
+                                                  sanitize_control_tokens=True)
 
     def hidden_states(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache=None) -> tuple:
         """The transformer without its head, with this model's adapter: (last hidden states, cache)."""
@@ -88,7 +99,7 @@ class LanguageModel(nn.Module):
                                      past_key_values=cache, use_cache=cache is not None)
         return out.last_hidden_state, out.past_key_values
 
-    def response_hidden(self, prompt_BP: Tensor, prompt_mask_BP: Tensor, response_BT: Tensor) -> Tensor:
+    def response_hidden(self, prompt_BP, prompt_mask_BP, response_BT) -> Tensor:
         """The (B, T, H) last hidden states from which each response token is predicted. Position ids count
         real tokens from 0, so that a row does not depend on its padding.
         """
@@ -98,21 +109,23 @@ class LanguageModel(nn.Module):
         hidden, _ = self.hidden_states(ids, mask, positions(mask))
         return hidden[:, prompt_BP.shape[1] - 1:]
 
-    def logits(self, hidden_NH: Tensor) -> Tensor:
+    def logits(self, hidden_NH) -> Tensor:
         """(N, V), divided by the temperature; in float32, because GPT-2's logits are near -100, where
         neighbouring bfloat16 numbers differ by 0.5. All are finite: a token that is never sampled has -1e9.
         """
         with torch.autocast(self.device.type, enabled=False):
             logits_NV = self.head(hidden_NH.float())
-        return logits_NV if self.temperature == 1 else logits_NV / self.temperature
+        if self.temperature == 1:
+            return logits_NV
+        return logits_NV / self.temperature
 
-    def logprobs(self, hidden_NH: Tensor) -> Tensor:
+    def logprobs(self, hidden_NH) -> Tensor:
         """(N, V) log-probabilities of the next token, in nats; differentiable."""
         logits_NV = self.logits(hidden_NH)
         reused = None if logits_NV.requires_grad else logits_NV     # no second (N, V)
         return torch.log_softmax(logits_NV, -1, out=reused)
 
-    def logp_and_entropy(self, hidden_NH: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
+    def logp_and_entropy(self, hidden_NH, token_N) -> tuple[Tensor, Tensor]:
         """(log pi(token), entropy of pi), each (N,) in nats, differentiable."""
         logp_NV = self.logprobs(hidden_NH)
         return formulas.token_logprobs(logp_NV, token_N), formulas.entropy(logp_NV.exp(), logp_NV)
@@ -130,8 +143,8 @@ class Policy(LanguageModel):
 
 class Critic(nn.Module):
     """V(s): a linear value head on the policy's last hidden state (paper, sec. 3), in float32, whose gradient
-    also reaches the transformer. It starts at 0 (the paper does not say). A critic of your own (`--critic`)
-    has these methods. `base` is frozen and carries the adapters of all agents.
+    also reaches the transformer. It is initialized to 0; the paper states no initialization. A custom critic
+    (`--critic`) has these methods. `base` is frozen and carries the adapters of all agents.
     """
 
     def __init__(self, base: LanguageModel):
@@ -141,8 +154,8 @@ class Critic(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, rows, hidden: Tensor) -> Tensor:
-        """Values (B, T), in units of reward, of the states in which `rows`, a `Rollout`, chose their tokens;
+    def forward(self, batch, hidden: Tensor) -> Tensor:
+        """Values (B, T), in units of reward, of the states in which `batch`, a `Rollout`, chose its tokens;
         hidden: the policy's hidden states in these, (B, T, H).
         """
         return self.linear(hidden.float()).squeeze(-1)

@@ -1,5 +1,6 @@
-"""The rollout buffer: responses with log-probabilities, KL and values; and its division into passes."""
-from dataclasses import dataclass, fields, replace
+"""The rollout buffer: responses with log-probabilities, KL and values; its division into micro-batches."""
+from dataclasses import dataclass, replace
+from typing import Callable
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 
-# How rows are divided into forward passes affects results only by rounding.
+# How rows are divided into forward micro_batches affects results only by rounding.
 # Tokens per pass, padding included; the CPU's value was the fastest measured on 2 cores.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
 # Logits per pass; an update holds up to five such tensors, of 48 MiB on a CPU and 512 on a GPU.
@@ -32,7 +33,7 @@ class Rollout:
     sampling_logp_BT: Tensor    # log-probability with which a_t was drawn, nats
     truncated_B: Tensor         # whether the length limit has cut a response
     group_B: Tensor | None = None       # responses with the same number are compared (RLOO, GRPO)
-    # scored
+    # by `add_logprobs`
     logp_BT: Tensor | None = None       # log pi_old(a_t | s_t), nats; None without a reference
     ref_logp_BT: Tensor | None = None   # log pi0(a_t | s_t), nats
     kl_BT: Tensor | None = None         # nats: KL(pi_old || pi0) at s_t (full), or log pi_old / pi0 (k1)
@@ -53,15 +54,25 @@ class Rollout:
         """Mean |sampling log-prob - log pi_old| per token, nats: more than rounding error means that the
         trained policy is not the one sampled from.
         """
-        return ((self.sampling_logp_BT - self.logp_BT).abs().sum() / self.mask_BT.sum()).item()
+        gap_BT = (self.sampling_logp_BT - self.logp_BT).abs()
+        return (gap_BT.sum() / self.mask_BT.sum()).item()
 
     def present(self) -> dict[str, Tensor | list]:
         """The fields that are not None, by name."""
-        return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
+        return {name: x for name, x in vars(self).items() if x is not None}
+
+    def map_fields(self, function: Callable) -> "Rollout":
+        """With `function(name, value)` in place of the value of each field that is not None."""
+        changed = {name: function(name, x) for name, x in self.present().items()}
+        return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> "Rollout":
-        moved = {name: x.to(device) for name, x in self.present().items() if isinstance(x, Tensor)}
-        return replace(self, **moved)
+        def move(name, x):
+            if isinstance(x, Tensor):
+                return x.to(device)
+            return x
+
+        return self.map_fields(move)
 
 
 PROMPT = ("prompt_BP", "prompt_mask_BP")        # the fields that are padded on the left
@@ -69,49 +80,59 @@ PROMPT = ("prompt_BP", "prompt_mask_BP")        # the fields that are padded on 
 
 def take(rollout: Rollout, rows: Tensor) -> Rollout:
     """The rows with these indices, trimmed to the longest prompt and the longest response among them."""
-    P, T = max_length(rollout.prompt_mask_BP[rows]), max_length(rollout.mask_BT[rows])
+    P = max_length(rollout.prompt_mask_BP[rows])
+    T = max_length(rollout.mask_BT[rows])
 
-    def cut(name: str, x: Tensor | list) -> Tensor | list:
+    def cut(name, x):
         if isinstance(x, list):
             return [x[i] for i in rows.tolist()]
+        if x.dim() == 1:
+            return x[rows]
         if name in PROMPT:
             return x[rows, -P:]
-        return x[rows] if x.dim() == 1 else x[rows, :T]
+        return x[rows, :T]
 
-    return replace(rollout, **{name: cut(name, x) for name, x in rollout.present().items()})
+    return rollout.map_fields(cut)
 
 
 def join(rollouts: list[Rollout]) -> Rollout:
     """The rows of several rollouts with the same fields, padded to the longest."""
-    def joined(name: str) -> Tensor | list:
+    def joined(name, x):
         xs = [getattr(rollout, name) for rollout in rollouts]
-        if isinstance(xs[0], list):
+        if isinstance(x, list):
             return sum(xs, [])
-        if xs[0].dim() == 1:
+        if x.dim() == 1:
             return torch.cat(xs)
-        rows, side = [row for x in xs for row in x], "left" if name in PROMPT else "right"
+        rows = sum(map(list, xs), [])
+        side = "left" if name in PROMPT else "right"
         return pad_sequence(rows, batch_first=True, padding_side=side)
 
-    return replace(rollouts[0], **{name: joined(name) for name in rollouts[0].present()})
+    return rollouts[0].map_fields(joined)
 
 
-def passes(rollout: Rollout, model: LanguageModel, max_rows: int) -> list[Tensor]:
-    """Indices of the rows of each forward pass, by their length, to keep padding low: at most `max_rows`
+def micro_batches(rollout: Rollout, model: LanguageModel, max_rows: int) -> list[Tensor]:
+    """Indices of the rows of each micro-batch, by their length, to keep padding low: at most `max_rows`
     rows, `MAX_TOKENS_PER_PASS` tokens and `MAX_LOGITS_PER_PASS` logits, or one row.
     """
-    max_tokens, max_logits = MAX_TOKENS_PER_PASS[model.device.type], MAX_LOGITS_PER_PASS[model.device.type]
-    length_B2 = torch.stack([rollout.prompt_mask_BP.sum(1), rollout.mask_BT.sum(1).long()], 1)
-    order = length_B2.sum(1).argsort(stable=True)
-    of_passes = []
+    max_tokens = MAX_TOKENS_PER_PASS[model.device.type]
+    max_logits = MAX_LOGITS_PER_PASS[model.device.type]
+    V = model.head.out_features
+    prompt_B = rollout.prompt_mask_BP.sum(1)
+    response_B = rollout.mask_BT.sum(1).long()
+    order = (prompt_B + response_B).argsort(stable=True)
+    length_B2 = torch.stack([prompt_B, response_B], 1)
+    indices = []
     start = P = T = 0
     for end, (prompt, response) in enumerate(length_B2[order].tolist()):
         count = end - start + 1
-        P, T = max(P, prompt), max(T, response)
-        too_long = count * (P + T) > max_tokens or count * T * model.head.out_features > max_logits
-        if count > 1 and (count > max_rows or too_long):
-            of_passes.append(order[start:end])
+        P = max(P, prompt)
+        T = max(T, response)
+        full = count > max_rows or count * (P + T) > max_tokens or count * T * V > max_logits
+        if full and count > 1:
+            indices.append(order[start:end])
             start, P, T = end, prompt, response
-    return [*of_passes, order[start:]][::-1]           # the longest first: the others then reuse its memory
+    indices.append(order[start:])
+    return indices[::-1]                        # the longest first: the others then reuse its memory
 
 
 def require_queries(rollouts: list[Rollout], queries: list[str]) -> None:
@@ -125,4 +146,5 @@ def max_length(mask: Tensor) -> int:
 
 
 def real_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu().bool(), strict=True)]
+    pairs = zip(ids.cpu(), mask.cpu().bool(), strict=True)
+    return [row[real].tolist() for row, real in pairs]

@@ -4,7 +4,6 @@ Shapes as in `cory.ppo.model`.
 """
 from dataclasses import replace
 from functools import partial
-from typing import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from cory.machine.sharding import unsharded
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel, positions
-from cory.ppo.rollout import Rollout, join, max_length, passes, real_ids, take
+from cory.ppo.rollout import Rollout, join, max_length, micro_batches, real_ids, take
 
 # Tokens between checks for finished rows, the loop's only GPU sync.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
@@ -29,32 +28,36 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
     """`a ~ pi(. | prompt)` for each prompt, with log-probabilities, KL and values; pi is the agent's policy,
     or the one given. The responses to k consecutive prompts, k = `responses_per_query`, form a group.
     """
-    policy, cfg, B = policy or agent.policy, agent.cfg, len(prompts)
-    cfg.require("temperature", policy.temperature == cfg.temperature,
-                f"but {policy.temperature} in a policy of {agent.name}; set it by the method's agent_config")
+    cfg = agent.cfg
+    policy = policy or agent.policy
+    B = len(prompts)
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
-    score = partial(score_rollout, policy=policy, reference=agent.base, kl_penalty=cfg.kl_penalty,
-                    max_rows=cfg.mini_batch_size, critic=agent.critic)
     with unsharded(policy, agent.base):
-        rollout = generate(policy, prompts, queries, max_new_tokens, uniform_TB, score)
-    return replace(rollout, group_B=torch.arange(B, device=policy.device) // cfg.responses_per_query)
+        rollout = generate(policy, prompts, queries, max_new_tokens, uniform_TB, agent.base,
+                           kl_penalty=cfg.kl_penalty, max_rows=cfg.mini_batch_size, critic=agent.critic)
+    group_B = torch.arange(B, device=policy.device) // cfg.responses_per_query
+    return replace(rollout, group_B=group_B)
 
 
 def generate(model: LanguageModel, prompts: list[str], queries: list[str], max_new_tokens: int,
-             uniform_TB: Tensor | None, score: Callable[[Rollout], Rollout]) -> Rollout:
-    """A response to each prompt, as `sample` gives it and `score` completes it. Each process generates its
-    rows, as many at a time as their keys and values fit; all then receive the whole rollout.
+             uniform_TB: Tensor | None, reference: LanguageModel | None, **options) -> Rollout:
+    """A response to each prompt; with a reference also what `add_logprobs(..., **options)` adds. Each process
+    generates its rows, as many at a time as their keys and values fit; all then receive the whole rollout.
     """
     B = len(queries)
     if not isinstance(prompts, list) or len(prompts) != B:
         raise UserError(f"there must be a list of {B} prompts, one for each query, not {str(prompts)[:60]}")
-    size = rows_at_once(model, max(map(len, model.encode(prompts))) + max_new_tokens)
-    mine, chunks = processes().rows(B), []
-    for start in range(mine.start, mine.stop, size):
-        rows = slice(start, min(start + size, mine.stop))
-        of_rows = None if uniform_TB is None else uniform_TB[:, rows]
-        chunk = sample(model, prompts[rows], queries[rows], max_new_tokens, of_rows)
-        chunks.append(score(chunk).to("cpu"))
+    longest = max(map(len, model.encode(prompts)))
+    size = rows_at_once(model, longest + max_new_tokens)
+    local = processes().rows(B)
+    chunks = []
+    for start in range(local.start, local.stop, size):
+        rows = slice(start, min(start + size, local.stop))
+        uniform_TR = None if uniform_TB is None else uniform_TB[:, rows].to(model.device)
+        chunk = sample_tokens(model, prompts[rows], queries[rows], max_new_tokens, uniform_TR)
+        if reference is not None:
+            chunk = add_logprobs(chunk, model, reference, **options)
+        chunks.append(chunk.to("cpu"))
     return join(processes().gather(chunks)).to(model.device)
 
 
@@ -67,33 +70,36 @@ def rows_at_once(model: LanguageModel, length: int) -> int:
 
 
 # --- sampling ---
-def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> tuple[Tensor, Tensor]:
+def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int) -> tuple:
     """(token ids, mask), each (B, P), padded on the left with 0."""
-    rows, config = model.encode(prompts), model.lm.config.get_text_config()
+    rows = model.encode(prompts)
+    config = model.lm.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or 10**9         # not every config has it
     for text, row in zip(prompts, rows, strict=True):
         if len(row) + max_new_tokens > context:
             raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response exceed "
                             f"the model's context of {context}; shorten the queries or the responses")
     width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for b, row in enumerate(rows):
+        ids[b, width - len(row):] = torch.tensor(row)
+        mask[b, width - len(row):] = 1
     return ids.to(model.device), mask.to(model.device)
 
 
-def decode(model: LanguageModel, prompt_ids: list[list[int]], response_ids: list[list[int]]) -> list[str]:
+def decode(model: LanguageModel, prompt_ids: list, response_ids: list) -> list[str]:
     """What the model wrote after each prompt, without special tokens. Decoded together with the prompt, since
     some tokenizers drop the space that a text begins with.
     """
-    def texts(rows: list[list[int]]) -> list[str]:
-        return model.tokenizer.batch_decode(rows, skip_special_tokens=True,
-                                            clean_up_tokenization_spaces=False)
+    to_texts = partial(model.tokenizer.batch_decode, skip_special_tokens=True,
+                       clean_up_tokenization_spaces=False)
+    prompts = to_texts(prompt_ids)
+    whole = to_texts([a + b for a, b in zip(prompt_ids, response_ids, strict=True)])
+    return [text[len(prompt):] for prompt, text in zip(prompts, whole, strict=True)]
 
-    whole = texts([prompt + response for prompt, response in zip(prompt_ids, response_ids, strict=True)])
-    return [text[len(prompt):] for prompt, text in zip(texts(prompt_ids), whole, strict=True)]
 
-
-def draw(logp_BV: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor]:
+def draw(logp_BV, uniform_B: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token per row by inverse-transform sampling, and its log-probability `log(p_v / sum_u p_u)`. The
     token is the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`, so that p, if it is edited, may have
     any sum; without uniform numbers it is the most probable one.
@@ -117,8 +123,8 @@ def draw(logp_BV: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new_tokens: int,
-           uniform_TB: Tensor | None) -> Rollout:
+def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], max_new_tokens: int,
+                  uniform_TB: Tensor | None) -> Rollout:
     """Samples `a ~ pi(. | prompt)` until one of `end_ids` or `max_new_tokens`, using one uniform number per
     token; greedily without them.
 
@@ -127,22 +133,27 @@ def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new
     R of the B rows are still being sampled. Whenever a quarter of these have ended, they are dropped. The
     cache has the same R rows in the same order.
     """
-    B, device = len(prompts), model.device
+    device = model.device
     prompt_BP, prompt_mask_BP = encode_prompts(model, prompts, max_new_tokens)
     ends = torch.tensor([*model.end_ids], device=device)
-    uniform_TB = None if uniform_TB is None else uniform_TB.to(device)
-    response_BT = torch.zeros(B, max_new_tokens, dtype=torch.long, device=device)
-    mask_BT, logp_BT = (torch.zeros(B, max_new_tokens, device=device) for _ in range(2))
-    truncated_B = torch.ones(B, dtype=torch.bool, device=device)
-    # the rows that are still computed, and whether each of them still runs
-    row_R, running_R = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
-    ids_RL, mask_RL, position_ids_RL = prompt_BP, prompt_mask_BP, positions(prompt_mask_BP)
+    mask_BT = torch.zeros(len(prompts), max_new_tokens, device=device)
+    logp_BT = torch.zeros_like(mask_BT)
+    response_BT = torch.zeros_like(mask_BT, dtype=torch.long)
+    row_R = torch.arange(len(prompts), device=device)       # the rows that are still computed,
+    running_R = torch.ones_like(row_R, dtype=torch.bool)    # and whether each of them still runs
+    truncated_B = running_R.clone()
+    ids_RL = prompt_BP
+    mask_RL = prompt_mask_BP
+    position_ids_RL = positions(mask_RL)
+    uniform_R = None
     cache = DynamicCache()          # keeps all keys of a sliding window, too: the model's mask hides the rest
     with model.autocast():                      # once for all tokens, so that each weight is cast once
         for t in range(max_new_tokens):
             hidden_RLH, cache = model.hidden_states(ids_RL, mask_RL, position_ids_RL, cache)
             logp_RV = model.logprobs(hidden_RLH[:, -1])
-            token_R, drawn_logp_R = draw(logp_RV, None if uniform_TB is None else uniform_TB[t, row_R])
+            if uniform_TB is not None:
+                uniform_R = uniform_TB[t, row_R]
+            token_R, drawn_logp_R = draw(logp_RV, uniform_R)
             token_R = token_R.where(running_R, 0)
             response_BT[row_R, t] = token_R
             mask_BT[row_R, t] = running_R.float()
@@ -150,8 +161,9 @@ def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new
             running_R = running_R & ~torch.isin(token_R, ends)
             truncated_B[row_R] = running_R
 
-            ids_RL, position_ids_RL = token_R[:, None], position_ids_RL[:, -1:] + 1
-            mask_RL = torch.cat([mask_RL, torch.ones_like(mask_RL[:, :1])], dim=1)
+            ids_RL = token_R[:, None]
+            position_ids_RL = position_ids_RL[:, -1:] + 1
+            mask_RL = nn.functional.pad(mask_RL, (0, 1), value=1)
             if (t + 1) % EOS_CHECK_INTERVAL[device.type]:
                 continue
             count = int(running_R.sum())                                # the only wait
@@ -160,42 +172,49 @@ def sample(model: LanguageModel, prompts: list[str], queries: list[str], max_new
             if count <= 3 / 4 * len(row_R):
                 keep = torch.nonzero_static(running_R, size=count).squeeze(1)
                 cache.batch_select_indices(keep)
-                row_R, running_R, mask_RL = row_R[keep], running_R[keep], mask_RL[keep]
-                ids_RL, position_ids_RL = ids_RL[keep], position_ids_RL[keep]
+                row_R = row_R[keep]
+                running_R = running_R[keep]
+                ids_RL = ids_RL[keep]
+                mask_RL = mask_RL[keep]
+                position_ids_RL = position_ids_RL[keep]
     T = max_length(mask_BT)
-    response_BT, mask_BT, logp_BT = response_BT[:, :T], mask_BT[:, :T], logp_BT[:, :T]
+    response_BT = response_BT[:, :T]
+    mask_BT = mask_BT[:, :T]
+    logp_BT = logp_BT[:, :T]
     text = decode(model, real_ids(prompt_BP, prompt_mask_BP), real_ids(response_BT, mask_BT))
     return Rollout(queries, text, prompt_BP, prompt_mask_BP, response_BT, mask_BT, logp_BT, truncated_B)
 
 
-# --- scoring ---
+# --- log-probabilities ---
 @torch.no_grad()
-def score_rollout(rollout: Rollout, policy: LanguageModel, reference: LanguageModel, kl_penalty: str,
+def add_logprobs(rollout: Rollout, policy: LanguageModel, reference: LanguageModel, kl_penalty: str,
                   max_rows: int, critic: nn.Module | None = None) -> Rollout:
-    """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in passes over at most `max_rows` rows,
-    whose rounding matches that of the update: initial ratios are nearly 1 even in bfloat16.
+    """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in micro-batches of at most `max_rows`
+    rows, whose rounding matches that of the update: initial ratios are nearly 1 even in bfloat16.
     """
     logp_BT, ref_logp_BT, kl_BT, value_BT = (torch.zeros_like(rollout.mask_BT) for _ in range(4))
-    for index in passes(rollout, policy, max_rows):
-        rows = take(rollout, index)
-        real = rows.mask_BT.nonzero(as_tuple=True)
-        at = index[real[0]], real[1]                        # the same tokens in the whole rollout
-        model_inputs = rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT
+    for index in micro_batches(rollout, policy, max_rows):
+        micro_batch = take(rollout, index)
+        real = micro_batch.mask_BT.nonzero(as_tuple=True)
+        row_N, step_N = real
+        at = index[row_N], step_N                           # the same tokens in the whole rollout
+        model_inputs = micro_batch.prompt_BP, micro_batch.prompt_mask_BP, micro_batch.response_BT
         hidden_BTH = ref_hidden_BTH = policy.response_hidden(*model_inputs)
         if reference is not policy:
             ref_hidden_BTH = reference.response_hidden(*model_inputs)
         # in one call, so that no (N, V) is kept into the next pass
         logp_BT[at], ref_logp_BT[at], kl_BT[at] = logprobs_and_kl(
             policy.logprobs(hidden_BTH[real]), reference.logprobs(ref_hidden_BTH[real]),
-            rows.response_BT[real], kl_penalty)
+            micro_batch.response_BT[real], kl_penalty)
         if critic is not None:
-            value_BT[at] = critic(rows, hidden_BTH)[real]
-    return replace(rollout, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT,
-                   value_BT=rollout.value_BT if critic is None else value_BT)
+            value_BT[at] = critic(micro_batch, hidden_BTH)[real]
+    rollout = replace(rollout, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT)
+    if critic is None:
+        return rollout
+    return replace(rollout, value_BT=value_BT)
 
 
-def logprobs_and_kl(logp_NV: Tensor, ref_logp_NV: Tensor, token_N: Tensor,
-                    kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
+def logprobs_and_kl(logp_NV, ref_logp_NV, token_N, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, reference log-probs, KL) of N tokens, each (N,) in nats, from all log-probabilities."""
     logp_N = formulas.token_logprobs(logp_NV, token_N)
     ref_logp_N = formulas.token_logprobs(ref_logp_NV, token_N)

@@ -1,22 +1,67 @@
-"""Checkpoints: a killed run continues bit for bit on a CPU (some CUDA kernels add in varying order)."""
+"""The folder of a run and its checkpoints, from which a killed run continues bit for bit on a CPU (some CUDA
+kernels add in varying order).
+"""
+import fcntl
+import os
+import time
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Iterator
 
 import torch
 
+from cory.config import Config
+from cory.errors import UserError
 from cory.machine.distributed import processes
 from cory.machine.sharding import shard_like, whole_on_cpu
 from cory.ppo.agent import Agent
 
 
-def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], about: dict) -> None:
-    """Keeps the previous checkpoint. `about` is whatever else a run needs."""
-    state = about | {"iteration": iteration, "agents": {}}
+def run_folder(cfg: Config) -> Path:
+    """The folder of a run that is resumed, or one without a run: `cfg.run_dir`, or a new one under runs/."""
+    what = f"{cfg.task}-{cfg.method}-{cfg.preset}-seed{cfg.seed}".replace(":", "-").lower()
+    new = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    names = processes().gather([cfg.run_dir or new])
+    folder = Path(names[0])                                     # the same in all processes
+    cfg.require("run_dir", not folder.is_file(), "is a file; name a folder")
+    if cfg.resume:
+        goes_on = checkpoints_of(folder) or not (folder / "eval.json").exists()
+        cfg.require("run_dir", goes_on, "holds a run that is finished and has no checkpoint")
+    elif (folder / "config.json").exists():
+        raise UserError("run_dir", str(folder), "holds a run; go on with --resume, or name another folder")
+    return folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A block in which no other run may use the folder. The lock is on the folder itself: it leaves no file,
+    and ends with this process, however that ends.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError("run_dir", str(folder), "is in use by another run") from None
+    except OSError:
+        pass                                        # a file system that locks no folders, as NFS
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], method, wandb_id: str) -> None:
+    """Keeps the previous checkpoint."""
+    memory = {"method": method.memory, "task": method.task.memory}
+    state = {"iteration": iteration, "wandb_id": wandb_id, "memory": memory, "agents": {}}
     for agent in agents:
         parameters = agent.trainable_parameters()
+        moments = agent.optimizer.state
+        adam = {name: whole_on_cpu(moments[p]) for name, p in parameters.items()}
         state["agents"][agent.name] = {
             "kl_coef": agent.kl_coef, "draws": agent.draws, "memory": agent.memory,
-            "tensors": whole_on_cpu(parameters),
-            "adam": {name: whole_on_cpu(agent.optimizer.state[p]) for name, p in parameters.items()}}
+            "tensors": whole_on_cpu(parameters), "adam": adam}
     if processes().is_main:
         folder = run_dir / "checkpoints"
         folder.mkdir(exist_ok=True)
@@ -32,19 +77,25 @@ def checkpoints_of(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("iteration_*.pt"), reverse=True)
 
 
-def load_checkpoint(run_dir: Path, agents: list[Agent]) -> dict | None:
-    """Restores the agents from the newest checkpoint, and returns it; None if there is none."""
+def load_checkpoint(run_dir: Path, agents: list[Agent], method) -> tuple[int, str]:
+    """Restores agents, method and task from the newest checkpoint, if any: (iterations done, id at W&B)."""
     paths = checkpoints_of(run_dir)
     if not paths:
-        return None
+        return 0, ""
     # mapped: each process reads one tensor at a time and keeps its part; `weights_only` runs no code in it
     state = torch.load(paths[0], weights_only=True, mmap=True,
                        map_location={"cuda:0": str(agents[0].policy.device)})
     for agent in agents:
         saved = state["agents"][agent.name]
-        agent.kl_coef, agent.draws, agent.memory = saved["kl_coef"], saved["draws"], saved["memory"]
+        agent.kl_coef = saved["kl_coef"]
+        agent.draws = saved["draws"]
+        agent.memory = saved["memory"]
         for name, p in agent.trainable_parameters().items():
             p.data.copy_(shard_like(saved["tensors"][name], p))
-            agent.optimizer.state[p] = {moment: shard_like(x.clone().to(p.device), p)
-                                        for moment, x in saved["adam"][name].items()}
-    return state
+            adam = {}
+            for moment, x in saved["adam"][name].items():
+                adam[moment] = shard_like(x.clone().to(p.device), p)
+            agent.optimizer.state[p] = adam
+    method.memory = state["memory"]["method"]
+    method.task.memory = state["memory"]["task"]
+    return state["iteration"], state["wandb_id"]

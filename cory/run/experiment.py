@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from cory.config import FREE_ON_RESUME, NAMED, Config, require_settings_of, to_save
+from cory.config import FREE_ON_RESUME, NAMED, Config, base_names, require_settings_of
 from cory.loading import load_language_model
 from cory.machine import device
 from cory.machine.distributed import processes
@@ -15,77 +15,104 @@ from cory.ppo.model import LanguageModel, Policy
 
 
 class Experiment:
-    """configs: each agent's settings. bases: frozen models by their names in logs, which `base_of` gives for
-    each agent. They have the temperature of their agents, and share their weights if the model is the same.
+    """configs: each agent's settings. bases: each agent's frozen base, at its temperature; agents whose model
+    and temperature are the same have the same, and bases of one model share their weights, those of `models`.
     Of a run that is resumed or evaluated, only settings in `free` may be changed.
     """
 
     def __init__(self, cfg: Config, run_dir: Path, free: set | dict = FREE_ON_RESUME):
         cfg, self.device = device.resolve_auto(cfg)
+        self.cfg = cfg
+        self.run_dir = run_dir
         device.prepare_device(cfg, self.device)
         set_seed(cfg.seed)                              # for tasks and methods that draw as they are made
-        self.cfg, self.run_dir = cfg, run_dir
         for name in NAMED.keys() & vars(cfg).keys():    # misspelled ones fail before a model is loaded
             cfg.find(name)
-        method_class, task_class = cfg.find("method"), cfg.find("task")
-        names = method_class.agent_names[:1] if cfg.share_weights else method_class.agent_names
+        method_class = cfg.find("method")
+        names = method_class.agent_names
+        if cfg.share_weights:
+            names = names[:1]
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
-        for name, own in self.configs.items():
-            require_agent(name, own, cfg)
+        for name, agent_cfg in self.configs.items():
+            require_agent(name, agent_cfg, cfg)
         if (run_dir / "config.json").exists():
             require_settings_of(run_dir, cfg, self.configs, {*free})
         print(f"{cfg.method} on {cfg.task}: preset {cfg.preset}, {cfg.dtype} on {self.device}, in {run_dir}\n"
               f"model {cfg.model}, data {cfg.dataset}", flush=True)
+        task_class = cfg.find("task")
         data = task_class.load_data(cfg)
-        self.base_of, self.bases, loaded = to_save(cfg, self.configs)["agents"], {}, {}
-        for name, own in self.configs.items():
-            if own.model not in loaded:
-                loaded[own.model] = load_language_model(own.model, own, self.device)
-            model = loaded[own.model]
-            self.bases[self.base_of[name]] = LanguageModel(
-                model.lm, model.tokenizer, cfg.dtype, cfg.chat_template, own.temperature)
-        self.task = task_class(cfg, data, self.bases["base"])
-        self.method = method = method_class(cfg, self.task)
+        self.load_bases()
+        self.task = task_class(cfg, data, self.bases[names[0]])
+        self.method = method_class(cfg, self.task)
+        self.require_names()
+
+    def load_bases(self) -> None:
+        self.models = {}            # by model
+        self.bases = {}             # by agent
+        bases = {}                  # by base
+        for name, base in base_names(self.configs).items():
+            agent_cfg = self.configs[name]
+            if agent_cfg.model not in self.models:
+                self.models[agent_cfg.model] = load_language_model(agent_cfg.model, agent_cfg, self.device)
+            if base not in bases:
+                model = self.models[agent_cfg.model]
+                bases[base] = LanguageModel(model.lm, model.tokenizer, agent_cfg.dtype,
+                                            agent_cfg.chat_template, agent_cfg.temperature, name=base)
+            self.bases[name] = bases[base]
+
+    def require_names(self) -> None:
+        """Raises `UserError` unless names are distinct, and those in `frozen` are agents'."""
+        method = self.method
         in_tables = [*method.agent_names, "base", "base_team", "mean", "team"]
-        once = all(len({*words}) == len(words) for words in (in_tables, method.roles))
-        cfg.require("method", once and {*method.frozen} <= {*names},
-                    f"agents {names}, frozen {method.frozen}, roles {method.roles}: give each agent and role "
-                    "a name of its own, and no agent base, base_team, mean or team")
+        rows_differ = len({*in_tables}) == len(in_tables)
+        roles_differ = len({*method.roles}) == len(method.roles)
+        frozen_exist = self.configs.keys() >= {*method.frozen}
+        self.cfg.require("method", rows_differ and roles_differ and frozen_exist,
+                         f"agents {method.agent_names}, frozen {method.frozen}, roles {method.roles}: give "
+                         "each agent and role a name of its own, and no agent base, base_team, mean or team")
 
     def new_agents(self) -> list[Agent]:
         """The agents, each with its own policy. Then shrinks the frozen bases: to bfloat16, to shards."""
         cfg = self.cfg
-        agents = [Agent(name, self.bases[self.base_of[name]], agent_cfg, i)
-                  for i, (name, agent_cfg) in enumerate(self.configs.items())]
-        trained = {p for agent in agents for p in agent.trainable_parameters().values()}
-        count = sum(p.numel() for agent in agents if agent.name not in self.method.frozen
-                    for p in agent.trainable_parameters().values())
+        agents = []
+        weights = set()
+        count = 0
+        for i, (name, agent_cfg) in enumerate(self.configs.items()):
+            agent = Agent(name, self.bases[name], agent_cfg, i)
+            agents.append(agent)
+            parameters = agent.trainable_parameters().values()
+            weights.update(parameters)
+            if name not in self.method.frozen:
+                count += sum(p.numel() for p in parameters)
         print(f"{count:,} trainable parameters", flush=True)
-        for base in {base.lm: base for base in self.bases.values()}.values():
+        for model in self.models.values():
             if not cfg.lora_rank and cfg.dtype == "bfloat16":
-                base.store_in_bfloat16()            # after agents have had their copies
+                model.store_in_bfloat16()           # after agents have had their copies
             if cfg.shard:
-                shard(base, cfg, whole=trained)
+                shard(model, cfg, whole=weights)
         return agents
 
     def final_model(self, name: str) -> Policy:
         """The final policy of an agent, of a finished run."""
-        folder, own = self.run_dir / "final" / name, self.configs[name]
-        policy = self.bases[self.base_of[name]].new_policy(name, own)
-        if own.lora_rank:
+        folder = self.run_dir / "final" / name
+        agent_cfg = self.configs[name]
+        policy = self.bases[name].new_policy(name, agent_cfg)
+        if agent_cfg.lora_rank:
             load_adapter(policy.lm, name, folder)
         else:
-            policy.lm = load_language_model(str(folder), own, self.device).lm
+            policy.lm = load_language_model(str(folder), agent_cfg, self.device).lm
         return policy
 
 
-def require_agent(name: str, own: Config, cfg: Config) -> None:
+def require_agent(name: str, agent_cfg: Config, cfg: Config) -> None:
     """Raises `UserError` where an agent's settings differ from the run's in what agents share."""
     may_differ = [f.name for f in fields(cfg) if f.metadata.get("per_agent")]
     for setting, value in vars(cfg).items():
-        own.require(setting, setting in may_differ or getattr(own, setting) == value,
+        agent_cfg.require(setting, setting in may_differ or getattr(agent_cfg, setting) == value,
                     f"agents share it, but {name}'s differs; they may differ in {', '.join(may_differ)}")
-    own.require("lora_rank", bool(own.lora_rank) == bool(cfg.lora_rank), "must be 0 for all agents or none")
-    rows, size = own.rows_per_optimizer_step, processes().size
-    own.require("mini_batch_size", rows >= size, f"{rows} rows of an optimizer step are too few for {size} "
-                "processes")
+    agent_cfg.require("lora_rank", bool(agent_cfg.lora_rank) == bool(cfg.lora_rank),
+                      "must be 0 for all agents or none")
+    rows = agent_cfg.rows_per_optimizer_step
+    size = processes().size
+    agent_cfg.require("mini_batch_size", rows >= size,
+                      f"{rows} rows of an optimizer step are too few for {size} processes")

@@ -1,4 +1,6 @@
-"""What a run writes as it goes: metrics.jsonl, samples.jsonl, the progress bar, Weights & Biases (W&B)."""
+"""What a run writes as it goes: config.json, metrics.jsonl, samples.jsonl, the progress bar, and Weights &
+Biases (W&B).
+"""
 import json
 import os
 import shlex
@@ -7,12 +9,12 @@ from contextlib import AbstractContextManager
 from functools import cache
 from math import nan
 from pathlib import Path
-from typing import Callable
 
 import pandas as pd
 from tqdm import tqdm
 
-from cory.config import Config, read_config
+from cory.config import Config, read_config, to_save
+from cory.errors import disjoint_union
 from cory.machine.distributed import processes
 
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"      # fits 80 columns
@@ -26,31 +28,49 @@ def write_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def to_jsonl(rows: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> None:
+    write_text(path, to_jsonl(rows))
+
+
 def append_jsonl(path: Path, rows: list[dict]) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.write(to_jsonl(rows))
 
 
 def read_jsonl(path: Path) -> list[dict]:
     """Rows; a last line that a kill has cut off is dropped."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines]
 
 
 class Logger(AbstractContextManager):
     """Writes in the main process, until its block ends. A resumed log drops the rows past `done`, the last
-    iteration that was saved, and goes on with the W&B run `wandb_id`.
+    iteration that was saved, and goes on with the W&B run `wandb_id`. configs: each agent's settings.
     """
 
-    def __init__(self, cfg: Config, agents: list[str], run_dir: Path, done: int, wandb_id: str):
-        self.agents, self.wandb, self.say_once = agents, None, cache(tqdm.write)
+    def __init__(self, cfg: Config, configs: dict[str, Config], run_dir: Path, done: int, wandb_id: str):
+        self.agents = [*configs]
+        self.run_dir = run_dir
+        self.done = done
+        self.metrics = run_dir / "metrics.jsonl"
+        self.samples = run_dir / "samples.jsonl"
         self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
-        self.metrics, self.samples = run_dir / "metrics.jsonl", run_dir / "samples.jsonl"
+        self.warn_once = cache(tqdm.write)
+        self.wandb = None
+        self.wandb_id = wandb_id
         if processes().is_main:
+            write_text(run_dir / "config.json", json.dumps(to_save(cfg, configs), indent=1))
+            (run_dir / "eval.json").unlink(missing_ok=True)             # only finished runs have one
             for path in (self.metrics, self.samples):
-                kept = [row for row in read_jsonl(path) if row["iteration"] <= done] if done else []
-                write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+                rows = read_jsonl(path) if done else []
+                write_jsonl(path, [row for row in rows if row["iteration"] <= done])
             self.wandb = start_wandb(cfg, run_dir, wandb_id)
-        self.wandb_id = self.wandb.id if self.wandb else wandb_id
+        if self.wandb:
+            self.wandb_id = self.wandb.id
         self.bar = tqdm(total=cfg.iterations, initial=done, desc=cfg.method, dynamic_ncols=True,
                         bar_format=BAR, disable=not processes().is_main)
 
@@ -59,66 +79,84 @@ class Logger(AbstractContextManager):
         if self.wandb:
             self.wandb.finish(exit_code=int(kind is not None))
         if kind is KeyboardInterrupt and processes().is_main:
-            print(f"interrupted; go on with: python {sys.argv[0]} --resume --run_dir {self.metrics.parent}")
+            print(f"interrupted; go on with: python {sys.argv[0]} --resume --run_dir {self.run_dir}")
 
     def iteration(self, iteration: int, row: dict[str, float], samples: list[dict]) -> None:
         """A row of training metrics, by `NAME/AGENT` or `NAME`, and some texts."""
-        if processes().is_main:
-            self.write(dict(iteration=iteration, **row))
-            append_jsonl(self.samples, samples)
-            shown = {title: " / ".join(f"{row.get(f'{name}/{agent}', nan):.2f}" for agent in self.agents)
-                     for title, name in (("reward", "task_reward"), ("KL", "kl"))}
-            self.bar.set_postfix(shown, refresh=False)
-            self.bar.update()
-            if max(row.get(f"sampling_gap/{agent}", 0) for agent in self.agents) > self.rounding:
-                self.say_once("sampling_gap exceeds rounding: the policy sampled is not the one trained")
+        if not processes().is_main:
+            return
+        self.write(iteration, row)
+        append_jsonl(self.samples, samples)
+        shown = {}
+        for title, name in {"reward": "task_reward", "KL": "kl"}.items():
+            values = [row.get(f"{name}/{agent}", nan) for agent in self.agents]
+            shown[title] = " / ".join(f"{x:.2f}" for x in values)
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update()
+        gaps = [row.get(f"sampling_gap/{agent}", 0) for agent in self.agents]
+        if max(gaps) > self.rounding:
+            self.warn_once("sampling_gap exceeds rounding: the policy sampled is not the one trained")
 
-    def evaluation(self, iteration: int, row: dict[str, float]) -> None:
-        """A row of held-out metrics, `eval_NAME/WHO`; at W&B also a table of the last texts."""
-        if processes().is_main:
-            self.write(dict(iteration=iteration, **row))
-            texts = dict(dataframe=pd.DataFrame(read_jsonl(self.samples)[-200:]), allow_mixed_types=True)
-            self.send(iteration, lambda wandb: {"samples": wandb.Table(**texts)})
-
-    def write(self, row: dict[str, float]) -> None:
-        append_jsonl(self.metrics, [row])
-        self.send(row["iteration"], lambda _: {in_section(key): x for key, x in row.items()})
-
-    def send(self, iteration: int, values: Callable) -> None:
-        """Sends what `values` returns, a dictionary, for the module wandb."""
+    def evaluation(self, iteration: int, metrics: dict[str, dict[str, float]]) -> None:
+        """A row of held-out metrics, as eval_NAME/WHO; at W&B also a table of the last texts."""
+        if not processes().is_main:
+            return
+        row = {}
+        for who, values in metrics.items():
+            row |= {f"eval_{name}/{who}": x for name, x in values.items()}
+        self.write(iteration, row)
         if self.wandb:
-            import wandb
-            self.wandb.log(values(wandb), step=iteration)
+            from wandb import Table
+            texts = pd.DataFrame(read_jsonl(self.samples)[-200:])
+            self.wandb.log({"samples": Table(dataframe=texts, allow_mixed_types=True)}, step=iteration)
+
+    def write(self, iteration: int, row: dict[str, float]) -> None:
+        row = disjoint_union({"iteration": iteration}, row)
+        append_jsonl(self.metrics, [row])
+        if self.wandb:
+            renamed = {wandb_key(key): x for key, x in row.items()}
+            self.wandb.log(renamed, step=iteration)
 
 
-def in_section(key: str) -> str:
+def wandb_key(key: str) -> str:
     """What W&B calls a key of metrics.jsonl. Panels stand in sections by what precedes the first slash."""
     if key == "iteration":
         return key
-    return key.replace("eval_", "eval/", 1) if key.startswith("eval_") else f"train/{key}"
+    if key.startswith("eval_"):
+        return key.replace("eval_", "eval/", 1)
+    return f"train/{key}"
 
 
 def start_wandb(cfg: Config, run_dir: Path, id: str):
     """A W&B run, beside any that is active; offline without a key or a network; None if W&B is disabled. Its
     own variables hold, such as WANDB_RUN_GROUP.
     """
-    mode = os.environ.get("WANDB_MODE", "online") if cfg.wandb == "auto" else cfg.wandb
+    mode = cfg.wandb
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE", "online")
     if mode == "disabled":
         return None
     import wandb
-    settings = wandb.Settings(silent=True, console="off", reinit="create_new", init_timeout=30)
-    about = dict(project=cfg.wandb_project, name=os.environ.get("WANDB_NAME", run_dir.name), id=id or None,
-                 resume="allow", config=read_config(run_dir), dir=os.environ.get("WANDB_DIR", run_dir),
-                 settings=settings)
+    about = dict(
+        project=cfg.wandb_project,
+        name=os.environ.get("WANDB_NAME", run_dir.name),
+        dir=os.environ.get("WANDB_DIR", run_dir),
+        id=id or None,
+        resume="allow",
+        config=read_config(run_dir),
+        settings=wandb.Settings(silent=True, console="off", reinit="create_new", init_timeout=30))
     wandb.setup(wandb.Settings(silent=True))                        # makes `login` silent
     try:
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             raise ConnectionError("there is no key (`wandb login`)")
         run = wandb.init(mode=mode, **about)
     except Exception as error:
-        print(f"W&B: offline, since {str(error).splitlines()[0][:200]}")
+        reason, *_ = str(error).splitlines()
+        print(f"W&B: offline, since {reason[:200]}")
         run = wandb.init(mode="offline", **about)
     run.define_metric("*", step_metric="iteration")                 # the x axis of every panel
-    upload = f"wandb sync {shlex.quote(run.settings.wandb_dir)}/latest-run"
-    print(f"W&B: {upload if run.offline else run.url}", flush=True)
+    where = run.url
+    if run.offline:
+        where = f"wandb sync {shlex.quote(run.settings.wandb_dir)}/latest-run"
+    print(f"W&B: {where}", flush=True)
     return run

@@ -5,8 +5,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from cory.config import located
-from cory.errors import reading
+from cory.config import expand_bundled
+from cory.errors import as_user_error
 
 
 class Data(NamedTuple):
@@ -21,34 +21,46 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     for splits are read; a lone .jsonl file is the split `train`. Any other layout (parquet, csv, the Hub) is
     read by `datasets`; of several subsets, `main`.
     """
-    path = Path(located(dataset))
-    files = {"train": path} if path.is_file() else {x: path / f"{x}.jsonl" for x in Data._fields}
-    with reading(f"dataset {dataset}"):
+    path = Path(expand_bundled(dataset))
+    files = {split: path / f"{split}.jsonl" for split in Data._fields}
+    if path.is_file():
+        files = {"train": path}
+    pick = itemgetter(*columns)
+    with as_user_error(f"dataset {dataset}"):
         splits = {split: read_jsonl(file) for split, file in files.items() if file.exists()}
-        splits = splits or read_with_datasets(str(path))
-        return {x: [*map(itemgetter(*columns), splits[x])] for x in Data._fields if x in splits}
+        if not splits:
+            splits = read_with_datasets(str(path))
+        picked = {}
+        for split in Data._fields:
+            if split in splits:
+                picked[split] = [*map(pick, splits[split])]
+        return picked
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    return [json.loads(line) for line in lines if line.strip()]
 
 
 def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
     from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
     disable_progress_bars()
     subset = "main" if "main" in get_dataset_config_names(dataset) else None
-    return {str(split): rows.to_list() for split, rows in load_dataset(dataset, subset).items()}
+    splits = load_dataset(dataset, subset)
+    return {str(split): rows.to_list() for split, rows in splits.items()}
 
 
-def divided(splits: dict[str, list]) -> Data:
+def complete_splits(splits: dict[str, list]) -> Data:
     """The splits. Where validation or test is missing, it is drawn from train and not trained on: a tenth of
     the distinct rows, the same for every seed.
     """
+    splits = dict(splits)
     for split in ("validation", "test"):
         if split not in splits:
-            different = list(dict.fromkeys(splits["train"]))
-            drawn = random.Random(split).sample(different, len(different) // 10)
-            rest = set(different) - {*drawn}
-            splits = splits | {split: drawn, "train": [row for row in splits["train"] if row in rest]}
+            distinct = [*dict.fromkeys(splits["train"])]
+            drawn = random.Random(split).sample(distinct, len(distinct) // 10)
+            held_out = {*drawn}
+            splits[split] = drawn
+            splits["train"] = [row for row in splits["train"] if row not in held_out]
     print(", ".join(f"{len(splits[name])} rows for {name}" for name in Data._fields))
     return Data(**splits)

@@ -3,9 +3,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from statistics import fmean
 
-from cory.config import Gsm8kConfig
-from cory.ppo.model import LanguageModel
-from cory.tasks.data import Data, divided, load_columns
+from cory.tasks.data import complete_splits, load_columns
 from cory.tasks.task import Task
 
 # The paper's prompts. It is unclear where their line breaks are: here every gap is one space.
@@ -18,38 +16,40 @@ class Gsm8k(Task):
     columns = ["question", "answer"]
     greedy = True
 
-    def __init__(self, cfg: Gsm8kConfig, data: Data, model: LanguageModel):
-        self.gold = {question: answer for split in data for question, answer in split}
+    def __init__(self, cfg, data, model):
+        self.gold = dict(sum(data, []))                     # the number of each question
         self.checker = cfg.find("checker")
         self.example = EXAMPLE if cfg.one_shot else ""
         super().__init__(cfg, data, model)
 
     @classmethod
-    def load_data(cls, cfg: Gsm8kConfig) -> Data:
+    def load_data(cls, cfg):
         splits = load_columns(cfg.dataset, cls.columns)
-        return divided({split: [(question, gold_answer(solution)) for question, solution in rows]
-                        for split, rows in splits.items()})
+        for split, rows in splits.items():
+            splits[split] = [(question, gold_answer(solution)) for question, solution in rows]
+        return complete_splits(splits)
 
-    def pioneer_prompts(self, queries: list[str]) -> list[str]:
+    def pioneer_prompts(self, queries):
         return [f"{self.example}Question: {query} Answer:" for query in queries]
 
-    def observer_prompts(self, queries: list[str], responses: list[str]) -> list[str]:
+    def observer_prompts(self, queries, responses):
         return [f"{self.example}Question: {query} Reference: {response.strip()} Answer:"
                 for query, response in zip(queries, responses, strict=True)]
 
-    def answer_in(self, response: str) -> Decimal | None:
+    def read_answer(self, response: str) -> Decimal | None:
         """What `--checker` reads in a response: a number, its text, or None; not whether it is right."""
         return decimal(str(self.checker(response)))
 
-    def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
-        return [float(self.answer_in(response) == self.gold[query])
+    def reward_of(self, queries, responses):
+        return [float(self.read_answer(response) == self.gold[query])
                 for query, response in zip(queries, responses, strict=True)]
 
-    def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
+    def metrics(self, queries, responses):
         """Shares of responses whose last number is correct, and that have no answer for the checker."""
-        pairs = [(response, self.gold[query]) for query, response in zip(queries, responses, strict=True)]
-        return {"accuracy": fmean(last_number(response) == gold for response, gold in pairs),
-                "unparsed": fmean(self.answer_in(response) is None for response in responses)}
+        correct = [last_number(response) == self.gold[query]
+                   for query, response in zip(queries, responses, strict=True)]
+        unparsed = [self.read_answer(response) is None for response in responses]
+        return {"accuracy": fmean(correct), "unparsed": fmean(unparsed)}
 
 
 # --- the answer in a worked solution or in a response; None where there is none ---
@@ -78,12 +78,14 @@ def last_number(response: str) -> Decimal | None:
     that it touches, unless a word or a number stands right before it: `-7` is -7, `5-7` and `- 7` end in 7.
     `1/2` ends in 2, and `5e3` in 3.
     """
-    plain = re.sub(f"{LATEX}|{THOUSANDS}", "", response.translate(TO_ASCII)).replace(r"\$", "$")
+    ascii_text = response.translate(TO_ASCII)
+    plain = re.sub(f"{LATEX}|{THOUSANDS}", "", ascii_text).replace(r"\$", "$")
     first = NUMBER.search(plain)
     if first is None:
         return None
     rest, _, _ = plain[first.end():].partition("Question:")
-    return decimal(NUMBER.findall(plain[:first.end()] + rest)[-1])
+    numbers = NUMBER.findall(plain[:first.end()] + rest)
+    return decimal(numbers[-1])
 
 
 def decimal(text: str) -> Decimal | None:

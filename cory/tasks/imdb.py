@@ -1,15 +1,11 @@
 """The IMDB task: continue the opening of a review so that a sentiment classifier finds it positive."""
-import random
 from collections import defaultdict
 
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from cory.config import ImdbConfig
 from cory.errors import UserError
 from cory.loading import load_pretrained
-from cory.ppo.model import LanguageModel
-from cory.tasks.data import Data
 from cory.tasks.task import Task
 
 
@@ -19,40 +15,46 @@ class SentimentReward:
     def __init__(self, name: str, device: torch.device):
         model, self.tokenizer = load_pretrained(AutoModelForSequenceClassification, name, dtype=torch.float32)
         labels = {index: str(label).lower() for index, label in model.config.id2label.items()}
-        positive = [0] if len(labels) == 1 else [index for index, label in labels.items() if "pos" in label]
+        positive = [index for index, label in labels.items() if "pos" in label]
+        if len(labels) == 1:
+            positive = [0]
         if len(positive) != 1:
             raise UserError("reward_model", name, f"one label of its id2label must be positive, of {labels}")
         config = model.config.get_text_config()
         if config.pad_token_id is None:             # decoders then refuse batches; no text has this token
             config.pad_token_id = -1
-        self.model, self.positive = model.to(device), positive[0]
+        self.model = model.to(device)
+        self.positive = positive[0]
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
         """Texts of equal length are read together, without padding: some models would read that, too."""
         # a control token that a text spells out, as `[SEP]`, is read as text
         encoded = self.tokenizer(texts, split_special_tokens=True)
-        of_length = defaultdict(list)
+        by_length = defaultdict(list)
         for i, ids in enumerate(encoded["input_ids"]):
-            of_length[len(ids)].append(i)
+            by_length[len(ids)].append(i)
         rewards = torch.zeros(len(texts))
-        for same in of_length.values():
+        for same in by_length.values():
             for start in range(0, len(same), 512):          # `evaluate` asks for many at once
                 rows = same[start:start + 512]
-                batch = {name: torch.tensor([values[i] for i in rows], device=self.model.device)
-                         for name, values in encoded.items()}
-                rewards[rows] = self.model(**batch).logits[:, self.positive].cpu()
+                batch = {}
+                for name, values in encoded.items():
+                    chosen = [values[i] for i in rows]
+                    batch[name] = torch.tensor(chosen, device=self.model.device)
+                logits = self.model(**batch).logits
+                rewards[rows] = logits[:, self.positive].cpu()
         return rewards.tolist()
 
 
 class Imdb(Task):
     """Queries are the first few tokens of reviews; the reward is `reward_model([query + response, ...])`."""
 
-    def __init__(self, cfg: ImdbConfig, data: Data, model: LanguageModel):
+    def __init__(self, cfg, data, model):
         super().__init__(cfg, data, model)
         self.reward_model = SentimentReward(cfg.reward_model, model.device)
 
-    def query(self, review: str, rng: random.Random) -> str:
+    def query(self, review, rng):
         """The first min_query_length .. max_query_length tokens of a review, drawn uniformly, inclusive.
         DIFFERS: the released code excludes the maximum, and drops reviews of up to 100 or 200 characters.
         """
@@ -61,10 +63,10 @@ class Imdb(Task):
         ids = self.tokenizer(opening, add_special_tokens=False)["input_ids"]
         return self.tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False)
 
-    def observer_prompts(self, queries: list[str], responses: list[str]) -> list[str]:
+    def observer_prompts(self, queries, responses):
         return [f'I can make this sentence "{query}{response}" more positive: {query}'      # released code
                 for query, response in zip(queries, responses, strict=True)]
 
-    def reward_of(self, queries: list[str], responses: list[str]) -> list[float]:
+    def reward_of(self, queries, responses):
         texts = [query + response for query, response in zip(queries, responses, strict=True)]
         return self.reward_model(texts)

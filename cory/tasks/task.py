@@ -9,33 +9,40 @@ from cory.config import Config
 from cory.errors import UserError
 from cory.machine.distributed import processes
 from cory.ppo.model import LanguageModel
-from cory.tasks.data import Data, divided, load_columns
+from cory.tasks.data import Data, complete_splits, load_columns
 
 
 class Task:
-    """Queries, a prompt for each role, and a reward. A task of your own defines `observer_prompts` and
-    `reward_of`, and may define the rest. `model` is the first agent's base. Checkpoints keep `memory`.
+    """Queries, a prompt for each role, and a reward. A custom task defines `observer_prompts` and
+    `reward_of`, and may override the rest. `model` is the first agent's base. Checkpoints keep `memory`.
     """
     columns: ClassVar[list[str]] = ["text"]     # what is read from each row of the data set
     greedy: ClassVar[bool] = False              # whether held-out evaluation also responds greedily
-    iteration, training = 0, False              # the present iteration; false in held-out evaluation
+    iteration = 0                               # the present one
+    training = False                            # as in held-out evaluation
 
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
-        self.cfg, self.train_rows, self.memory = cfg, data.train, {}
-        self.tokenizer, self.device = model.tokenizer, model.device
+        self.cfg = cfg
+        self.memory = {}
+        self.train_rows = data.train
+        self.tokenizer = model.tokenizer
+        self.device = model.device
         rng = random.Random("held-out queries")             # the same for every seed
         rows = getattr(data, cfg.eval_split)
         cfg.require("eval_queries", len(rows) >= cfg.eval_queries, f"there are only {len(rows)} rows")
-        self.held_out_queries = [self.query(row, rng) for row in rng.sample(rows, cfg.eval_queries)]
+        drawn = rng.sample(rows, cfg.eval_queries)
+        self.held_out_queries = [self.query(row, rng) for row in drawn]
 
     @classmethod
     def load_data(cls, cfg: Config) -> Data:
         """Reads `columns` before any model is loaded. Rows of one column are strings, others tuples."""
-        return divided(load_columns(cfg.dataset, cls.columns))
+        return complete_splits(load_columns(cfg.dataset, cls.columns))
 
     def query(self, row, rng: random.Random) -> str:
         """The query s0 that a row gives: its first column. Whatever is random must be drawn from `rng`."""
-        return row if isinstance(row, str) else row[0]
+        if isinstance(row, str):
+            return row
+        return row[0]
 
     def pioneer_prompts(self, queries: list[str]) -> list[str]:
         return queries
@@ -54,7 +61,7 @@ class Task:
     def learn(self, rollouts: list, rewards: list[Tensor]) -> None:
         """Called after each iteration, before its evaluation; rewards: (B,) each. Learn into `memory`."""
 
-    def metrics(self, queries: list[str], responses: list[str]) -> dict[str, float]:
+    def metrics(self, queries: list[str], responses: list[str]) -> dict:
         """Further means over the responses, by name."""
         return {}
 
@@ -64,34 +71,42 @@ class Task:
         All depends on seed and iteration alone.
         DIFFERS: the released code reseeds at every exchange, so that its lengths repeat.
         """
-        cfg, n, k = self.cfg, len(self.train_rows), self.cfg.responses_per_query
+        cfg = self.cfg
+        k = cfg.responses_per_query
+        n = len(self.train_rows)
         distinct = cfg.batch_size // k
-        start = (iteration - 1) * distinct
+        epoch, start = divmod((iteration - 1) * distinct, n)
         order = []                                          # of the epochs that the batch reaches into
-        for epoch in range(start // n, (start + distinct - 1) // n + 1):
+        while len(order) < start + distinct:
             order += random.Random(f"epoch {cfg.seed} {epoch}").sample(range(n), n)
-        rows = [self.train_rows[i] for i in order[start % n:][:distinct]]
+            epoch += 1
         rng = random.Random(f"queries {cfg.seed} {iteration}")
-        limit = rng.randint(cfg.min_response_length or cfg.max_response_length, cfg.max_response_length)
-        queries = [self.query(row, rng) for row in rows]
-        return [query for query in queries for _ in range(k)], limit
+        shortest = cfg.min_response_length or cfg.max_response_length
+        limit = rng.randint(shortest, cfg.max_response_length)
+        chosen = order[start:start + distinct]
+        queries = [self.query(self.train_rows[i], rng) for i in chosen]
+        return [queries[i // k] for i in range(cfg.batch_size)], limit
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device."""
-        return self.reward_and_parts(queries, responses)[0]
+        reward_B, _ = self.reward_and_parts(queries, responses)
+        return reward_B
 
-    def reward_and_parts(self, queries: list[str], responses: list[str]) -> tuple[Tensor, dict[str, float]]:
+    def reward_and_parts(self, queries: list[str], responses: list[str]) -> tuple:
         """(task reward of each response, (B,); the mean of each of its parts, by name)."""
-        mine = processes().rows(len(responses))
-        answer = self.reward_of(queries[mine], responses[mine])
-        rewards, parts = answer if isinstance(answer, tuple) else (answer, {})
-        asked = len(responses[mine])
-        for values in (rewards, *parts.values()):
-            if (count := torch.as_tensor(values).numel()) != asked:
-                raise UserError(f"reward_of gave {count} numbers for {asked} responses")
-        return self.of_all(rewards), {name: self.of_all(x).mean().item() for name, x in parts.items()}
+        local = processes().rows(len(responses))
+        count = len(responses[local])
+        rewards = self.reward_of(queries[local], responses[local])
+        parts = {}
+        if isinstance(rewards, tuple):
+            rewards, parts = rewards
+        reward_B = self.gather(rewards, count)
+        means = {name: self.gather(x, count).mean().item() for name, x in parts.items()}
+        return reward_B, means
 
-    def of_all(self, values: list[float] | Tensor) -> Tensor:
-        """A number for each row of all processes, from those of this one."""
+    def gather(self, values: list[float] | Tensor, count: int) -> Tensor:
+        """A number for each row of all processes, from those of this one, which has `count` rows."""
         values = torch.as_tensor(values, dtype=torch.float32).flatten().tolist()
+        if len(values) != count:
+            raise UserError(f"reward_of gave {len(values)} numbers for {count} responses")
         return torch.tensor(processes().gather(values), device=self.device)

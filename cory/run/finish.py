@@ -1,0 +1,65 @@
+"""The end of a run: its final models, eval.json, curves.png, and what it prints."""
+import json
+import statistics
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from cory.machine.device import peak_memory
+from cory.machine.distributed import processes
+from cory.machine.sharding import is_sharded, whole_on_cpu
+from cory.ppo.agent import Agent
+from cory.run.experiment import Experiment
+from cory.run.log import Logger, read_jsonl, write_text
+from cory.run.report import draw_run, last_held_out, tables
+
+
+def finish(run: Experiment, agents: list[Agent], logger: Logger) -> None:
+    """Writes the final models, eval.json and curves.png; prints held-out tables and a few responses."""
+    cfg, run_dir, method = run.cfg, run.run_dir, run.method
+    logger.bar.close()
+    save_models(run_dir / "final", agents)
+    if not processes().is_main:
+        return
+    memory = {"method": method.memory, "task": method.task.memory}
+    torch.save(memory, run_dir / "final/state.pt")
+    rows = read_jsonl(logger.metrics)
+    done = rows[-1]["iteration"]
+    held_out = last_held_out(rows)
+    about = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
+             "samples": cfg.eval_samples}
+    write_text(run_dir / "eval.json", json.dumps(about | held_out, indent=1) + "\n")
+    curves = run_dir / "curves.png"
+    draw_run(run_dir, curves)
+    if logger.wandb:
+        from wandb import Image
+        logger.wandb.log({"curves": Image(str(curves))}, step=done)
+    for row in read_jsonl(logger.samples)[-2:]:
+        print(f"\n{row['query'][:80]!r}")
+        for role in method.roles:
+            print(f"    {role} ({row[f'{role}_agent']}): {row[role][:55]!r}")
+    seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
+    print("\n" + tables("held-out", pd.DataFrame(held_out).T))
+    print(f"\n{seconds:.2f} s per iteration (median of {done}), "
+          f"peak memory {peak_memory(run.device):.2f} GiB\n{run_dir} holds "
+          "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
+
+
+def save_models(folder: Path, agents: list[Agent]) -> None:
+    """`AutoModelForCausalLM.from_pretrained(folder/llm1)` loads the policy. With LoRA the folder holds only
+    the adapter, and names its base; one of another kind than LoRA is for peft's `AutoPeftModelForCausalLM`.
+    """
+    for agent in agents:
+        policy = agent.policy
+        whole = None
+        if is_sharded(policy.lm) and not policy.adapter:
+            once = {name for name, _ in policy.lm.named_parameters()}                   # also if tied
+            once |= {name for name, _ in policy.lm.named_buffers()}
+            state = policy.lm.state_dict()
+            whole = whole_on_cpu({name: x for name, x in state.items() if name in once})
+        if processes().is_main:
+            policy.activate()
+            policy.lm.generation_config.temperature = policy.temperature
+            policy.lm.save_pretrained(folder / agent.name, state_dict=whole)
+            policy.tokenizer.save_pretrained(folder / agent.name)
