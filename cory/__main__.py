@@ -31,9 +31,9 @@ def main(argv: list[str] | None = None) -> None:
         from cory.run.report import compare
         compare(args.run_dirs, args.out)
         return
-    from cory.machine.distributed import launched
+    from cory.machine.distributed import process_group
     from cory.run.evaluate import evaluate_run
-    with launched(read_config(args.run_dir)):
+    with process_group(read_config(args.run_dir)["device"]):
         evaluate_run(args.run_dir, args.samples, args.queries)
 
 

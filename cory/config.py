@@ -59,7 +59,7 @@ def setting(default, help: str, min=-inf, max=inf, per_agent=False, above=None):
 
 
 # A setting in which agents may differ, by a method's `agent_config`.
-each = partial(setting, per_agent=True)
+agent_setting = partial(setting, per_agent=True)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Config:
     method: str = setting(
         "cory", "ppo (one agent), cory (two agents), or your own class, given as module:Class")
     preset: str = setting("custom", "a named set of settings, which other flags override")
-    model: str = each(
+    model: str = agent_setting(
         "gpt2-large", "pretrained language model: folder or Hub name, with @REVISION if needed (paper: "
         "gpt2-large, Llama-2-7b-chat)")
     dataset: str = setting("stanfordnlp/imdb", "data to make queries from: folder, .jsonl file or Hub name "
@@ -84,7 +84,7 @@ class Config:
                         min=0)
     iterations: int = setting(100, "number of iterations, each a rollout and an update (paper: 100)", min=1)
     # memory
-    lora_rank: int = each(
+    lora_rank: int = agent_setting(
         0, "rank of LoRA adapters on a frozen base; 0: train all weights (paper: not stated)", min=0)
     load_in_4bit: bool = setting(
         False, "load the frozen base in 4 bits, with bitsandbytes (paper: for Llama-2)")
@@ -106,55 +106,56 @@ class Config:
         "maximum; 0: always the maximum (released code for IMDB: 4)", min=0)
     max_response_length: int = setting(
         15, "maximum length of responses, in tokens (paper: not stated; released code for IMDB: 15)", min=1)
-    temperature: float = each(
+    temperature: float = agent_setting(
         1.0, "divides the logits, in sampling and in all log-probabilities alike (paper: 1)", above=0)
     chat_template: bool = setting(
         False, "put each prompt into the model's chat template, as a user's message")
     # the update
-    advantage: str = each(
+    advantage: str = agent_setting(
         "gae", "advantage estimator: gae (paper), rloo, grpo, reinforce, or your own, given as "
         "module:function")
-    critic: str = each(
+    critic: str = agent_setting(
         "linear", "critic: linear (a value head on the policy's last hidden state; paper), or your own, "
         "given as module:Class")
-    loss: str = each("ppo", "loss of each token: ppo (paper), or your own, given as module:function")
-    loss_mean: Literal["tokens", "responses", "constant"] = each(
+    loss: str = agent_setting("ppo", "loss of each token: ppo (paper), or your own, given as module:function")
+    loss_mean: Literal["tokens", "responses", "constant"] = agent_setting(
         "tokens", "average the loss over tokens (TRL), over each response's tokens and then over responses "
         "(GRPO), or with a constant as each response's length (Dr. GRPO)")
-    learning_rate: float = each(
+    learning_rate: float = agent_setting(
         1.41e-5, "learning rate of the policy (paper: IMDB 1.41e-5; GSM8K 1e-5 for PPO, 1e-4 for "
         "CORY)", above=0)
-    critic_learning_rate: float = each(
+    critic_learning_rate: float = agent_setting(
         0.0, "learning rate of the critic; 0: the same as the policy's (paper)", min=0)
-    lr_schedule: str = each(
+    lr_schedule: str = agent_setting(
         "constant", "learning-rate schedule: constant (paper), linear, or your own, given as module:function")
-    mini_batch_size: int = each(
+    mini_batch_size: int = agent_setting(
         256, "maximum number of responses in a backward pass; PPO's mini-batch is this times "
         "gradient_accumulation_steps (paper: IMDB 256, GSM8K 2)", min=1)
-    gradient_accumulation_steps: int = each(
+    gradient_accumulation_steps: int = agent_setting(
         1, "backward passes per Adam step; PPO's mini-batch is this times mini_batch_size (paper: IMDB 1, "
         "GSM8K 16)", min=1)
-    num_ppo_epochs: int = each(4, "passes over a rollout in its update (paper: 4)", min=1)
-    init_kl_coef: float = each(
+    num_ppo_epochs: int = agent_setting(4, "passes over a rollout in its update (paper: 4)", min=1)
+    init_kl_coef: float = agent_setting(
         0.3, "initial value of eta, the weight of the KL penalty, in reward per nat (paper: IMDB 0.3, GSM8K "
         "0.01)", min=0)
-    kl_penalty: Literal["full", "k1"] = each(
+    kl_penalty: Literal["full", "k1"] = agent_setting(
         "full", "estimate of the KL: exact (full; paper, eq. 2) or the log-ratio of the sampled token (k1)")
-    kl_in: Literal["reward", "loss"] = each("reward", "where the KL penalty enters: subtracted from token "
-                                            "rewards (paper), or added to the loss, as k3 (GRPO)")
-    kl_controller: str = each(
+    kl_in: Literal["reward", "loss"] = agent_setting(
+        "reward", "where the KL penalty enters: subtracted from token rewards (paper), or added to the loss, "
+        "as k3 (GRPO)")
+    kl_controller: str = agent_setting(
         "adaptive", "how eta changes: adaptive (TRL), or your own, given as module:function")
-    kl_target: float = each(
+    kl_target: float = agent_setting(
         6.0, "the KL that eta is adapted to reach, in nats per response; 0: constant eta (TRL: 6)", min=0)
-    kl_horizon: float = each(
+    kl_horizon: float = agent_setting(
         10_000.0, "number of responses over which eta adapts (TRL: 10000)", above=0)
-    gamma: float = each(1.0, "discount factor per token (paper: 1)", min=0, max=1)
-    lam: float = each(0.95, "lambda of GAE (paper: 0.95)", min=0, max=1)
-    cliprange: float = each(0.2, "clip range of the policy ratio (paper: 0.2)", above=0)
-    cliprange_value: float = each(
+    gamma: float = agent_setting(1.0, "discount factor per token (paper: 1)", min=0, max=1)
+    lam: float = agent_setting(0.95, "lambda of GAE (paper: 0.95)", min=0, max=1)
+    cliprange: float = agent_setting(0.2, "clip range of the policy ratio (paper: 0.2)", above=0)
+    cliprange_value: float = agent_setting(
         0.2, "clip range of values, in units of reward (paper: 0.2)", above=0)
-    vf_coef: float = each(0.1, "beta, the weight of the value loss (paper: 0.1)", min=0)
-    max_grad_norm: float = each(
+    vf_coef: float = agent_setting(0.1, "beta, the weight of the value loss (paper: 0.1)", min=0)
+    max_grad_norm: float = agent_setting(
         0.0, "norm to which the gradient is clipped; 0: no clipping (paper)", min=0)
     # evaluation, saving, logging
     eval_split: Literal["test", "validation"] = setting(
@@ -175,7 +176,7 @@ class Config:
     def rows_per_optimizer_step(self) -> int:
         return self.mini_batch_size * self.gradient_accumulation_steps
 
-    def find(self, setting: str):
+    def resolve(self, setting: str):
         """The code that a setting names."""
         known = NAMED[setting]
         name = getattr(self, setting)

@@ -27,15 +27,15 @@ def exit_on_user_error(main):
     return run
 
 
-def disjoint_union(*parts: dict) -> dict:
-    """One dictionary of all items. A name in two of the parts, such as a custom metric's, raises."""
-    union = {}
+def merge_metrics(*parts: dict) -> dict[str, float]:
+    """All metrics, as floats. A name in two of the parts, such as a custom metric's, raises `TypeError`."""
+    merged = {}
     for part in parts:
-        for name, value in part.items():
-            if name in union:
+        for name, x in part.items():
+            if name in merged:
                 raise TypeError(f"two metrics are named {name!r}; rename one")
-            union[name] = value
-    return union
+            merged[name] = float(x)
+    return merged
 
 
 @contextmanager

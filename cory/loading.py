@@ -31,7 +31,9 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
     device_map = {"": device} if device.type == "cuda" else None
     lm, tokenizer = load_pretrained(transformers.AutoModelForCausalLM, name, dtype=stored,
                                     quantization_config=quantization, device_map=device_map)
-    ends = LanguageModel(lm, tokenizer).end_ids
+    lm.requires_grad_(False)
+    model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
+    ends = model.end_ids
     if cfg.chat_template:               # one date in place of today's: prompts do not depend on the day
         today = "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
         tokenizer.chat_template = today + tokenizer.get_chat_template().removeprefix(today)
@@ -41,8 +43,6 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
     lm.generation_config = transformers.GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
         pad_token_id=tokenizer.eos_token_id, do_sample=True, top_k=0)
-    model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
-    model.requires_grad_(False)
     require_usable(model, name)
     if low:
         head = lm.get_output_embeddings()
@@ -71,7 +71,8 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
         model, info = auto_class.from_pretrained(place, config=config, output_loading_info=True, **where,
                                                  **kwargs)
         logging.set_verbosity_error()
-    if missing := info["missing_keys"]:                         # they would be random
+    missing = info["missing_keys"]                              # they would be random
+    if missing:
         raise UserError(f"the weights of {name} lack {min(missing)} of a {type(model).__name__}")
     return model, tokenizer
 

@@ -29,7 +29,7 @@ from cory.loading import load_language_model
 def train(cfg):
     """Algorithm 1. Yields after each update: iteration, role, agent, its responses and its metrics."""
     pi0 = load_language_model(cfg.model, cfg, torch.device("cpu"))
-    task_class = cfg.find("task")
+    task_class = cfg.resolve("task")
     task = task_class(cfg, task_class.load_data(cfg), pi0)
     pioneer = Agent("llm1", 0, pi0, cfg)
     observer = Agent("llm2", 1, pi0, cfg) if cfg.method == "cory" else None                     # CORY
@@ -85,7 +85,7 @@ class Agent:
         critic_rate = cfg.critic_learning_rate or cfg.learning_rate
         critic = {"params": [self.w_H, self.b], "lr": critic_rate}
         self.adam = torch.optim.Adam([policy, critic])
-        schedule = cfg.find("lr_schedule")
+        schedule = cfg.resolve("lr_schedule")
         self.schedule = LambdaLR(self.adam, lambda done: schedule(done / cfg.iterations))
         self.eta = cfg.init_kl_coef
         seeds = ((cfg.seed, index, n) for n in count(1))

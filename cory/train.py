@@ -1,7 +1,6 @@
 """The methods, side by side: what PPO does, and what CORY adds to it."""
 import time
-from contextlib import nullcontext
-from dataclasses import asdict
+from copy import deepcopy
 from functools import partial
 from statistics import fmean
 from typing import Callable
@@ -10,8 +9,7 @@ from torch import Tensor
 from transformers import set_seed
 
 from cory.config import Config
-from cory.errors import disjoint_union
-from cory.machine.distributed import launched, processes
+from cory.machine.distributed import process_group
 from cory.ppo.agent import Agent, seed_from
 from cory.ppo.rollout import Rollout, require_queries
 from cory.ppo.sampling import collect_rollout
@@ -20,7 +18,7 @@ from cory.run.checkpoint import load_checkpoint, locked, run_folder, save_checkp
 from cory.run.evaluate import held_out_metrics
 from cory.run.experiment import Experiment
 from cory.run.finish import finish
-from cory.run.log import Logger
+from cory.run.log import Logger, Metrics
 from cory.run.turn import Turn, sample_rows, training_metrics
 from cory.tasks.task import Task
 
@@ -54,7 +52,7 @@ class Ppo:
     @staticmethod
     def agent_config(cfg: Config, name: str) -> Config:
         """The settings of one agent: override it to let agents differ in those that `cory.config` marks by
-        `each`. To change another is refused.
+        `agent_setting`. To change another is refused.
         """
         return cfg
 
@@ -68,12 +66,12 @@ class Ppo:
         task = self.task
         if logger.done == 0:
             players = self.assign_roles(agents, 1)
-            logger.evaluation(0, self.evaluate(agents, players))
+            logger.log_evaluation(0, self.evaluate(agents, players))
         for iteration in range(logger.done + 1, cfg.iterations + 1):
             started = time.perf_counter()
             task.iteration = iteration
             task.training = True
-            # for tasks and methods that draw; the key keeps it apart from the seeds of agents' weights
+            # for tasks and methods that use global generators; agents' seeds have no spawn_key
             set_seed(seed_from(cfg.seed, spawn_key=(iteration,)))
             for agent in agents:
                 agent.begin(iteration)
@@ -83,26 +81,27 @@ class Ppo:
             players = self.assign_roles(agents, iteration)
             sample = partial(collect_rollout, max_new_tokens=max_new_tokens)
             rollouts = self.respond(players, queries, sample)
-            require_queries(rollouts, rollouts[0].query)      # or others that it chose, alike in all roles
+            require_queries(rollouts, rollouts[0].query)        # `respond` may have chosen its own
 
             # PPO: r(s0, a1)              CORY: r(s0, a1) + r(s0, a2), for both
             turns = []
             for role, agent, rollout in zip(self.roles, players, rollouts, strict=True):
-                reward_B, parts = task.reward_and_parts(rollout.query, rollout.text)
-                turns.append(Turn(role, agent, rollout, reward_B, parts))
-            scores = self.scores(rollouts, [turn.reward_B.clone() for turn in turns])
+                reward_B, terms = task.reward_and_terms(rollout.query, rollout.text)
+                turns.append(Turn(role, agent, rollout, reward_B, terms))
+            rewards = [turn.reward_B for turn in turns]
+            scores = self.scores(rollouts, deepcopy(rewards))   # a method may change its copies in place
             for turn, score in zip(turns, scores, strict=True):
                 if turn.agent.name not in self.frozen:
-                    turn.update = self.update(turn.role, turn.agent, turn.rollout, score)
+                    turn.update_metrics = self.update(turn.role, turn.agent, turn.rollout, score)
 
-            team = self.metrics(rollouts, [turn.reward_B.clone() for turn in turns])
-            metrics = training_metrics(turns, task, team)
+            team_metrics = self.metrics(rollouts, deepcopy(rewards))
+            metrics = training_metrics(turns, task, team_metrics)
+            samples = sample_rows(iteration, turns, cfg.responses_per_query)
             seconds = time.perf_counter() - started
-            row = disjoint_union(metrics, {"seconds": seconds})
-            logger.iteration(iteration, row, sample_rows(iteration, turns, cfg.responses_per_query))
-            task.learn(rollouts, [turn.reward_B for turn in turns])
+            logger.log_training(iteration, metrics, seconds, samples)
+            task.on_iteration_end(rollouts, rewards)
             if self.evaluation_is_due(iteration):
-                logger.evaluation(iteration, self.evaluate(agents, players))
+                logger.log_evaluation(iteration, self.evaluate(agents, players))
             if self.checkpoint_is_due(iteration):
                 save_checkpoint(logger.run_dir, iteration, agents, self, logger.wandb_id)
 
@@ -115,8 +114,8 @@ class Ppo:
         places = range(exchanges, exchanges + len(self.roles))
         return [agents[place % len(agents)] for place in places]
 
-    def evaluate(self, agents: list[Agent], players: list[Agent]) -> dict:
-        """Held-out metrics of the bases, the agents, and the team that played an iteration's roles."""
+    def evaluate(self, agents: list[Agent], players: list[Agent]) -> Metrics:
+        """Held-out metrics of the bases, of each agent alone, and of the team: the players in their roles."""
         return held_out_metrics(self, agents, players)
 
     def evaluation_is_due(self, iteration: int) -> bool:
@@ -194,9 +193,9 @@ class Cory(Ppo):
 
 def train(cfg: Config) -> None:
     """Runs the method that `cfg.method` names, from the start or the last checkpoint to the end."""
-    with launched(asdict(cfg)):
+    with process_group(cfg.device):
         run_dir = run_folder(cfg)
-        with locked(run_dir) if processes().is_main else nullcontext():
+        with locked(run_dir):
             run = Experiment(cfg, run_dir)
             agents = run.new_agents()
             done = 0

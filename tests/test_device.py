@@ -3,7 +3,7 @@ import pytest
 import torch
 from toys import finished, rows, settings
 
-from cory.machine.device import resolve_auto
+from cory.machine.device import choose_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 3)         # the fourth of several
 
@@ -18,7 +18,7 @@ def test_auto_takes_what_there_is(capability, device, dtype, expected, monkeypat
     monkeypatch.setattr(torch.cuda, "current_device", lambda: CUDA.index)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported",
                         lambda including_emulation=True: including_emulation or capability >= 8)
-    cfg, place = resolve_auto(settings(device=device, dtype=dtype))
+    cfg, place = choose_device(settings(device=device, dtype=dtype))
     assert (place, cfg.dtype) == expected
 
 

@@ -45,7 +45,7 @@ class Supervised(Ppo):
 
     def respond(self, players, queries, sample):
         (agent,), (rollout,) = players, super().respond(players, queries, sample)
-        rows = take(rollout, torch.arange(len(queries))[processes().rows(len(queries))])
+        rows = take(rollout, torch.arange(len(queries))[processes().local_rows(len(queries))])
         real = rows.mask_BT.bool()
         hidden_BTH = agent.policy.response_hidden(rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT)
         (-agent.policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])[0].sum()).backward()
@@ -62,8 +62,8 @@ class Supervised(Ppo):
 class Measured(Imdb):
     """Its rewards have a part."""
 
-    def reward_of(self, queries, responses):
-        return super().reward_of(queries, responses), {"characters": [*map(len, responses)]}
+    def compute_rewards(self, queries, responses):
+        return super().compute_rewards(queries, responses), {"characters": [*map(len, responses)]}
 
 
 def in_each(commands: list) -> None:
@@ -116,7 +116,7 @@ def require_same_rows(run: Path, expected: Path) -> None:
     for file in ("metrics.jsonl", "samples.jsonl"):
         for row, other in zip(rows(run, file), rows(expected, file), strict=True):
             assert row.keys() == other.keys()
-            for key in row.keys() - {"held/llm1"}:
+            for key in row.keys() - {"train/held/llm1"}:
                 x, y = row[key], other[key]
                 assert x == y or abs(x - y) <= 1e-5 * max(1, abs(y)), key
 
@@ -126,7 +126,7 @@ def require_same_rows(run: Path, expected: Path) -> None:
 def test_two_processes_compute_what_one_computes(runs, name, of):
     """The same metrics, the same responses, the same first gradient, the same final models."""
     require_same_rows(runs / name, runs / of)
-    assert of != "mixed" or all(row["characters/llm1"] > 0 for row in training(runs / name))
+    assert of != "mixed" or all(row["train/characters/llm1"] > 0 for row in training(runs / name))
     first, expected = (saved_tensors(checkpoints_of(runs / run)[-1]) for run in (name, of))
     assert first.keys() == expected.keys()
     for key, x in expected.items():
@@ -144,8 +144,8 @@ def test_two_processes_compute_what_one_computes(runs, name, of):
 def test_a_shard_is_half_of_the_layers_matrices(runs, name):
     """Which have 12 x 32 x 32 numbers in each of 2 layers. In bfloat16, too, they learn as the whole does."""
     sharded, whole = (rows(runs / run) for run in (name, "mixed"))
-    assert whole[2]["held/llm1"] - sharded[2]["held/llm1"] == 2 * 12 * 32 * 32 / 2
-    assert sharded[2]["grad_norm/llm1"] == pytest.approx(whole[2]["grad_norm/llm1"], rel=0.2)
+    assert whole[2]["train/held/llm1"] - sharded[2]["train/held/llm1"] == 2 * 12 * 32 * 32 / 2
+    assert sharded[2]["train/grad_norm/llm1"] == pytest.approx(whole[2]["train/grad_norm/llm1"], rel=0.2)
 
 
 def test_an_error_of_one_process_is_one_line_and_ends_both(runs):
@@ -161,7 +161,7 @@ def test_one_process_goes_on_with_what_two_have_saved(runs):
 
 
 def test_every_row_is_one_process_s():
-    assert [[*range(7)[Processes(rank, 3).rows(7)]] for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert [[*range(7)[Processes(rank, 3).local_rows(7)]] for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
 
 
 def test_each_process_makes_as_many_passes(monkeypatch):

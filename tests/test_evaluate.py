@@ -29,7 +29,7 @@ def test_best_of_n_is_the_mean_over_all_subsets():
 # A task of eight queries whose reward counts letters.
 LETTERS = SimpleNamespace(
     held_out_queries=["a"] * 8, greedy=False, cfg=settings(max_response_length=5), pioneer_prompts=list,
-    reward_and_parts=lambda queries, texts: (torch.tensor([float(len(text)) for text in texts]), {"part": 1}),
+    reward_and_terms=lambda queries, texts: (torch.tensor([float(len(text)) for text in texts]), {"part": 1}),
     metrics=lambda queries, responses: {"longest": max(map(len, responses))})
 
 
@@ -39,7 +39,7 @@ def test_held_out_metrics_by_hand(tmp_path):
     logits_UV = torch.full((7, 7), -99.0)
     logits_UV[[0, 1, 2], [1, 2, 1]] = 99.0
     cfg = settings(max_response_length=5, init_kl_coef=0.5, eval_samples=2)
-    player = evaluate.Player("llm1", bigram(logits_UV), bigram(torch.zeros(7, 7)), cfg)
+    player = evaluate.FinalAgent("llm1", bigram(logits_UV), bigram(torch.zeros(7, 7)), cfg)
     got = evaluate.evaluate(player, LETTERS)
     expected = {"task_reward": 5.0, "kl": 5 * log(7), "combined_reward": 5 - 0.5 * 5 * log(7), "length": 5.0,
                 "truncated": 1, "part": 1, "longest": 5,
@@ -48,8 +48,8 @@ def test_held_out_metrics_by_hand(tmp_path):
     assert got == pytest.approx(expected, rel=1e-4)
     logits_UV[1, [2, 6]] = torch.tensor([-99.0, 99])        # "b.", which a limit of two tokens does not cut
     cfg, zeros = replace(cfg, max_response_length=2), lambda queries, texts: torch.zeros(len(texts))
-    task = SimpleNamespace(**vars(LETTERS) | {"reward_and_parts": lambda *given: (zeros(*given), {})})
-    player = evaluate.Player("llm1", bigram(logits_UV), bigram(), cfg)
+    task = SimpleNamespace(**vars(LETTERS) | {"reward_and_terms": lambda *given: (zeros(*given), {})})
+    player = evaluate.FinalAgent("llm1", bigram(logits_UV), bigram(), cfg)
     got = evaluate.evaluate(player, task, tmp_path / "b.jsonl")
     assert got["truncated"] == 0 and got["pass@2"] == 0                     # a reward of 0 is no solution
 
@@ -101,12 +101,12 @@ def test_agents_of_one_model_have_temperatures_of_their_own(rank, small_flags, t
     run = finished(small_flags, tmp_path / "run", *own.split(), "--num_ppo_epochs", 1, "--batch_size", 4,
                    "--mini_batch_size", 4, "--gradient_accumulation_steps", 1, "--role_exchange_every", 0)
     before, first, *_ = rows(run)
-    assert before["eval_base_perplexity/base"] < before["eval_base_perplexity/base_llm2"]
+    assert before["eval/base_perplexity/base"] < before["eval/base_perplexity/base_llm2"]
     for agent, base, temperature in (("llm1", "base", 0.7), ("llm2", "base_llm2", 1.2)):
         for name in ("task_reward", "kl", "base_perplexity", "distinct_1"):
-            assert before[f"eval_{name}/{agent}"] == pytest.approx(before[f"eval_{name}/{base}"], abs=1e-5)
+            assert before[f"eval/{name}/{agent}"] == pytest.approx(before[f"eval/{name}/{base}"], abs=1e-5)
         for name in ("kl", "approx_kl", "sampling_gap"):
-            assert first[f"{name}/{agent}"] == pytest.approx(0, abs=1e-6), name
+            assert first[f"train/{name}/{agent}"] == pytest.approx(0, abs=1e-6), name
         assert read(run / "final" / agent / "generation_config.json")["temperature"] == temperature
     held_out = read(run / "eval.json")
     assert min(held_out[agent]["kl"] for agent in ("llm1", "llm2")) > 0.01

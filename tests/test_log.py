@@ -9,9 +9,11 @@ from toys import settings
 
 from cory.run.log import Logger, read_jsonl
 
-VALUES = {"task_reward/llm1": 1.0, "kl/llm1": 2.5, "kl/llm2": 3.0, "seconds": 4.0, "copies": 0.5}
+TRAINING = {"llm1": {"task_reward": 1.0, "kl": 2.5}, "llm2": {"kl": 3.0}, "team": {"copies": 0.5}}
 HELD_OUT = {"llm1": {"kl": 0.1}, "llm2": {"kl": 0.3}, "mean": {"kl": 0.2}}
-ROW = {"eval_kl/llm1": 0.1, "eval_kl/llm2": 0.3, "eval_kl/mean": 0.2}
+TRAINING_ROW = {"seconds": 4.0, "train/task_reward/llm1": 1.0, "train/kl/llm1": 2.5, "train/kl/llm2": 3.0,
+                "train/copies/team": 0.5}
+HELD_OUT_ROW = {"eval/kl/llm1": 0.1, "eval/kl/llm2": 0.3, "eval/kl/mean": 0.2}
 
 
 @pytest.fixture
@@ -29,14 +31,15 @@ def a_log(folder: Path, done: int = 0, wandb_id: str = "") -> Logger:
     return Logger(cfg, {"llm1": cfg, "llm2": replace(cfg, lam=0.5)}, folder, done, wandb_id)
 
 
-def add(to: Logger, *iterations: int) -> None:
+def add(logger: Logger, *iterations: int) -> None:
     """Iteration 0 is an evaluation of the bases alone; iteration 4 has as many texts as W&B is sent."""
     for i in iterations:
         if i == 0:
-            to.evaluation(0, {"base": {"kl": 0.0}, "base_team": {"x": 0.5}})
+            logger.log_evaluation(0, {"base": {"kl": 0.0}, "base_team": {"x": 0.5}})
         else:
-            to.iteration(i, VALUES, [{"iteration": i, "query": "q"}] * (200 if i == 4 else 1))
-            to.evaluation(i, HELD_OUT)
+            samples = [{"iteration": i, "query": "q"}] * (200 if i == 4 else 1)
+            logger.log_training(i, TRAINING, 4.0, samples)
+            logger.log_evaluation(i, HELD_OUT)
 
 
 def test_a_log_has_its_files_and_goes_to_wandb(folder, monkeypatch):
@@ -48,14 +51,14 @@ def test_a_log_has_its_files_and_goes_to_wandb(folder, monkeypatch):
         assert first.bar.desc.startswith("chain:Chain")
         assert first.bar.postfix == "reward=1.00 / nan, KL=2.50 / 3.00"
     rows = read_jsonl(folder / "metrics.jsonl")
-    assert rows == [{"iteration": 0, "eval_kl/base": 0.0, "eval_x/base_team": 0.5}] + [
-        {"iteration": i} | row for i in (1, 2, 3, 4) for row in (VALUES, ROW)]
+    expected = [{"iteration": 0, "eval/kl/base": 0.0, "eval/x/base_team": 0.5}]
+    for i in (1, 2, 3, 4):
+        expected.append({"iteration": i} | TRAINING_ROW)
+        expected.append({"iteration": i} | HELD_OUT_ROW)
+    assert rows == expected
     tables = [[iteration for iteration, _ in logged[i].pop("samples").data] for i in (1, 2, 3, 4)]
     assert tables == [[1], [1, 2], [1, 2, 3], [4] * 200]
-    assert logged[2] == {
-        "iteration": 2, "train/task_reward/llm1": 1.0, "train/kl/llm1": 2.5, "train/kl/llm2": 3.0,
-        "train/copies": 0.5, "train/seconds": 4.0, "eval/kl/llm1": 0.1, "eval/kl/llm2": 0.3,
-        "eval/kl/mean": 0.2}
+    assert logged[2] == {"iteration": 2} | TRAINING_ROW | HELD_OUT_ROW
     of_run = first.wandb
     assert (of_run.project, of_run.group, of_run.name) == ("ours", "", "a run") and of_run.offline
     assert (of_run.config["method"], of_run.config["llm2/lam"]) == ("chain:Chain", 0.5)
@@ -94,6 +97,6 @@ def test_without_a_network_a_run_is_offline_and_wandbs_variables_hold(folder, mo
 def test_a_policy_that_is_not_the_one_sampled_from_is_named_once(folder, capsys):
     with a_log(folder) as log:
         for i in (1, 2, 3):
-            log.iteration(i, VALUES | {"sampling_gap/llm1": 0.1 * (i > 1)}, [])
+            log.log_training(i, {"llm2": {"sampling_gap": 0.1 * (i > 1)}}, 1.0, [])
     said = capsys.readouterr().out
     assert said.count("sampling_gap exceeds rounding") == 1

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import byte_tokenizer, save_model
-from toys import finished, read, refusal, require_same_runs, resume, rows, settings, stopped, training
+from toys import (
+    evaluations,
+    finished,
+    read,
+    refusal,
+    require_same_runs,
+    resume,
+    rows,
+    settings,
+    stopped,
+    training,
+)
 
 from cory.__main__ import main
 from cory.ppo.model import LanguageModel, Policy
@@ -29,9 +40,11 @@ def whole(small_flags, tmp_path_factory) -> Path:
 
 
 def test_evaluations_are_before_training_every_third_iteration_and_at_the_end(whole):
-    for name in ("base", "llm1", "llm2", "mean", "team", "base_team"):
-        assert [0, 3, 5] == [row["iteration"] for row in rows(whole)
-                             if any(key.startswith("eval_") and key.endswith(f"/{name}") for key in row)]
+    evaluated = evaluations(whole)
+    assert [row["iteration"] for row in evaluated] == [0, 3, 5]
+    for row in evaluated:
+        who = {key.split("/")[2] for key in row if key != "iteration"}
+        assert who == {"base", "llm1", "llm2", "mean", "team", "base_team"}
 
 
 def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
@@ -42,7 +55,7 @@ def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
     for a, b in zip(rows(bare), rows(ppo), strict=True):
         assert a | {key: x for key, x in b.items() if not key.endswith("/mean")} == a
     first, seeing = training(bare)[0], training(whole)[0]     # by untouched models
-    assert first["task_reward/llm1"] != first["task_reward/llm2"] != seeing["task_reward/llm2"]
+    assert first["train/task_reward/llm1"] != first["train/task_reward/llm2"] != seeing["train/task_reward/llm2"]
 
 
 class Noted(Cory):
@@ -89,14 +102,14 @@ def test_one_model_can_play_both_roles(small_flags, tmp_path):
     words = ["--share_weights", "--method", "test_methods:Noted", "--iterations", 2]
     folder = finished(small_flags, tmp_path / "r", *words)
     first, second = training(folder)
-    assert first["noted/llm1"] == 2
-    assert first["approx_kl/llm1"] > 1e-5
+    assert first["train/noted/llm1"] == 2
+    assert first["train/approx_kl/llm1"] > 1e-5
     rewards = [row[f"{role}_reward"] for row in rows(folder, "samples.jsonl")[:4]
                for role in ("pioneer", "observer")]
-    assert first["task_reward/llm1"] == pytest.approx(np.mean(rewards), abs=1e-6)
+    assert first["train/task_reward/llm1"] == pytest.approx(np.mean(rewards), abs=1e-6)
     # eta takes a step of 4 responses in each update, down where KL is 0; its mean over both is logged
-    assert first["kl_coef/llm1"] == pytest.approx(0.15 * (1 + (1 - 0.2 * 4 / 20)) / 2)
-    assert second["kl_coef/llm1"] < first["kl_coef/llm1"]
+    assert first["train/kl_coef/llm1"] == pytest.approx(0.15 * (1 + (1 - 0.2 * 4 / 20)) / 2)
+    assert second["train/kl_coef/llm1"] < first["train/kl_coef/llm1"]
 
 
 class Frozen(Cory):
@@ -140,7 +153,7 @@ def test_slips_of_a_method_are_refused_or_harmless(slip, says, small_flags, tmp_
     if says:
         assert says in refusal(small_flags, tmp_path / "r", capsys, *more)
     else:
-        assert training(finished(small_flags, tmp_path / "r", *more))[0]["task_reward/llm1"] < 50
+        assert training(finished(small_flags, tmp_path / "r", *more))[0]["train/task_reward/llm1"] < 50
 
 
 doubled = lambda agent, kl_N: 2 * agent.kl_coef
@@ -186,23 +199,23 @@ def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_fla
         assert row["query"] == row["pioneer_prompt"] and f"{row['pioneer']}|" in row["observer_prompt"]
     for row in training(whole):
         for agent, eta in (("llm1", 0.15), ("llm2", 0.7)):
-            reward, kl = row[f"task_reward/{agent}"], row[f"kl/{agent}"]
-            assert row[f"score/{agent}"] == pytest.approx(reward + row[f"role/{agent}"])
-            assert row[f"combined_reward/{agent}"] == pytest.approx(reward - eta * kl)
-        assert "value_loss/llm1" in row and "value_loss/llm2" not in row
-        assert (row["learning_rate/llm1"], row["learning_rate/llm2"]) == (1e-3, 0.02 / row["iteration"])
-        assert row["kl_coef/llm1"] < 0.2 and row["kl_coef/llm2"] == 0.7 * row["iteration"]      # in two
-    evaluated = [row for row in rows(whole) if "role/llm1" not in row]
-    assert [row["eval_pioneer/team"] for row in evaluated] == [0, 0, 1]     # in the roles played
+            reward, kl = row[f"train/task_reward/{agent}"], row[f"train/kl/{agent}"]
+            assert row[f"train/score/{agent}"] == pytest.approx(reward + row[f"train/role/{agent}"])
+            assert row[f"train/combined_reward/{agent}"] == pytest.approx(reward - eta * kl)
+        assert "train/value_loss/llm1" in row and "train/value_loss/llm2" not in row
+        assert (row["train/learning_rate/llm1"], row["train/learning_rate/llm2"]) == (1e-3, 0.02 / row["iteration"])
+        assert row["train/kl_coef/llm1"] < 0.2 and row["train/kl_coef/llm2"] == 0.7 * row["iteration"]      # in two
+    evaluated = evaluations(whole)
+    assert [row["eval/pioneer/team"] for row in evaluated] == [0, 0, 1]     # in the roles played
     first, *_, last = evaluated
     for who in ("base", "base_llm2", "llm1", "llm2"):                       # none has left its own base yet
-        assert first[f"eval_kl/{who}"] == pytest.approx(0, abs=1e-6)
-    team, bases = (first[f"eval_observer_reward/{who}"] for who in ("team", "base_team"))
+        assert first[f"eval/kl/{who}"] == pytest.approx(0, abs=1e-6)
+    team, bases = (first[f"eval/observer_reward/{who}"] for who in ("team", "base_team"))
     assert team == pytest.approx(bases, abs=1e-5)
-    assert first["eval_base_perplexity/base"] != first["eval_base_perplexity/base_llm2"]
+    assert first["eval/base_perplexity/base"] != first["eval/base_perplexity/base_llm2"]
     for agent, eta in (("llm1", 0.15), ("llm2", 0.7)):
-        reward, kl = last[f"eval_task_reward/{agent}"], last[f"eval_kl/{agent}"]
-        assert last[f"eval_combined_reward/{agent}"] == pytest.approx(reward - eta * kl)
+        reward, kl = last[f"eval/task_reward/{agent}"], last[f"eval/kl/{agent}"]
+        assert last[f"eval/combined_reward/{agent}"] == pytest.approx(reward - eta * kl)
     config = read(whole / "config.json")
     assert {name: config[f"llm2/{name}"] for name in Own.of_llm2} == Own.of_llm2
     parts = read(whole / "eval.json")
@@ -228,7 +241,7 @@ def test_names_that_would_hide_another_and_a_frozen_agent_that_there_is_not_are_
 
 
 @pytest.mark.parametrize("of, gives, name", [
-    (Cory, "metrics", "iteration"), (Imdb, "metrics", "length"), (Cory, "update", "role")])
+    (Imdb, "metrics", "length"), (Cory, "update", "role")])
 def test_a_metric_that_hides_another_is_an_error(of, gives, name, small_flags, tmp_path, monkeypatch):
     monkeypatch.setattr(of, gives, lambda *_: {name: 2.0})
     monkeypatch.setattr(Cory, "evaluate", lambda *_: {})

@@ -81,5 +81,5 @@ def test_a_frozen_base_is_cast_once_to_the_bits_of_autocast(small, small_flags, 
         in_a_product = name.startswith("transformer.h.") and p.dim() == 2
         assert p.dtype == (torch.bfloat16 if in_a_product else torch.float32), name
         assert not p.requires_grad, name
-    assert {p.dtype for p in agent.policy.parameters()} == {torch.float32}
+    assert {p.dtype for p in agent.policy.lm.parameters()} == {torch.float32}
     assert torch.initial_seed() == 5                        # of what tasks and methods draw as they are made

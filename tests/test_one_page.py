@@ -85,12 +85,12 @@ def require_same(steps, run_dir: Path) -> None:
     agents, done = {}, 0
     for iteration, role, agent, responses, metrics in steps:
         row = trained[iteration - 1]
-        expected = {name: row[f"{name}/{agent.name}"] for name in metrics}
+        expected = {name: row[f"train/{name}/{agent.name}"] for name in metrics}
         assert metrics == pytest.approx(expected, rel=1e-7, abs=1e-10), (iteration, agent.name)
         samples = [sample for sample in rows(run_dir, "samples.jsonl") if sample["iteration"] == iteration]
         assert [(x[f"{role}_agent"], x[role]) for x in samples] == [(agent.name, a.text) for a in responses]
         agents[agent.name], done = agent, done + 1
-    assert done == len(trained) * sum(key.startswith("role/") for key in trained[0])
+    assert done == len(trained) * sum(key.startswith("train/role/") for key in trained[0])
     for name, agent in agents.items():
         final = load_file(run_dir / "final" / name / "model.safetensors")
         assert final.keys() <= agent.pi.state_dict().keys()
@@ -104,11 +104,11 @@ def test_the_package_computes_what_the_page_computes(name, folder, tmp_path):
         run_package(name, folder, tmp_path / "r")
         require_same(run_page(one_page, name, folder), tmp_path / "r")
     trained = training(tmp_path / "r")
-    assert all(row["clip_fraction/llm1"] > 0 for row in trained)
+    assert all(row["train/clip_fraction/llm1"] > 0 for row in trained)
     if len(trained) == 6:          # the runs that are compared have what the page could get wrong
-        assert [row["role/llm1"] for row in trained] == [0, 0, 1, 1, 0, 0]
-        assert len({row["kl_coef/llm1"] for row in trained}) >= 4
-        assert any(row["length/llm2"] % 1 for row in trained), "no response ended before the limit"
+        assert [row["train/role/llm1"] for row in trained] == [0, 0, 1, 1, 0, 0]
+        assert len({row["train/kl_coef/llm1"] for row in trained}) >= 4
+        assert any(row["train/length/llm2"] % 1 for row in trained), "no response ended before the limit"
         queries = [[sample["query"] for sample in rows(tmp_path / "r", "samples.jsonl")
                     if sample["iteration"] == row["iteration"]] for row in trained]
         assert any(len({*of_batch}) < 4 for of_batch in queries), "no query occurs twice in a batch"
@@ -141,4 +141,4 @@ def test_the_page_reads_or_refuses_each_setting():
     others = {"preset", "load_in_4bit", "eval_samples", "resume", "wandb_project", "eval_every", "run_dir"}
     for config_class, _ in EXPERIMENTS.values():
         unknown = {f.name for f in fields(config_class)} - {*one_page.FIXED} - others
-        assert not {name for name in unknown if not re.search(rf'cfg\.{name}\b|find\("{name}"\)', code)}
+        assert not {name for name in unknown if not re.search(rf'cfg\.{name}\b|resolve\("{name}"\)', code)}

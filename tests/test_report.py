@@ -14,21 +14,36 @@ from cory.run import report
 GREY = to_hex(report.BASE["color"])
 
 
-def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
-    """12 iterations, exchanges after 4 and 8. LLM1 ends at held-out `reward`, LLM2 0.1 above it."""
+def write_run(folder: Path, reward=1.0, base=0.0, last=12, **changes) -> Path:
+    """`last` iterations, exchanges after 4 and 8. LLM1 ends at held-out `reward`, LLM2 0.1 above it; in the
+    middle there is an evaluation of LLM1 alone. combined_reward is the reward less 1.
+    """
     config = {"config_class": "cory.config:ImdbConfig", "agents": {"llm1": "base", "llm2": "base"}, "seed": 0,
               "method": "cory", "preset": "tiny", "learning_rate": 0.1} | changes
-    rows = [{"iteration": i, "role/llm0": 2, f"role/llm{(i - 1) // 4 % 2 + 1}": 0, "observer_copies": 0,
-             "kl/llm1": i / 3, "kl/llm2": i / 3 + 1, "score/llm1": i, "score/llm2": i, "grad_norm/llm1": i,
-             "seconds": i, "spread": i}
-            for i in range(1, 13)]
-    for i, llm1, llm2 in (0, 0.5, 0.01), (12, reward, reward + 0.1):
-        row = {"iteration": i, "eval_spread/team": i + 0.1, "eval_spread/base_team": 0.1,
-               "eval_observer_reward/team": 20 + i}
-        for who, x in ("base", base), ("llm1", llm1), ("llm2", llm2), ("mean", (llm1 + llm2) / 2):
-            row |= {f"eval_task_reward/{who}": x, f"eval_kl/{who}": 10 * x, f"eval_combined_reward/{who}": x,
-                    f"eval_accuracy/{who}": 0.5, f"eval_greedy_task_reward/{who}": x + 0.5}
-        rows.insert(13 if i else 0, row)
+    rows = []
+    for i in range(1, last + 1):
+        pioneer = (i - 1) // 4 % 2 + 1
+        rows.append({
+            "iteration": i, "seconds": i,
+            "train/role/llm0": 2, f"train/role/llm{pioneer}": 0,
+            "train/kl/llm1": i / 3, "train/kl/llm2": i / 3 + 1,
+            "train/score/llm1": i, "train/grad_norm/llm1": i,
+            "train/observer_copies/team": 0, "train/spread/team": i})
+    ends = (0, {"base": base, "llm1": 0.5, "llm2": 0.01}), (last, {"base": base, "llm1": reward,
+                                                                  "llm2": reward + 0.1})
+    for i, rewards in ends:
+        rewards["mean"] = (rewards["llm1"] + rewards["llm2"]) / 2
+        row = {"iteration": i}
+        for who, x in rewards.items():
+            row[f"eval/task_reward/{who}"] = x
+            row[f"eval/kl/{who}"] = 10 * x
+            row[f"eval/combined_reward/{who}"] = x - 1
+            row[f"eval/accuracy/{who}"] = 0.5
+            row[f"eval/greedy_task_reward/{who}"] = x + 0.5
+        row["eval/observer_reward/team"] = 20 + i
+        row["eval/spread/team"] = i + 0.1
+        row["eval/spread/base_team"] = 0.1
+        rows.insert(i + 1 if i else 0, row)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -38,60 +53,71 @@ def write_run(folder: Path, reward=1.0, base=0.0, **changes) -> Path:
 def lines_of(figure, title: str) -> dict[str, tuple]:
     """The points, style and colour of each line in a panel, by label."""
     (ax,) = [ax for ax in figure.axes if ax.get_title() == title]
-    return {line.get_label(): (line.get_xydata().tolist(), line.get_linestyle(), to_hex(line.get_color()))
-            for line in ax.lines}
+    lines = {}
+    for line in ax.lines:
+        points = line.get_xydata().tolist()
+        lines[line.get_label()] = points, line.get_linestyle(), to_hex(line.get_color())
+    return lines
+
+
+def legend_of(figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     """`observer_copies` and `accuracy` are constant, `seconds` and `grad_norm` technical."""
     figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    titles = map(report.PANELS.get, ["task_reward", "kl", "combined_reward", "score", "observer_reward"])
+    with_title = ["task_reward", "kl", "combined_reward", "score", "observer_reward"]
+    titles = [report.PANELS[name] for name in with_title]
     assert [ax.get_title() for ax in figure.axes] == [*titles, "spread", "held-out reward against KL"]
-    held_out, training = [[f"{who}, {kind}" for who in ("llm1", "llm2", "team")]
-                          for kind in ("held out", "training")]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        *held_out, *training, "exchange of roles", "base", "llm1, greedy", "llm2, greedy", "base_team"]
-    rewards = lines_of(figure, "task reward")
-    assert rewards["llm1, greedy"] == ([[0, 1], [12, 1.5]], "--", report.PALETTE["cory"])
-    lines = lines_of(figure, report.PANELS["kl"])
-    assert len(lines) == 6                                              # with an exchange, without the mean
-    assert lines["llm1, held out"] == ([[0, 5], [12, 10]], "-", report.PALETTE["cory"])
-    assert lines["base"] == ([[0, 0], [12, 0]], "-", GREY)
-    points, style, color = lines["llm2, training"]
-    assert points[1:-1] == [[i, pytest.approx(i / 3 + 1)] for i in range(2, 12)] and style == ":"
-    assert color == lines["llm2, held out"][2] != report.PALETTE["cory"]
-    assert lines_of(figure, report.PANELS["score"]).keys() == {"team, training", "exchange of roles"}
+    assert {*legend_of(figure)} == {
+        "base", "llm1, eval", "llm2, eval", "llm1, greedy", "llm2, greedy", "llm1, train", "llm2, train",
+        "team, eval", "team, train", "base_team", "exchange of roles"}
+    rewards = lines_of(figure, report.PANELS["task_reward"])
+    assert rewards["llm1, greedy"] == ([[0, 1], [12, 1.5]], "--", report.COLORS["cory"])
+    assert rewards["llm1, eval"][0] == [[0, 0.5], [12, 1]]
+    combined = lines_of(figure, report.PANELS["combined_reward"])
+    assert combined["llm1, eval"][0] == [[0, -0.5], [12, 0]]
+    kl = lines_of(figure, report.PANELS["kl"])
+    assert kl.keys() == {"base", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train",
+                         "exchange of roles"}                                       # without the mean
+    assert kl["llm1, eval"] == ([[0, 5], [12, 10]], "-", report.COLORS["cory"])
+    assert kl["base"] == ([[0, 0], [12, 0]], "-", GREY)
+    points, style, color = kl["llm2, train"]
+    assert points[1:-1] == [[i, pytest.approx(i / 3 + 1)] for i in range(2, 12)]
+    assert style == ":"
+    assert color == kl["llm2, eval"][2] != report.COLORS["cory"]
     assert lines_of(figure, "spread")["base_team"] == ([[0, 0.1], [12, 0.1]], "--", GREY)
-    assert [line.get_xdata()[0] for line in figure.axes[0].lines[:3]] == [4.5, 8.5, 0]      # exchanges
-    assert lines_of(figure, report.PANELS["observer_reward"])["team, held out"][0] == [[0, 20], [12, 32]]
-    assert [[0.1, 0.01], [11, 1.1]] in [line.get_xydata().tolist() for line in figure.axes[-1].lines]
+    assert lines_of(figure, report.PANELS["observer_reward"])["team, eval"][0] == [[0, 20], [12, 32]]
+    against_kl = [line.get_xydata().tolist() for line in figure.axes[-1].lines]
+    assert [[0.1, 0.01], [11, 1.1]] in against_kl
 
 
-def test_scores_of_agents_that_are_trained_in_turn_are_theirs():
-    rows = [{"iteration": i, f"score/llm{i % 2 + 1}": i} for i in range(1, 7)]
-    assert [who for _, _, who in report.read_curves(rows)] == ["llm2", "llm1"]
-    rows = [{"iteration": i, "score/llm1": i, "score/llm2": i + 1e-9} for i in range(1, 7)]
-    assert [who for _, _, who in report.read_curves(rows)] == ["team"]
-    rows = [row | {"score": 9} for row in rows]                                 # one of the method's own
-    assert [who for _, _, who in report.read_curves(rows)] == ["llm1", "llm2", "team"]
+def test_roles_are_exchanged_before_the_iterations_that_have_others(tmp_path):
+    """LLM1 is the pioneer in iterations 1 to 4, LLM2 from 5 to 8. LLM0's role stays, whatever it is."""
+    figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
+    exchanges = [line for line in figure.axes[0].lines if line.get_label() == "exchange of roles"]
+    assert [line.get_xdata()[0] for line in exchanges] == [4.5, 8.5]
 
 
 def test_training_curves_are_running_means_over_a_twentieth():
-    """Of 60 iterations: over 3. An infinite value is left out. LLM2 is trained in two of them."""
-    rows = [{"iteration": i, "kl/llm1": float("inf") if i == 30 else i % 3} for i in range(1, 61)]
-    rows[4]["kl/llm2"], rows[8]["kl/llm2"] = 5, 9
-    curves = report.read_curves(rows)
-    values = curves["kl", "training", "llm1"].tolist()
-    assert values[:3] == pytest.approx([1.5, 1, 1]) and len(values) == 59
-    assert curves["kl", "training", "llm2"].tolist() == [5, 9]
+    """Of 60 iterations: over 3. An infinite value is left out. What is trained in two has two points."""
+    every = pd.Series({i: float("inf") if i == 30 else i % 3 for i in range(1, 61)})
+    curve = report.running_mean(every, 60)
+    assert curve.tolist()[:3] == pytest.approx([1.5, 1, 1])
+    assert len(curve) == 59
+    assert report.running_mean(pd.Series({5: 5, 9: 9}), 60).to_dict() == {5: 5, 9: 9}
 
 
 def test_a_table_has_means_and_sample_std():
     """Of 1 and 2: 1.5 and 1 / sqrt(2). Teams have a table of their own; a mean of one agent is left out."""
-    frame = pd.DataFrame([{"task_reward": 1.0, "kl": 0.5, "gap": 1e-6}, {"task_reward": 0.126, "kl": 15.0},
-                          {"task_reward": 2.0, "kl": 0.5, "big": 1234.5}, {"score": 0.5, "kl": 0.25},
-                          {"task_reward": 0.126, "kl": 15.0}], index=["A", "B", "A", "team", "mean"])
+    rows = [("A", {"task_reward": 1.0, "kl": 0.5, "gap": 1e-6}),
+            ("B", {"task_reward": 0.126, "kl": 15.0}),
+            ("A", {"task_reward": 2.0, "kl": 0.5, "big": 1234.5}),
+            ("team", {"score": 0.5, "kl": 0.25}),
+            ("mean", {"task_reward": 0.126, "kl": 15.0})]
+    frame = pd.DataFrame([row for _, row in rows], index=[who for who, _ in rows])
     assert report.tables("held-out", frame, ["A", "B", "A", "A", "mean"]) == (
         "held-out               A     B\n"
         "runs                   2     1\n"
@@ -112,54 +138,89 @@ def test_a_table_of_zeros_has_its_rows():
         "pioneer_reward  0.000")
 
 
-@pytest.mark.parametrize("bases", [(0.0, 0.0), (0.0, 0.2)])
-def test_runs_that_differ_in_more_than_the_seed_are_groups(bases, tmp_path, capsys, monkeypatch):
-    """CORY's mean ends at 3.05 and 4.05. The band is t(0.975) for two runs, 12.706, times 0.71 / sqrt(2)."""
-    drawn, draw = [], report.draw_comparison
-    monkeypatch.setattr(report, "draw_comparison", lambda *args: drawn.append(draw(*args)))
-    both = ("ppo", 1, bases[0], {}), ("cory", 3, bases[1], {"kl_target": 6.0, "device": "cuda"})
-    runs = [write_run(tmp_path / f"{method}{seed}", end + seed, base, method=method, seed=seed, **more)
-            for method, end, base, more in both for seed in (0, 1)]
-    main(["report", *map(str, runs), "--out", str(tmp_path / "new/c.pdf")])
-    labels, seeds, reward = [re.split(" {2,}", x) for x in capsys.readouterr().out.splitlines()[:3]]
-    of_bases = ["base"] if bases[0] == bases[1] else ["ppo base", "cory base"]
-    assert {*labels[1:]} == {*of_bases, "ppo", "cory"} and len(labels) == len(seeds)
-    assert dict(zip(labels, reward, strict=True))["cory"] == "3.55 ± 0.71"
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["cory", "ppo"]
-    lines = lines_of(drawn[0], "task reward")
-    assert lines["cory"] == ([[0, 0.255], [12, 3.55]], "-", report.PALETTE["cory"])
-    assert lines[f"_{of_bases[0]}"][2] == GREY and (tmp_path / "new/c.pdf").read_bytes()[:4] == b"%PDF"
-    assert {text.get_text() for text in drawn[0].axes[0].texts} == {*of_bases}
-    tops = [band.get_paths()[0].get_extents().y1 for band in drawn[0].axes[1].collections]
-    assert pytest.approx(3.55 + 12.706 / 2, abs=1e-3) in tops
+def compare(runs: list[Path], out: Path, monkeypatch, capsys) -> tuple:
+    """The figure, and the lines that `report` prints, each as its cells."""
+    figures = []
+    draw = report.draw_comparison
+    monkeypatch.setattr(report, "draw_comparison", lambda *given: figures.append(draw(*given)))
+    main(["report", *map(str, runs), "--out", str(out)])
+    printed = capsys.readouterr().out.splitlines()
+    return figures[0], [re.split(" {2,}", line) for line in printed]
+
+
+@pytest.mark.parametrize("base_of_cory", [0.0, 0.2])
+def test_runs_that_differ_in_more_than_the_seed_are_groups(base_of_cory, tmp_path, capsys, monkeypatch):
+    """CORY's means end at 3.05 and 4.05, the second run's at iteration 20: 3.55 is the mean of the ends. At
+    iteration 0, which alone all its runs have, the reward is 0.255.
+
+    PPO's end at 1.05 and 2.05, both at iteration 12: the band is t(0.975) for two runs, 12.706, times
+    0.71 / sqrt(2).
+    """
+    runs = []
+    for seed in (0, 1):
+        runs.append(write_run(tmp_path / f"ppo{seed}", 1 + seed, 0.0, method="ppo", seed=seed))
+        runs.append(write_run(tmp_path / f"cory{seed}", 3 + seed, base_of_cory, last=12 + 8 * seed,
+                              seed=seed, kl_target=6.0, device="cuda"))
+    out = tmp_path / "new/c.pdf"
+    figure, (labels, seeds, reward, *_) = compare(runs, out, monkeypatch, capsys)
+    bases = ["cory base", "ppo base"] if base_of_cory else ["base"]
+    assert {*labels[1:]} == {"ppo", "cory", *bases}
+    assert len(labels) == len(seeds)
+    by_label = dict(zip(labels, reward, strict=True))
+    assert by_label["cory"] == "3.55 ± 0.71"
+    assert by_label["ppo"] == "1.55 ± 0.71"
+    assert {*legend_of(figure)} == {"ppo", "cory", *bases}
+    lines = lines_of(figure, report.PANELS["task_reward"])
+    assert lines["ppo"] == ([[0, 0.255], [12, pytest.approx(1.55)]], "--", report.COLORS["ppo"])
+    assert lines["cory"] == ([[0, 0.255]], "-", report.COLORS["cory"])
+    assert lines[bases[0]][2] == GREY
+    combined = lines_of(figure, report.PANELS["combined_reward"])
+    assert combined["ppo"][0] == [[0, 0.255 - 1], [12, pytest.approx(0.55)]]
+    against_kl = lines_of(figure, "reward against KL")
+    assert [[2.55, 0.255], [pytest.approx(15.5), pytest.approx(1.55)]] in [
+        points for points, _, _ in against_kl.values()]
+    bands = [band.get_paths()[0].get_extents().y1 for band in figure.axes[1].collections]
+    assert pytest.approx(1.55 + 12.706 / 2, abs=1e-3) in bands
+    assert out.read_bytes()[:4] == b"%PDF"
 
 
 def test_teams_of_bases_with_other_roles_are_no_group(tmp_path, capsys):
-    runs = [write_run(tmp_path / method, method=method) for method in ("cory", "own:Own")]
+    runs = [write_run(tmp_path / method, method=method) for method in ("cory", "my:Method")]
     log = runs[1] / "metrics.jsonl"
-    log.write_text(log.read_text().replace("eval_spread", "eval_other"))
+    log.write_text(log.read_text().replace("eval/spread", "eval/other"))
     main(["report", *map(str, runs), "--out", str(tmp_path / "c.png")])
-    said = capsys.readouterr().out
-    assert "cory base_team" in said and "own:Own base_team" in said
+    printed = capsys.readouterr().out
+    assert "cory base_team" in printed
+    assert "my:Method base_team" in printed
 
 
-def test_groups_have_a_colour_for_each_setting_and_a_line_for_each_method(tmp_path):
-    """Equal settings have equal colours, also where a method lacks some of them."""
+def test_groups_are_named_by_the_settings_in_which_runs_differ(tmp_path):
     runs = [write_run(tmp_path / f"{rate}", method=method, learning_rate=rate)
-            for method, rate in (("own:Own", 1.0), ("cory", 2), ("cory", 1))]
+            for method, rate in (("my:Method", 1.0), ("cory", 2), ("cory", 1))]
     groups = report.groups_of(runs)
     assert groups.group.tolist() == [
-        "cory, learning_rate 1.0", "cory, learning_rate 2.0", "own:Own, learning_rate 1.0"]
-    styles = report.styles_of_groups(groups)
-    alike = [write_run(tmp_path / x, learning_rate=1, run_dir="") for x in ("a", "b")]   # say, by other code
-    assert report.groups_of(alike).settings.tolist() == [f", run_dir {run}" for run in alike]
+        "cory, learning_rate 1.0", "cory, learning_rate 2.0", "my:Method, learning_rate 1.0"]
     longer = write_run(tmp_path / "longer", learning_rate=1, iterations=200)
     assert report.groups_of([runs[2], longer]).settings.tolist() == [", iterations 100", ", iterations 200"]
-    one, two, own = ((tuple(styles[group]["color"]), styles[group]["linestyle"]) for group in groups.group)
-    assert one[0] == own[0] != two[0] and one[1] == two[1] != own[1]
-    rates = pd.DataFrame({"method": "PPO", "settings": [f", rate {i}" for i in range(7)]})
-    styles = report.styles_of_groups(rates.assign(group=rates.settings))
-    assert len({style["color"] for style in styles.values()}) == 7
+
+
+def test_runs_that_differ_in_their_code_alone_are_named_by_their_folders(tmp_path):
+    runs = [write_run(tmp_path / name, run_dir="") for name in ("a", "b")]
+    assert report.groups_of(runs).settings.tolist() == [f", run_dir {run}" for run in runs]
+
+
+def test_groups_have_a_line_for_each_method_and_a_shade_for_each_setting():
+    rows = []
+    for method in ("cory", "my:Method"):
+        for i in range(7):
+            rows.append({"method": method, "settings": f", rate {i}", "group": f"{method}, rate {i}"})
+    styles = report.styles_of_groups(pd.DataFrame(rows))
+    assert to_hex(styles["cory, rate 0"]["color"]) == report.COLORS["cory"]
+    assert len({tuple(style["color"]) for style in styles.values()}) == 14
+    of_cory = {style["linestyle"] for group, style in styles.items() if group.startswith("cory")}
+    others = {style["linestyle"] for group, style in styles.items() if group.startswith("my")}
+    assert of_cory == {"-"}
+    assert others == {"--"}
 
 
 def test_a_folder_without_a_run_is_named(capsys):

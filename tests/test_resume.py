@@ -14,6 +14,7 @@ import torch
 from toys import (
     agent_of,
     bigram,
+    evaluations,
     finished,
     read,
     refusal,
@@ -65,15 +66,15 @@ class Remembering(Cory):
 class Harder(Imdb):
     """It draws, and subtracts from each reward what has been earned so far."""
 
-    def learn(self, rollouts, rewards):
+    def on_iteration_end(self, rollouts, rewards):
         self.memory["earned"] = self.memory.get("earned", 0.0) + rewards[0].mean().item()
 
     def metrics(self, queries, responses):
         return {"earned": self.memory.get("earned", 0.0)}
 
-    def reward_of(self, queries, responses):
+    def compute_rewards(self, queries, responses):
         less = self.memory.get("earned", 0.0) + random.random()
-        return [reward - less for reward in super().reward_of(queries, responses)]
+        return [reward - less for reward in super().compute_rewards(queries, responses)]
 
 
 LORA = ["--lora_rank", "2", "--learning_rate", "0.02"]
@@ -97,12 +98,12 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags,
     assert same_tensors(*ends) and any("/adam/" in key for key in ends[0])
     if name == "own":
         first, second, _ = training(whole)
-        assert first["earned/llm1"] == 0                # it learns after the iteration
-        assert second["earned/llm1"] == pytest.approx(first["task_reward/llm1"])
+        assert first["train/earned/llm1"] == 0                # it learns after the iteration
+        assert second["train/earned/llm1"] == pytest.approx(first["train/task_reward/llm1"])
         held_out = read(whole / "eval.json")        # the base, too, by the reward that was learned meanwhile
         assert held_out["base"]["earned"] == held_out["llm1"]["earned"] != 0
-        evaluated = [row for row in rows(whole) if "role/llm1" not in row]
-        assert [row["eval_remembered/team"] for row in evaluated] == [0, 2, 3, 4]
+        evaluated = evaluations(whole)
+        assert [row["eval/remembered/team"] for row in evaluated] == [0, 2, 3, 4]
 
 
 def test_a_finished_run_is_finished_again_but_not_lengthened(copy, capsys):
@@ -155,7 +156,6 @@ def test_what_comes_back_is_saved_and_all_else_is_refused(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):
     assert "holds a run; go on with --resume" in refusal(small_flags, copy, capsys)
-    assert "is a file; name a folder" in refusal(small_flags, copy / "eval.json", capsys)
 
 
 def test_a_folder_in_use_is_refused_until_its_run_ends(copy, capsys):

@@ -25,7 +25,7 @@ def test_a_grid_skips_resumes_and_reports(tmp_path, monkeypatch, capsys):
     for run in (done, far, cut):
         run.folder.mkdir(parents=True)
         (run.folder / "config.json").write_text('{"agents": {"llm1": "base"}, "alike": 1}')
-        (run.folder / "metrics.jsonl").write_text('{"iteration": 0, "eval_task_reward/llm1": 1}\n{"cut off')
+        (run.folder / "metrics.jsonl").write_text('{"iteration": 0, "eval/task_reward/llm1": 1}\n{"cut off')
     (done.folder / "eval.json").touch()
     Path(f"{far.folder}.log").write_text("c0ffee\nerror: grad_norm is nan: llm1 has diverged\n")
     assert grid.main(["few", "--jobs", "1"]) == 1

@@ -97,7 +97,7 @@ def test_each_query_stands_k_times_in_a_row_and_the_different_ones_follow_the_st
     torch.tensor([0.5, -2.0], dtype=torch.bfloat16, requires_grad=True)])
 def test_rewards_are_one_number_a_response(values):
     task = letters()
-    task.reward_of = lambda queries, responses: values
+    task.compute_rewards = lambda queries, responses: values
     reward = task.reward(["a", "c"], ["b", "d"])
     assert reward.tolist() == [0.5, -2] and reward.dtype == torch.float32 and not reward.requires_grad
 
@@ -105,8 +105,8 @@ def test_rewards_are_one_number_a_response(values):
 @pytest.mark.parametrize("answer", [[0.5], torch.ones(2, 2), ([0.5, 1.0], {"praise": [0.5, 1.0, 2.0]})])
 def test_another_number_of_rewards_than_of_responses_is_refused(answer):
     task = letters()
-    task.reward_of = lambda queries, responses: answer
-    with pytest.raises(UserError, match="reward_of gave [134] numbers for 2 responses"):
+    task.compute_rewards = lambda queries, responses: answer
+    with pytest.raises(UserError, match="compute_rewards gave [134] numbers for 2 responses"):
         task.reward(["a", "c"], ["b", "d"])
 
 
@@ -114,11 +114,11 @@ def test_the_parts_of_a_reward_are_means_by_name(monkeypatch):
     """Over the rows of all processes."""
     task = letters()
     terms = {"praise": [1.0, 2.0], "length": torch.tensor([0, 3])}
-    task.reward_of = lambda queries, responses: ([1.0, 4.0], terms)
-    reward, parts = task.reward_and_parts(["a", "c"], ["b", "d"])
+    task.compute_rewards = lambda queries, responses: ([1.0, 4.0], terms)
+    reward, parts = task.reward_and_terms(["a", "c"], ["b", "d"])
     assert reward.tolist() == [1, 4] and parts == {"praise": 1.5, "length": 1.5}
     assert torch.equal(task.reward(["a", "c"], ["b", "d"]), reward)
-    two = SimpleNamespace(rows=lambda n: slice(0, n // 2), gather=lambda mine: [*mine, 4.0])
+    two = SimpleNamespace(local_rows=lambda n: slice(0, n // 2), gather=lambda mine: [*mine, 4.0])
     monkeypatch.setattr("cory.tasks.task.processes", lambda: two)
-    task.reward_of = lambda queries, responses: ([1.0], {"praise": [2.0]})
-    assert task.reward_and_parts(["a", "c"], ["b", "d"])[1] == {"praise": 3.0}
+    task.compute_rewards = lambda queries, responses: ([1.0], {"praise": [2.0]})
+    assert task.reward_and_terms(["a", "c"], ["b", "d"])[1] == {"praise": 3.0}

@@ -176,7 +176,7 @@ def test_a_critic_or_a_policy_without_a_gradient_is_named():
     with pytest.warns(UserWarning, match="no weight of llm1's critic has a gradient"):
         ppo_update(agent, rollout, SCORE)
     agent, rollout = ragged()
-    agent.policy.requires_grad_(False)          # with LoRA, of all agents at once
+    agent.policy.lm.requires_grad_(False)          # with LoRA, of all agents at once
     with pytest.warns(UserWarning, match="no weight of llm1's policy has a gradient"):
         ppo_update(agent, rollout, SCORE)
 

@@ -42,11 +42,11 @@ class Toy(Task):
     def observer_prompts(self, queries, responses):
         return [f"{query} <{text}>" for query, text in zip(queries, responses, strict=True)]
 
-    def reward_of(self, queries, responses):
+    def compute_rewards(self, queries, responses):
         rewards = [*map(reward, queries, responses)]
         return rewards, {"twice": [2 * x for x in rewards]}
 
-    def learn(self, rollouts, rewards):
+    def on_iteration_end(self, rollouts, rewards):
         self.memory["learned"] = self.memory.get("learned", 0) + sum(map(len, rewards))
 
     def metrics(self, queries, responses):
@@ -56,8 +56,8 @@ class Toy(Task):
 
 
 class Harder(Toy):
-    def reward_of(self, queries, responses):
-        return [x - 0.5 for x in super().reward_of(queries, responses)[0]]
+    def compute_rewards(self, queries, responses):
+        return [x - 0.5 for x in super().compute_rewards(queries, responses)[0]]
 
 
 class Chain(Cory):
@@ -212,7 +212,7 @@ def stages(folder: Path) -> dict[str, dict]:
     found = {"held out": rows(folder)[0]}
     for iteration in (1, 2):
         row = next((row for row in training(folder) if row["iteration"] == iteration), {})
-        values = {key.removesuffix("/llm1"): x for key, x in row.items()}
+        values = {key.split("/")[1]: x for key, x in row.items() if key.endswith("/llm1")}
         samples = [row for row in rows(folder, "samples.jsonl") if row["iteration"] == iteration]
         for stage, names in STAGES.items():
             values |= {name: [row[name] for row in samples] for row in samples for name in row}
@@ -236,7 +236,7 @@ def test_a_setting_changes_a_run_where_it_acts_and_not_before(base, setting, whe
         cfg[name] for name in ("iterations", "eval_split", "eval_queries", "eval_samples")]
     before, after = stages(run(base)), stages(folder)
     for key, x in after["held out"].items():            # every agent is its base, before training
-        assert x == pytest.approx(0, abs=1e-6) or not key.startswith("eval_kl/")
+        assert x == pytest.approx(0, abs=1e-6) or not key.startswith("eval/kl/")
     changed = [stage for stage in before if differ(before[stage], after[stage])]
     assert [*changed, "-"][:len(where)] == where
 
@@ -301,21 +301,21 @@ def test_what_each_role_of_a_chain_has_read_and_earned(flags, run):
                 assert sample[f"{role}_prompt"] == sample["query"] + seen
                 assert sample[f"{role}_reward"] == pytest.approx(reward(sample["query"], sample[role]))
                 assert sample[f"{role}_agent"] == agent
-            assert row[f"role/{agent}"] == place and row[f"learned/{agent}"] == 12 * (i - 1)
+            assert row[f"train/role/{agent}"] == place and row[f"train/learned/{agent}"] == 12 * (i - 1)
             for metric in ("task_reward", "mean"):
                 own = fmean(sample[f"{role}_reward"] for sample in samples)
-                assert row[f"{metric}/{agent}"] == pytest.approx(own, abs=1e-6)
-            assert row[f"twice/{agent}"] == pytest.approx(2 * row[f"task_reward/{agent}"])
-            of_all = sum(row[f"task_reward/{each}"] for each in Chain.agent_names)
-            assert row[f"score/{agent}"] == pytest.approx(of_all + i)       # it is not asked for held out
+                assert row[f"train/{metric}/{agent}"] == pytest.approx(own, abs=1e-6)
+            assert row[f"train/twice/{agent}"] == pytest.approx(2 * row[f"train/task_reward/{agent}"])
+            of_all = sum(row[f"train/task_reward/{each}"] for each in Chain.agent_names)
+            assert row[f"train/score/{agent}"] == pytest.approx(of_all + i)       # it is not asked for held out
 
 
 def test_hooks_know_the_iteration_and_whether_it_is_training(run):
     """Iteration n is n + 1/2 in training, n in held-out evaluation."""
     for row in rows(run("chain")):
         known = {x for key, x in row.items() if "_knows" in key}
-        assert known == {row["iteration"] + (0.5 if "role/llm1" in row else 0)}
-    assert len({row["drawn"] for row in training(run("chain"))}) == 3       # a new number in each iteration
+        assert known == {row["iteration"] + (0.5 if "train/role/llm1" in row else 0)}
+    assert len({row["train/drawn/team"] for row in training(run("chain"))}) == 3       # a new number in each iteration
 
 
 def test_samples_are_of_different_queries(run):
@@ -329,11 +329,11 @@ def test_samples_are_of_different_queries(run):
 def test_a_controller_has_the_signed_kl_of_each_response_and_gives_the_next_eta(run):
     NOTED.clear()
     found = training(run("ppo", "--kl_controller test_wiring:doubled --kl_penalty k1 --iterations 3"))
-    assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0.3, 0.6])
-    assert [*map(fmean, NOTED)] == pytest.approx([row["kl/llm1"] for row in found], abs=1e-6)
+    assert [row["train/kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0.3, 0.6])
+    assert [*map(fmean, NOTED)] == pytest.approx([row["train/kl/llm1"] for row in found], abs=1e-6)
     assert min(map(min, NOTED)) < 0 and {*map(len, NOTED)} == {4}
     run("cory", "--iterations 1 --share_weights --method test_wiring:OneUpdate "
         "--kl_controller test_wiring:doubled")
     assert len(NOTED[-1]) == 4                  # in the role in which it was trained
     found = training(run("ppo", "--kl_controller test_wiring:zero_first --iterations 3"))
-    assert [row["kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0, 0.3])
+    assert [row["train/kl_coef/llm1"] for row in found] == pytest.approx([0.15, 0, 0.3])

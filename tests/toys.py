@@ -70,7 +70,7 @@ class BigramLM(nn.Module):
 def bigram(logits_UV=None, seed=0) -> LanguageModel:
     if logits_UV is None:
         logits_UV = torch.randn(7, 7, generator=generator(seed))
-    return LanguageModel(BigramLM(logits_UV), LetterTokenizer()).requires_grad_(False)
+    return LanguageModel(BigramLM(logits_UV).requires_grad_(False), LetterTokenizer())
 
 
 def tiny_gpt2(seed=4, **changes) -> LanguageModel:
@@ -79,7 +79,7 @@ def tiny_gpt2(seed=4, **changes) -> LanguageModel:
                  initializer_range=0.3)
     torch.manual_seed(seed)
     lm = GPT2LMHeadModel(GPT2Config(**sizes | changes))
-    return LanguageModel(lm, LetterTokenizer()).requires_grad_(False)
+    return LanguageModel(lm.requires_grad_(False), LetterTokenizer())
 
 
 def all_logits(model: LanguageModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -185,7 +185,12 @@ def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
 
 def training(run_dir: Path) -> list[dict]:
     """The rows of training."""
-    return [row for row in rows(run_dir) if "role/llm1" in row]
+    return [row for row in rows(run_dir) if "train/role/llm1" in row]
+
+
+def evaluations(run_dir: Path) -> list[dict]:
+    """The rows of held-out evaluation."""
+    return [row for row in rows(run_dir) if "eval/kl/llm1" in row]
 
 
 def read(path: Path) -> dict:

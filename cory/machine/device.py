@@ -10,7 +10,7 @@ import torch
 from cory.config import Config
 
 
-def resolve_auto(cfg: Config) -> tuple[Config, torch.device]:
+def choose_device(cfg: Config) -> tuple[Config, torch.device]:
     """The settings with `auto` replaced by what this machine has, and the device."""
     has_gpu = torch.cuda.is_available()
     cfg.require("device", has_gpu or cfg.device != "cuda", "PyTorch finds no CUDA GPU here; use cpu")

@@ -27,7 +27,7 @@ class Processes:
     def is_main(self) -> bool:
         return self.rank == 0           # it alone writes, prints and talks to W&B
 
-    def rows(self, n: int) -> slice:
+    def local_rows(self, n: int) -> slice:
         """Which of n rows are this process's: n / size of them, or one more."""
         start = self.rank * n // self.size
         stop = (self.rank + 1) * n // self.size
@@ -59,19 +59,19 @@ class Processes:
 
 
 def processes() -> Processes:
-    """All of torchrun's processes inside a `launched` block; otherwise this process alone."""
+    """All of torchrun's processes inside a `process_group` block; otherwise this process alone."""
     if not dist.is_initialized():
         return Processes()
     return Processes(dist.get_rank(), dist.get_world_size())
 
 
 @contextmanager
-def launched(settings: dict):
-    """Joins torchrun's processes, if any, until the block ends."""
+def process_group(device: str):
+    """A block in which torchrun's processes, if any, form a process group. device: auto, cpu or cuda."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield
         return
-    on_gpu = torch.cuda.is_available() and settings["device"] != "cpu"
+    on_gpu = torch.cuda.is_available() and device != "cpu"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, size = next(dist.rendezvous("env://"))

@@ -30,7 +30,7 @@ def estimator(critic: bool, whiten: bool, grouped: bool = False) -> Callable:
 
 
 def find_estimator(cfg: Config) -> Callable:
-    function = cfg.find("advantage")
+    function = cfg.resolve("advantage")
     needed = 2 if function.grouped else 1
     cfg.require("responses_per_query", cfg.responses_per_query >= needed,
                 f"{cfg.advantage} compares the responses to a query; add, for example, "

@@ -1,6 +1,4 @@
 """One agent: all state that stays with it when roles are exchanged."""
-from collections import defaultdict
-
 import numpy as np
 import torch
 from torch import nn
@@ -15,7 +13,7 @@ class Agent:
     """One LLM of the team (`llm1`, `llm2`, ...), whichever role it plays.
 
     policy: what it samples from and trains; a copy of its base, or an adapter on it. critic: its V, or None.
-    base: what its KL is measured against. kl_coef: eta. draws: random generators created so far.
+    base: what its KL is measured against. kl_coef: eta. rng_count: random generators created so far.
 
     memory: whatever else it must remember, kept by checkpoints: numbers, text, tensors, collections of these.
     iteration: the present one.
@@ -26,7 +24,7 @@ class Agent:
         self.base = base
         self.cfg = cfg
         self.index = index
-        self.draws = 0
+        self.rng_count = 0
         self.memory = {}
         self.iteration = 1
         self.critic = None
@@ -34,7 +32,7 @@ class Agent:
             torch.manual_seed(seed_from((cfg.seed, index)))
             self.policy = base.new_policy(name, cfg)
             if find_estimator(cfg).critic:
-                self.critic = cfg.find("critic")(base)
+                self.critic = cfg.resolve("critic")(base)
         for parameter in self.policy.weights().values():
             parameter.requires_grad_(True)
         if cfg.shard and not cfg.lora_rank:         # with LoRA the base is sharded, and adapters stay whole
@@ -43,12 +41,13 @@ class Agent:
 
     def reset(self) -> None:
         """A new optimizer and the initial KL coefficient; the weights stay."""
-        groups = defaultdict(list)
+        groups = {}
         for name, parameter in self.trainable_parameters().items():
-            kind = name.startswith("critic."), is_sharded(parameter)
-            groups[kind].append(parameter)              # no operation can mix sharded tensors with others
-        groups = [{"params": group, "is_critic": is_critic} for (is_critic, _), group in groups.items()]
-        self.optimizer = torch.optim.Adam(groups, fused=True)
+            is_critic = name.startswith("critic.")
+            key = is_critic, is_sharded(parameter)      # no operation can mix sharded tensors with others
+            group = groups.setdefault(key, {"params": [], "is_critic": is_critic})
+            group["params"].append(parameter)
+        self.optimizer = torch.optim.Adam(groups.values(), fused=True)
         self.begin(self.iteration)
         self.kl_coef = self.cfg.init_kl_coef
 
@@ -61,15 +60,15 @@ class Agent:
 
     def generator(self) -> np.random.Generator:
         """A new random generator for each rollout and update, seeded by run seed, agent and a counter."""
-        self.draws += 1
-        return np.random.default_rng((self.cfg.seed, self.index, self.draws))
+        self.rng_count += 1
+        return np.random.default_rng((self.cfg.seed, self.index, self.rng_count))
 
     def begin(self, iteration: int) -> None:
         """Begins iteration 1, 2, ..., with learning rates `rate * schedule((iteration - 1) / iterations)`."""
         cfg = self.cfg
         self.iteration = iteration
         progress = (iteration - 1) / cfg.iterations
-        factor = cfg.find("lr_schedule")(progress)
+        factor = cfg.resolve("lr_schedule")(progress)
         for group in self.optimizer.param_groups:
             rate = cfg.learning_rate
             if group["is_critic"]:

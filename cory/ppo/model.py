@@ -5,9 +5,11 @@ tokens (padded on the right), L tokens of both, H hidden size, V vocabulary, N r
 many rows, R rows still being sampled; digits are sizes. Masks are 1 for real tokens and 0 for padding.
 """
 import copy
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
@@ -15,26 +17,26 @@ from cory.ppo import formulas
 from cory.ppo.lora import add_adapter, switch_to
 
 
-class LanguageModel(nn.Module):
-    """A Hugging Face causal LM with its tokenizer, a temperature, and perhaps an adapter. `lm` is shared by
-    all temperatures and adapters: call this module, not `lm`. An agent's policy has its base's temperature.
-    Dropout is off, so that sampling and updates use one pi.
+@dataclass(eq=False)
+class LanguageModel:
+    """A Hugging Face causal LM with its tokenizer, a temperature, and perhaps an adapter. Several of these
+    may share one `lm`: call their methods, not `lm`. An agent's policy has its base's temperature. Dropout is
+    off, so that sampling and updates use one pi.
 
     DIFFERS: the released code samples and trains with dropout after its first update.
     """
+    lm: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    dtype: str = "float32"
+    chat_template: bool = False
+    temperature: float = 1.0
+    name: str = "base"
+    adapter: str | None = field(default=None, init=False)               # of a policy with LoRA: its name
+    adapter_weights: dict = field(default_factory=dict, init=False)     # and its weights, by name
+    response_cache: dict = field(default_factory=dict, init=False)      # of a base: its held-out responses
 
-    def __init__(self, lm: nn.Module, tokenizer, dtype: str = "float32", chat_template: bool = False,
-                 temperature: float = 1.0, name: str = "base"):
-        super().__init__()
-        self.lm = lm.eval()
-        self.tokenizer = tokenizer
-        self.dtype = dtype
-        self.chat_template = chat_template
-        self.temperature = temperature
-        self.name = name
-        self.adapter = None                         # of a policy with LoRA: its adapter's name,
-        self.adapter_weights = {}                   # and weights by name
-        self.response_cache = {}                    # of a base: its held-out responses
+    def __post_init__(self):
+        self.lm.eval()
 
     def new_policy(self, name: str, cfg: Config) -> "Policy":
         """A new adapter on this base, or a copy of it."""

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cory.errors import UserError
 from cory.ppo.model import LanguageModel
 
-# How rows are divided into forward micro_batches affects results only by rounding.
+# How rows are divided into micro-batches affects results only by rounding.
 # Tokens per pass, padding included; the CPU's value was the fastest measured on 2 cores.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
 # Logits per pass; an update holds up to five such tensors, of 48 MiB on a CPU and 512 on a GPU.
@@ -122,15 +122,20 @@ def micro_batches(rollout: Rollout, model: LanguageModel, max_rows: int) -> list
     order = (prompt_B + response_B).argsort(stable=True)
     length_B2 = torch.stack([prompt_B, response_B], 1)
     indices = []
-    start = P = T = 0
+    start = 0
+    P = 0
+    T = 0
     for end, (prompt, response) in enumerate(length_B2[order].tolist()):
         count = end - start + 1
         P = max(P, prompt)
         T = max(T, response)
-        full = count > max_rows or count * (P + T) > max_tokens or count * T * V > max_logits
-        if full and count > 1:
+        has_room = count <= max_rows and count * (P + T) <= max_tokens
+        fits = has_room and count * T * V <= max_logits
+        if count > 1 and not fits:
             indices.append(order[start:end])
-            start, P, T = end, prompt, response
+            start = end
+            P = prompt
+            T = response
     indices.append(order[start:])
     return indices[::-1]                        # the longest first: the others then reuse its memory
 

@@ -49,7 +49,7 @@ def generate(model: LanguageModel, prompts: list[str], queries: list[str], max_n
         raise UserError(f"there must be a list of {B} prompts, one for each query, not {str(prompts)[:60]}")
     longest = max(map(len, model.encode(prompts)))
     size = rows_at_once(model, longest + max_new_tokens)
-    local = processes().rows(B)
+    local = processes().local_rows(B)
     chunks = []
     for start in range(local.start, local.stop, size):
         rows = slice(start, min(start + size, local.stop))
@@ -188,18 +188,22 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
 # --- log-probabilities ---
 @torch.no_grad()
 def add_logprobs(rollout: Rollout, policy: LanguageModel, reference: LanguageModel, kl_penalty: str,
-                  max_rows: int, critic: nn.Module | None = None) -> Rollout:
+                 max_rows: int, critic: nn.Module | None = None) -> Rollout:
     """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in micro-batches of at most `max_rows`
     rows, whose rounding matches that of the update: initial ratios are nearly 1 even in bfloat16.
     """
-    logp_BT, ref_logp_BT, kl_BT, value_BT = (torch.zeros_like(rollout.mask_BT) for _ in range(4))
+    logp_BT = torch.zeros_like(rollout.mask_BT)
+    ref_logp_BT = torch.zeros_like(logp_BT)
+    kl_BT = torch.zeros_like(logp_BT)
+    value_BT = torch.zeros_like(logp_BT)
     for index in micro_batches(rollout, policy, max_rows):
         micro_batch = take(rollout, index)
-        real = micro_batch.mask_BT.nonzero(as_tuple=True)
-        row_N, step_N = real
+        row_N, step_N = micro_batch.mask_BT.nonzero(as_tuple=True)
+        real = row_N, step_N
         at = index[row_N], step_N                           # the same tokens in the whole rollout
         model_inputs = micro_batch.prompt_BP, micro_batch.prompt_mask_BP, micro_batch.response_BT
-        hidden_BTH = ref_hidden_BTH = policy.response_hidden(*model_inputs)
+        hidden_BTH = policy.response_hidden(*model_inputs)
+        ref_hidden_BTH = hidden_BTH
         if reference is not policy:
             ref_hidden_BTH = reference.response_hidden(*model_inputs)
         # in one call, so that no (N, V) is kept into the next pass

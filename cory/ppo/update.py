@@ -12,7 +12,7 @@ from typing import Callable, Iterator
 import torch
 from torch import Tensor
 
-from cory.errors import UserError, disjoint_union
+from cory.errors import UserError, merge_metrics
 from cory.machine.distributed import processes
 from cory.machine.sharding import gradient_norm, is_sharded, split_to_equal_count
 from cory.ppo import formulas
@@ -54,9 +54,9 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict:
         real = mask_BT.bool()
         value_N = rollout.value_BT[real]
         metrics["explained_variance"] = formulas.explained_variance(value_N, rollout.return_BT[real])
-    next_kl_coef = cfg.find("kl_controller")
+    next_kl_coef = cfg.resolve("kl_controller")
     agent.kl_coef = float(next_kl_coef(agent, rollout.kl_B))
-    return disjoint_union(means, metrics)
+    return merge_metrics(means, metrics)
 
 
 def add_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
@@ -87,7 +87,7 @@ def mini_batches(rollout: Rollout, agent: Agent, rng) -> Iterator[list[Rollout]]
         permutation = rng.permutation(len(rollout.mask_BT))
         order = torch.from_numpy(permutation).to(rollout.mask_BT.device)
         for step in order.split(cfg.rows_per_optimizer_step):
-            local_rows = processes().rows(len(step))
+            local_rows = processes().local_rows(len(step))
             local = take(rollout, step[local_rows])
             indices = micro_batches(local, agent.policy, cfg.mini_batch_size)
             if cfg.shard:
@@ -136,7 +136,7 @@ def backward(agent: Agent, batch: Rollout, divisor: Tensor) -> dict:
     logp_BT[real], entropy_BT[real] = policy.logp_and_entropy(hidden_BTH[real], token_N)
     value_BT = agent.critic(batch, hidden_BTH) if agent.critic else None
 
-    loss_function = agent.cfg.find("loss")
+    loss_function = agent.cfg.resolve("loss")
     loss_BT, metrics = loss_function(agent, batch, logp_BT, entropy_BT, value_BT)
     loss_N = loss_BT[real] * batch.weight_BT[real]
     (loss_N.sum() / divisor).backward()

@@ -23,7 +23,6 @@ def run_folder(cfg: Config) -> Path:
     new = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     names = processes().gather([cfg.run_dir or new])
     folder = Path(names[0])                                     # the same in all processes
-    cfg.require("run_dir", not folder.is_file(), "is a file; name a folder")
     if cfg.resume:
         goes_on = checkpoints_of(folder) or not (folder / "eval.json").exists()
         cfg.require("run_dir", goes_on, "holds a run that is finished and has no checkpoint")
@@ -34,9 +33,12 @@ def run_folder(cfg: Config) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A block in which no other run may use the folder. The lock is on the folder itself: it leaves no file,
-    and ends with this process, however that ends.
+    """A block in which no other run may use the folder. The main process locks the folder itself: the lock
+    leaves no file, and ends with this process, however that ends.
     """
+    if not processes().is_main:
+        yield
+        return
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -60,7 +62,7 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], method, 
         moments = agent.optimizer.state
         adam = {name: whole_on_cpu(moments[p]) for name, p in parameters.items()}
         state["agents"][agent.name] = {
-            "kl_coef": agent.kl_coef, "draws": agent.draws, "memory": agent.memory,
+            "kl_coef": agent.kl_coef, "rng_count": agent.rng_count, "memory": agent.memory,
             "tensors": whole_on_cpu(parameters), "adam": adam}
     if processes().is_main:
         folder = run_dir / "checkpoints"
@@ -88,7 +90,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent], method) -> tuple[int, st
     for agent in agents:
         saved = state["agents"][agent.name]
         agent.kl_coef = saved["kl_coef"]
-        agent.draws = saved["draws"]
+        agent.rng_count = saved["rng_count"]
         agent.memory = saved["memory"]
         for name, p in agent.trainable_parameters().items():
             p.data.copy_(shard_like(saved["tensors"][name], p))

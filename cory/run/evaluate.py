@@ -13,30 +13,30 @@ from torch import Tensor
 from transformers import set_seed
 
 from cory.config import Config, load_config
-from cory.errors import disjoint_union
+from cory.errors import merge_metrics
 from cory.machine.distributed import processes
 from cory.machine.sharding import unsharded
 from cory.ppo.model import LanguageModel, Policy
 from cory.ppo.rollout import Rollout, real_ids, require_queries
 from cory.ppo.sampling import generate
 from cory.run.experiment import Experiment
-from cory.run.log import read_jsonl, write_jsonl, write_text
+from cory.run.log import Metrics, read_jsonl, write_jsonl, write_text
 from cory.run.report import tables
 from cory.tasks.task import Task
 
 EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations
 
 
-class Player(NamedTuple):
-    """A policy to evaluate; an `Agent` has these attributes, too."""
+class FinalAgent(NamedTuple):
+    """An agent of a finished run, or a base. An `Agent` has these attributes, too."""
     name: str
     policy: LanguageModel
     base: LanguageModel
     cfg: Config
 
 
-def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[Player]]:
-    """A finished run as it was in the end, with `changes` to its settings, and its final policies."""
+def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[FinalAgent]]:
+    """A finished run as it was in the end, with `changes` to its settings, and its agents."""
     cfg = replace(load_config(run_dir), **changes)
     run = Experiment(cfg, run_dir, free=changes)
     memory = torch.load(run_dir / "final/state.pt", weights_only=True,
@@ -45,9 +45,9 @@ def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[Player]]:
     run.task.memory = memory["task"]
     results = json.loads((run_dir / "eval.json").read_text())
     run.task.iteration = results["iteration"]
-    players = [Player(name, run.final_model(name), run.bases[name], agent_cfg)
-               for name, agent_cfg in run.configs.items()]
-    return run, players
+    agents = [FinalAgent(name, run.final_model(name), run.bases[name], agent_cfg)
+              for name, agent_cfg in run.configs.items()]
+    return run, agents
 
 
 def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
@@ -55,13 +55,13 @@ def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
     changes = {"eval_samples": samples}
     if queries:
         changes["eval_queries"] = queries
-    run, players = finished_run(run_dir, **changes)
-    by_name = {player.name: player for player in players}
+    run, agents = finished_run(run_dir, **changes)
+    by_name = {agent.name: agent for agent in agents}
     last = read_jsonl(run_dir / "samples.jsonl")[-1]
-    team = [by_name[last[f"{role}_agent"]] for role in run.method.roles]
+    players = [by_name[last[f"{role}_agent"]] for role in run.method.roles]
     folder = run_dir / "evaluation"
     folder.mkdir(exist_ok=True)
-    metrics = held_out_metrics(run.method, players, team, folder)
+    metrics = held_out_metrics(run.method, agents, players, folder)
     if processes().is_main:
         about = {"iteration": last["iteration"], "queries": run.cfg.eval_queries, "samples": samples}
         write_text(folder / "results.json", json.dumps(about | metrics, indent=1) + "\n")
@@ -69,32 +69,28 @@ def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
     print(f"responses and metrics: {folder}", flush=True)
 
 
-def held_out_metrics(method, players: Sequence[Player], team: Sequence[Player],
-                     out: Path | None = None) -> dict[str, dict[str, float]]:
-    """Metrics of the bases; of each player's policy; the mean over the players that the method trains; of the
-    team, in the order of its roles; and of the team of their bases. `out`: a folder for the responses.
+def held_out_metrics(method, agents: Sequence[FinalAgent], players: Sequence[FinalAgent],
+                     out: Path | None = None) -> Metrics:
+    """Metrics of the bases; of each agent alone; the mean over the agents that the method trains; of the
+    team, whose players are in the order of its roles; and of their bases as a team. `out`: a folder for the
+    responses.
     """
     task = method.task
     task.training = False
     bases = {}
-    for player in players:
-        base = player.base
-        bases[base.name] = Player(base.name, base, base, method.cfg)
+    for agent in agents:
+        base = agent.base
+        bases[base.name] = FinalAgent(base.name, base, base, method.cfg)
     metrics = {}
-    for player in [*bases.values(), *players]:
-        file = out / f"{player.name}.jsonl" if out else None
-        metrics[player.name] = evaluate(player, task, file)
-    trained = [metrics[player.name] for player in players if player.name not in method.frozen]
+    for agent in [*bases.values(), *agents]:
+        file = out / f"{agent.name}.jsonl" if out else None
+        metrics[agent.name] = evaluate(agent, task, file)
+    trained = [metrics[agent.name] for agent in agents if agent.name not in method.frozen]
     metrics["mean"] = pd.DataFrame(trained).mean().to_dict()
-    if len(team) > 1:
-        metrics["base_team"] = evaluate_team(method, [player.base for player in team])
-        metrics["team"] = evaluate_team(method, [player.policy for player in team])
-    return {who: to_floats(row) for who, row in metrics.items()}
-
-
-def to_floats(metrics: dict) -> dict[str, float]:
-    """Tasks and methods may give tensors, which JSON cannot hold."""
-    return {name: float(x) for name, x in metrics.items()}
+    if len(players) > 1:
+        metrics["base_team"] = evaluate_team(method, [agent.base for agent in players])
+        metrics["team"] = evaluate_team(method, [agent.policy for agent in players])
+    return metrics
 
 
 def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str], length: int,
@@ -119,7 +115,7 @@ def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str
     return rollout
 
 
-def response_metrics(rollout: Rollout, reward_B: Tensor, parts: dict, task: Task, cfg: Config) -> dict:
+def response_metrics(rollout: Rollout, reward_B: Tensor, terms: dict, task: Task, cfg: Config) -> dict:
     """Means over responses, in training and held out; length in tokens. Those of KL, in nats, need a rollout
     with log-probabilities.
     """
@@ -132,17 +128,17 @@ def response_metrics(rollout: Rollout, reward_B: Tensor, parts: dict, task: Task
         metrics["sampling_gap"] = rollout.sampling_gap
     metrics["length"] = rollout.mask_BT.sum(1).mean().item()
     metrics["truncated"] = rollout.truncated_B.double().mean().item()
-    return disjoint_union(metrics, parts, task.metrics(rollout.query, rollout.text))
+    return merge_metrics(metrics, terms, task.metrics(rollout.query, rollout.text))
 
 
-def respond_alone(player: Player, task: Task, queries: list[str], seed: int | None,
+def respond_alone(agent: FinalAgent, task: Task, queries: list[str], seed: int | None,
                   reference: LanguageModel | None = None) -> tuple[Rollout, Tensor, dict]:
     """Responses to the bare queries, by `sample_responses`: (rollout, task rewards (B,), metrics)."""
     prompts = task.pioneer_prompts(queries)
-    length = player.cfg.max_response_length
-    rollout = sample_responses(player.policy, prompts, queries, length, seed, reference)
-    reward_B, parts = task.reward_and_parts(queries, rollout.text)
-    return rollout, reward_B, response_metrics(rollout, reward_B, parts, task, player.cfg)
+    length = agent.cfg.max_response_length
+    rollout = sample_responses(agent.policy, prompts, queries, length, seed, reference)
+    reward_B, terms = task.reward_and_terms(queries, rollout.text)
+    return rollout, reward_B, response_metrics(rollout, reward_B, terms, task, agent.cfg)
 
 
 def diversity_metrics(rollout: Rollout) -> dict[str, float]:
@@ -156,22 +152,22 @@ def diversity_metrics(rollout: Rollout) -> dict[str, float]:
             "base_perplexity": math.exp(min(nats, 700))}        # no overflow
 
 
-def evaluate(player: Player, task: Task, out: Path | None = None) -> dict[str, float]:
+def evaluate(agent: FinalAgent, task: Task, out: Path | None = None) -> dict[str, float]:
     """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
     asks for them. With `out`, a file for responses, also of greedy ones, and of the best of 1, 2, 4 ...
     """
     set_seed(EVALUATION_SEED)               # for tasks that draw
     queries = task.held_out_queries
-    samples = player.cfg.eval_samples
+    samples = agent.cfg.eval_samples
     repeated = []
     for query in queries:
         repeated += [query] * samples
-    sampled, reward_B, metrics = respond_alone(player, task, repeated, 0, player.base)
-    metrics = disjoint_union(metrics, diversity_metrics(sampled))
+    sampled, reward_B, metrics = respond_alone(agent, task, repeated, 0, agent.base)
+    metrics = merge_metrics(metrics, diversity_metrics(sampled))
     if not task.greedy and not out:
         return metrics
 
-    greedy, greedy_reward_Q, greedy_metrics = respond_alone(player, task, queries, None)
+    greedy, greedy_reward_Q, greedy_metrics = respond_alone(agent, task, queries, None)
     for name, x in greedy_metrics.items():
         metrics[f"greedy_{name}"] = x
     if not out:
@@ -208,7 +204,7 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
     means = {}
     for role, reward_B in zip(method.roles, rewards, strict=True):
         means[f"{role}_reward"] = reward_B.mean().item()
-    return disjoint_union(means, method.metrics(rollouts, rewards))
+    return merge_metrics(means, method.metrics(rollouts, rewards))
 
 
 def distinct(ids: list[list[int]], n: int) -> float:

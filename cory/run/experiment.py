@@ -1,5 +1,5 @@
 """What the settings of a run name: the task with its data, the bases, the method, and its agents."""
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from transformers import set_seed
@@ -11,7 +11,7 @@ from cory.machine.distributed import processes
 from cory.machine.sharding import shard
 from cory.ppo.agent import Agent
 from cory.ppo.lora import load_adapter
-from cory.ppo.model import LanguageModel, Policy
+from cory.ppo.model import Policy
 
 
 class Experiment:
@@ -21,14 +21,14 @@ class Experiment:
     """
 
     def __init__(self, cfg: Config, run_dir: Path, free: set | dict = FREE_ON_RESUME):
-        cfg, self.device = device.resolve_auto(cfg)
+        cfg, self.device = device.choose_device(cfg)
         self.cfg = cfg
         self.run_dir = run_dir
         device.prepare_device(cfg, self.device)
         set_seed(cfg.seed)                              # for tasks and methods that draw as they are made
         for name in NAMED.keys() & vars(cfg).keys():    # misspelled ones fail before a model is loaded
-            cfg.find(name)
-        method_class = cfg.find("method")
+            cfg.resolve(name)
+        method_class = cfg.resolve("method")
         names = method_class.agent_names
         if cfg.share_weights:
             names = names[:1]
@@ -39,7 +39,7 @@ class Experiment:
             require_settings_of(run_dir, cfg, self.configs, {*free})
         print(f"{cfg.method} on {cfg.task}: preset {cfg.preset}, {cfg.dtype} on {self.device}, in {run_dir}\n"
               f"model {cfg.model}, data {cfg.dataset}", flush=True)
-        task_class = cfg.find("task")
+        task_class = cfg.resolve("task")
         data = task_class.load_data(cfg)
         self.load_bases()
         self.task = task_class(cfg, data, self.bases[names[0]])
@@ -49,16 +49,15 @@ class Experiment:
     def load_bases(self) -> None:
         self.models = {}            # by model
         self.bases = {}             # by agent
-        bases = {}                  # by base
-        for name, base in base_names(self.configs).items():
-            agent_cfg = self.configs[name]
+        by_name = {}
+        for agent, name in base_names(self.configs).items():
+            agent_cfg = self.configs[agent]
             if agent_cfg.model not in self.models:
                 self.models[agent_cfg.model] = load_language_model(agent_cfg.model, agent_cfg, self.device)
-            if base not in bases:
+            if name not in by_name:
                 model = self.models[agent_cfg.model]
-                bases[base] = LanguageModel(model.lm, model.tokenizer, agent_cfg.dtype,
-                                            agent_cfg.chat_template, agent_cfg.temperature, name=base)
-            self.bases[name] = bases[base]
+                by_name[name] = replace(model, temperature=agent_cfg.temperature, name=name)
+            self.bases[agent] = by_name[name]
 
     def require_names(self) -> None:
         """Raises `UserError` unless names are distinct, and those in `frozen` are agents'."""

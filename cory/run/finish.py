@@ -1,6 +1,5 @@
 """The end of a run: its final models, eval.json, curves.png, and what it prints."""
 import json
-import statistics
 from pathlib import Path
 
 import pandas as pd
@@ -12,36 +11,38 @@ from cory.machine.sharding import is_sharded, whole_on_cpu
 from cory.ppo.agent import Agent
 from cory.run.experiment import Experiment
 from cory.run.log import Logger, read_jsonl, write_text
-from cory.run.report import draw_run, last_held_out, tables
+from cory.run.report import draw_run, last_held_out, read_metrics, tables
 
 
 def finish(run: Experiment, agents: list[Agent], logger: Logger) -> None:
     """Writes the final models, eval.json and curves.png; prints held-out tables and a few responses."""
-    cfg, run_dir, method = run.cfg, run.run_dir, run.method
+    cfg = run.cfg
+    run_dir = run.run_dir
     logger.bar.close()
     save_models(run_dir / "final", agents)
     if not processes().is_main:
         return
-    memory = {"method": method.memory, "task": method.task.memory}
+    memory = {"method": run.method.memory, "task": run.task.memory}
     torch.save(memory, run_dir / "final/state.pt")
-    rows = read_jsonl(logger.metrics)
-    done = rows[-1]["iteration"]
-    held_out = last_held_out(rows)
-    about = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
-             "samples": cfg.eval_samples}
-    write_text(run_dir / "eval.json", json.dumps(about | held_out, indent=1) + "\n")
+    rows = pd.DataFrame(read_jsonl(logger.metrics_path))
+    done = int(rows.iteration.max())
+    held_out = last_held_out(read_metrics(run_dir))
+    results = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
+               "samples": cfg.eval_samples}
+    for who, metrics in held_out.iterrows():
+        results[who] = metrics.dropna().to_dict()
+    write_text(run_dir / "eval.json", json.dumps(results, indent=1) + "\n")
     curves = run_dir / "curves.png"
     draw_run(run_dir, curves)
     if logger.wandb:
         from wandb import Image
         logger.wandb.log({"curves": Image(str(curves))}, step=done)
-    for row in read_jsonl(logger.samples)[-2:]:
+    for row in read_jsonl(logger.samples_path)[-2:]:
         print(f"\n{row['query'][:80]!r}")
-        for role in method.roles:
+        for role in run.method.roles:
             print(f"    {role} ({row[f'{role}_agent']}): {row[role][:55]!r}")
-    seconds = statistics.median(row["seconds"] for row in rows if "seconds" in row)
-    print("\n" + tables("held-out", pd.DataFrame(held_out).T))
-    print(f"\n{seconds:.2f} s per iteration (median of {done}), "
+    print("\n" + tables("held-out", held_out))
+    print(f"\n{rows.seconds.median():.2f} s per iteration (median of {done}), "
           f"peak memory {peak_memory(run.device):.2f} GiB\n{run_dir} holds "
           "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
 

@@ -14,8 +14,9 @@ import pandas as pd
 from tqdm import tqdm
 
 from cory.config import Config, read_config, to_save
-from cory.errors import disjoint_union
 from cory.machine.distributed import processes
+
+Metrics = dict[str, dict[str, float]]         # by whom they are of, an agent or `team`, and by name
 
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"      # fits 80 columns
 
@@ -50,22 +51,25 @@ def read_jsonl(path: Path) -> list[dict]:
 class Logger(AbstractContextManager):
     """Writes in the main process, until its block ends. A resumed log drops the rows past `done`, the last
     iteration that was saved, and goes on with the W&B run `wandb_id`. configs: each agent's settings.
+
+    A metric has one name everywhere, SPLIT/METRIC/WHO, such as `eval/kl/llm1`.
     """
 
     def __init__(self, cfg: Config, configs: dict[str, Config], run_dir: Path, done: int, wandb_id: str):
         self.agents = [*configs]
         self.run_dir = run_dir
         self.done = done
-        self.metrics = run_dir / "metrics.jsonl"
-        self.samples = run_dir / "samples.jsonl"
+        self.metrics_path = run_dir / "metrics.jsonl"
+        self.samples_path = run_dir / "samples.jsonl"
         self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
         self.warn_once = cache(tqdm.write)
         self.wandb = None
         self.wandb_id = wandb_id
         if processes().is_main:
-            write_text(run_dir / "config.json", json.dumps(to_save(cfg, configs), indent=1))
+            config = to_save(cfg, configs)
+            write_text(run_dir / "config.json", json.dumps(config, indent=1))
             (run_dir / "eval.json").unlink(missing_ok=True)             # only finished runs have one
-            for path in (self.metrics, self.samples):
+            for path in (self.metrics_path, self.samples_path):
                 rows = read_jsonl(path) if done else []
                 write_jsonl(path, [row for row in rows if row["iteration"] <= done])
             self.wandb = start_wandb(cfg, run_dir, wandb_id)
@@ -81,50 +85,40 @@ class Logger(AbstractContextManager):
         if kind is KeyboardInterrupt and processes().is_main:
             print(f"interrupted; go on with: python {sys.argv[0]} --resume --run_dir {self.run_dir}")
 
-    def iteration(self, iteration: int, row: dict[str, float], samples: list[dict]) -> None:
-        """A row of training metrics, by `NAME/AGENT` or `NAME`, and some texts."""
+    def log_training(self, iteration: int, metrics: Metrics, seconds: float, samples: list[dict]) -> None:
+        """The metrics of an iteration, its duration, and some texts."""
         if not processes().is_main:
             return
-        self.write(iteration, row)
-        append_jsonl(self.samples, samples)
+        self.write("train", metrics, {"iteration": iteration, "seconds": seconds})
+        append_jsonl(self.samples_path, samples)
         shown = {}
         for title, name in {"reward": "task_reward", "KL": "kl"}.items():
-            values = [row.get(f"{name}/{agent}", nan) for agent in self.agents]
+            values = [metrics.get(agent, {}).get(name, nan) for agent in self.agents]
             shown[title] = " / ".join(f"{x:.2f}" for x in values)
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
-        gaps = [row.get(f"sampling_gap/{agent}", 0) for agent in self.agents]
+        gaps = [values.get("sampling_gap", 0) for values in metrics.values()]
         if max(gaps) > self.rounding:
             self.warn_once("sampling_gap exceeds rounding: the policy sampled is not the one trained")
 
-    def evaluation(self, iteration: int, metrics: dict[str, dict[str, float]]) -> None:
-        """A row of held-out metrics, as eval_NAME/WHO; at W&B also a table of the last texts."""
+    def log_evaluation(self, iteration: int, metrics: Metrics) -> None:
+        """Held-out metrics; at W&B also a table of the last texts."""
         if not processes().is_main:
             return
-        row = {}
-        for who, values in metrics.items():
-            row |= {f"eval_{name}/{who}": x for name, x in values.items()}
-        self.write(iteration, row)
+        self.write("eval", metrics, {"iteration": iteration})
         if self.wandb:
             from wandb import Table
-            texts = pd.DataFrame(read_jsonl(self.samples)[-200:])
+            texts = pd.DataFrame(read_jsonl(self.samples_path)[-200:])
             self.wandb.log({"samples": Table(dataframe=texts, allow_mixed_types=True)}, step=iteration)
 
-    def write(self, iteration: int, row: dict[str, float]) -> None:
-        row = disjoint_union({"iteration": iteration}, row)
-        append_jsonl(self.metrics, [row])
+    def write(self, split: str, metrics: Metrics, row: dict[str, float]) -> None:
+        """Adds a row to metrics.jsonl, and logs it to W&B."""
+        for who, values in metrics.items():
+            for name, x in values.items():
+                row[f"{split}/{name}/{who}"] = x
+        append_jsonl(self.metrics_path, [row])
         if self.wandb:
-            renamed = {wandb_key(key): x for key, x in row.items()}
-            self.wandb.log(renamed, step=iteration)
-
-
-def wandb_key(key: str) -> str:
-    """What W&B calls a key of metrics.jsonl. Panels stand in sections by what precedes the first slash."""
-    if key == "iteration":
-        return key
-    if key.startswith("eval_"):
-        return key.replace("eval_", "eval/", 1)
-    return f"train/{key}"
+            self.wandb.log(row, step=row["iteration"])
 
 
 def start_wandb(cfg: Config, run_dir: Path, id: str):

@@ -5,10 +5,11 @@ from statistics import fmean
 
 from torch import Tensor
 
-from cory.errors import disjoint_union
+from cory.errors import merge_metrics
 from cory.ppo.agent import Agent
 from cory.ppo.rollout import Rollout
-from cory.run.evaluate import response_metrics, to_floats
+from cory.run.evaluate import response_metrics
+from cory.run.log import Metrics
 from cory.tasks.task import Task
 
 SAMPLES = 4                         # queries per iteration whose texts samples.jsonl keeps
@@ -21,28 +22,30 @@ class Turn:
     agent: Agent
     rollout: Rollout
     reward_B: Tensor                # the task reward of its own responses, whatever it was trained on
-    parts: dict[str, float]         # of which this reward consists, if the task says so
-    update: dict[str, float] = field(default_factory=dict)          # metrics of its update
+    terms: dict[str, float]         # the mean of each term of this reward, if the task gives them
+    update_metrics: dict[str, float] = field(default_factory=dict)
 
     def metrics(self, task: Task) -> dict[str, float]:
-        responses = response_metrics(self.rollout, self.reward_B, self.parts, task, self.agent.cfg)
+        responses = response_metrics(self.rollout, self.reward_B, self.terms, task, self.agent.cfg)
         std = self.reward_B.std(correction=0).item()
-        return disjoint_union(responses, self.update, {"task_reward_std": std})
+        return merge_metrics(responses, self.update_metrics, {"task_reward_std": std})
 
 
-def training_metrics(turns: list[Turn], task: Task, team: dict) -> dict[str, float]:
-    """Each metric of an agent as NAME/AGENT, the mean over the roles that it played; `role/AGENT`, its first
-    role by number; and the metrics of the team.
+def training_metrics(turns: list[Turn], task: Task, team: dict) -> Metrics:
+    """Of each agent: `role`, its first role by number, and its metrics, means over the roles that it played.
+    Of the team: the method's metrics.
     """
-    roles = {}
-    values = defaultdict(list)
-    for role, turn in enumerate(turns):
+    metrics = {}
+    values = defaultdict(lambda: defaultdict(list))
+    for i, turn in enumerate(turns):
         agent = turn.agent.name
-        roles.setdefault(f"role/{agent}", role)
+        metrics.setdefault(agent, {"role": i})
         for name, x in turn.metrics(task).items():
-            values[f"{name}/{agent}"].append(x)
-    means = {key: fmean(xs) for key, xs in values.items()}
-    return disjoint_union(roles, means, to_floats(team))
+            values[agent][name].append(x)
+    for agent, by_name in values.items():
+        means = {name: fmean(xs) for name, xs in by_name.items()}
+        metrics[agent] = merge_metrics(metrics[agent], means)
+    return metrics | {"team": merge_metrics(team)}
 
 
 def sample_rows(iteration: int, turns: list[Turn], responses_per_query: int) -> list[dict]:
@@ -52,12 +55,13 @@ def sample_rows(iteration: int, turns: list[Turn], responses_per_query: int) -> 
     for i in range(0, len(queries), responses_per_query)[:SAMPLES]:
         row = {"iteration": iteration, "query": queries[i]}
         for turn in turns:
-            rollout, role = turn.rollout, turn.role
+            role = turn.role
+            rollout = turn.rollout
             is_real_P = rollout.prompt_mask_BP[i].bool()
-            prompt = rollout.prompt_BP[i][is_real_P].tolist()
+            prompt_ids = rollout.prompt_BP[i][is_real_P]
             row[role] = rollout.text[i]
             row[f"{role}_agent"] = turn.agent.name
             row[f"{role}_reward"] = turn.reward_B[i].item()
-            row[f"{role}_prompt"] = turn.agent.policy.tokenizer.decode(prompt)
+            row[f"{role}_prompt"] = turn.agent.policy.tokenizer.decode(prompt_ids)
         rows.append(row)
     return rows

@@ -17,8 +17,8 @@ class Gsm8k(Task):
     greedy = True
 
     def __init__(self, cfg, data, model):
-        self.gold = dict(sum(data, []))                     # the number of each question
-        self.checker = cfg.find("checker")
+        self.gold = dict(data.train + data.validation + data.test)      # the answer to each question
+        self.checker = cfg.resolve("checker")
         self.example = EXAMPLE if cfg.one_shot else ""
         super().__init__(cfg, data, model)
 
@@ -40,7 +40,7 @@ class Gsm8k(Task):
         """What `--checker` reads in a response: a number, its text, or None; not whether it is right."""
         return decimal(str(self.checker(response)))
 
-    def reward_of(self, queries, responses):
+    def compute_rewards(self, queries, responses):
         return [float(self.read_answer(response) == self.gold[query])
                 for query, response in zip(queries, responses, strict=True)]
 

@@ -67,6 +67,6 @@ class Imdb(Task):
         return [f'I can make this sentence "{query}{response}" more positive: {query}'      # released code
                 for query, response in zip(queries, responses, strict=True)]
 
-    def reward_of(self, queries, responses):
+    def compute_rewards(self, queries, responses):
         texts = [query + response for query, response in zip(queries, responses, strict=True)]
         return self.reward_model(texts)

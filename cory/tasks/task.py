@@ -14,7 +14,8 @@ from cory.tasks.data import Data, complete_splits, load_columns
 
 class Task:
     """Queries, a prompt for each role, and a reward. A custom task defines `observer_prompts` and
-    `reward_of`, and may override the rest. `model` is the first agent's base. Checkpoints keep `memory`.
+    `compute_rewards`, and may override the rest. `model` is the first agent's base. Checkpoints keep
+    `memory`.
     """
     columns: ClassVar[list[str]] = ["text"]     # what is read from each row of the data set
     greedy: ClassVar[bool] = False              # whether held-out evaluation also responds greedily
@@ -51,15 +52,15 @@ class Task:
         """What the observer reads: each query with the pioneer's response to it (knowledge transfer)."""
         raise NotImplementedError
 
-    def reward_of(self, queries: list[str], responses: list[str]) -> list[float] | Tensor | tuple:
+    def compute_rewards(self, queries: list[str], responses: list[str]) -> list[float] | Tensor | tuple:
         """The task reward of each response, which depends on its own query and response alone: each process
-        asks for its own rows. A response counts as solved if it is above 0. May also return (rewards, parts):
+        asks for its own rows. A response counts as solved if it is above 0. May also return (rewards, terms):
         by name, further numbers for each response, such as the terms of a sum, whose means are logged.
         """
         raise NotImplementedError
 
-    def learn(self, rollouts: list, rewards: list[Tensor]) -> None:
-        """Called after each iteration, before its evaluation; rewards: (B,) each. Learn into `memory`."""
+    def on_iteration_end(self, rollouts: list, rewards: list[Tensor]) -> None:
+        """Called before an iteration is evaluated; rewards: (B,) of each rollout. Learn into `memory`."""
 
     def metrics(self, queries: list[str], responses: list[str]) -> dict:
         """Further means over the responses, by name."""
@@ -89,24 +90,24 @@ class Task:
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:
         """Task reward r(s0, a) of each response: (B,) float32 on the model's device."""
-        reward_B, _ = self.reward_and_parts(queries, responses)
+        reward_B, _ = self.reward_and_terms(queries, responses)
         return reward_B
 
-    def reward_and_parts(self, queries: list[str], responses: list[str]) -> tuple:
-        """(task reward of each response, (B,); the mean of each of its parts, by name)."""
-        local = processes().rows(len(responses))
+    def reward_and_terms(self, queries: list[str], responses: list[str]) -> tuple[Tensor, dict[str, float]]:
+        """(task reward of each response, (B,); the mean of each of its terms, by name)."""
+        local = processes().local_rows(len(responses))
         count = len(responses[local])
-        rewards = self.reward_of(queries[local], responses[local])
-        parts = {}
+        rewards = self.compute_rewards(queries[local], responses[local])
+        terms = {}
         if isinstance(rewards, tuple):
-            rewards, parts = rewards
+            rewards, terms = rewards
         reward_B = self.gather(rewards, count)
-        means = {name: self.gather(x, count).mean().item() for name, x in parts.items()}
+        means = {name: self.gather(x, count).mean().item() for name, x in terms.items()}
         return reward_B, means
 
     def gather(self, values: list[float] | Tensor, count: int) -> Tensor:
         """A number for each row of all processes, from those of this one, which has `count` rows."""
         values = torch.as_tensor(values, dtype=torch.float32).flatten().tolist()
         if len(values) != count:
-            raise UserError(f"reward_of gave {len(values)} numbers for {count} responses")
+            raise UserError(f"compute_rewards gave {len(values)} numbers for {count} responses")
         return torch.tensor(processes().gather(values), device=self.device)

@@ -89,7 +89,7 @@ def rows_of(run: GridRun) -> list[dict]:
              **{name: value for name, value in config.items() if name not in LEFT_OUT}}
     for row in logged:
         for agent in config["agents"]:
-            keys = [(key, *key.removeprefix("eval_").split("/")) for key in row if key.startswith("eval_")]
+            keys = [(key, *key.removeprefix("eval/").split("/")) for key in row if key.startswith("eval/")]
             metrics = {name: row[key] for key, name, who in keys if who in ("team", agent)}
             if metrics:
                 reward = metrics.get("greedy_accuracy", metrics["task_reward"])
