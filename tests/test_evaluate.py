@@ -89,9 +89,12 @@ def test_runs_are_measured_against_their_bases_and_again(method, rank, small_fla
 
 
 class TwoTemperatures(train.Cory):
+    """And, with LoRA, two ranks."""
     @staticmethod
     def agent_config(cfg, name):
-        return replace(cfg, temperature={"llm1": 0.7, "llm2": 1.2}[name])
+        if name == "llm1":
+            return replace(cfg, temperature=0.7)
+        return replace(cfg, temperature=1.2, lora_rank=2 * cfg.lora_rank)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -108,6 +111,8 @@ def test_agents_of_one_model_have_temperatures_of_their_own(rank, small_flags, t
         for name in ("kl", "approx_kl", "sampling_gap"):
             assert first[f"train/{name}/{agent}"] == pytest.approx(0, abs=1e-6), name
         assert read(run / "final" / agent / "generation_config.json")["temperature"] == temperature
+        if rank:
+            assert read(run / "final" / agent / "adapter_config.json")["r"] == (2 if agent == "llm1" else 4)
     held_out = read(run / "eval.json")
     assert min(held_out[agent]["kl"] for agent in ("llm1", "llm2")) > 0.01
     main(["evaluate", str(run), "--samples", "1"])

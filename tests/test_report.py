@@ -16,7 +16,7 @@ GREY = to_hex(report.BASE["color"])
 
 def write_run(folder: Path, reward=1.0, base=0.0, last=12, **changes) -> Path:
     """`last` iterations, exchanges after 4 and 8. LLM1 ends at held-out `reward`, LLM2 0.1 above it; in the
-    middle there is an evaluation of LLM1 alone. combined_reward is the reward less 1.
+    iteration before, both are at 0.2. combined_reward is the reward less 1.
     """
     config = {"config_class": "cory.config:ImdbConfig", "agents": {"llm1": "base", "llm2": "base"}, "seed": 0,
               "method": "cory", "preset": "tiny", "learning_rate": 0.1} | changes
@@ -29,10 +29,8 @@ def write_run(folder: Path, reward=1.0, base=0.0, last=12, **changes) -> Path:
             "train/kl/llm1": i / 3, "train/kl/llm2": i / 3 + 1,
             "train/score/llm1": i, "train/grad_norm/llm1": i,
             "train/observer_copies/team": 0, "train/spread/team": i})
-    ends = (0, {"base": base, "llm1": 0.5, "llm2": 0.01}), (last, {"base": base, "llm1": reward,
-                                                                  "llm2": reward + 0.1})
-    for i, rewards in ends:
-        rewards["mean"] = (rewards["llm1"] + rewards["llm2"]) / 2
+    for i, llm1, llm2 in ((0, 0.5, 0.01), (last - 1, 0.2, 0.2), (last, reward, reward + 0.1)):
+        rewards = {"base": base, "llm1": llm1, "llm2": llm2, "mean": (llm1 + llm2) / 2}
         row = {"iteration": i}
         for who, x in rewards.items():
             row[f"eval/task_reward/{who}"] = x
@@ -43,7 +41,8 @@ def write_run(folder: Path, reward=1.0, base=0.0, last=12, **changes) -> Path:
         row["eval/observer_reward/team"] = 20 + i
         row["eval/spread/team"] = i + 0.1
         row["eval/spread/base_team"] = 0.1
-        rows.insert(i + 1 if i else 0, row)
+        rows.append(row)
+    rows.sort(key=lambda row: row["iteration"])
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -75,23 +74,23 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
         "base", "llm1, eval", "llm2, eval", "llm1, greedy", "llm2, greedy", "llm1, train", "llm2, train",
         "team, eval", "team, train", "base_team", "exchange of roles"}
     rewards = lines_of(figure, report.PANELS["task_reward"])
-    assert rewards["llm1, greedy"] == ([[0, 1], [12, 1.5]], "--", report.COLORS["cory"])
-    assert rewards["llm1, eval"][0] == [[0, 0.5], [12, 1]]
+    assert rewards["llm1, greedy"] == ([[0, 1], [11, 0.7], [12, 1.5]], "--", report.COLORS["cory"])
+    assert rewards["llm1, eval"][0] == [[0, 0.5], [11, 0.2], [12, 1]]
     combined = lines_of(figure, report.PANELS["combined_reward"])
-    assert combined["llm1, eval"][0] == [[0, -0.5], [12, 0]]
+    assert combined["llm1, eval"][0] == [[0, -0.5], [11, -0.8], [12, 0]]
     kl = lines_of(figure, report.PANELS["kl"])
     assert kl.keys() == {"base", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train",
                          "exchange of roles"}                                       # without the mean
-    assert kl["llm1, eval"] == ([[0, 5], [12, 10]], "-", report.COLORS["cory"])
-    assert kl["base"] == ([[0, 0], [12, 0]], "-", GREY)
+    assert kl["llm1, eval"] == ([[0, 5], [11, 2], [12, 10]], "-", report.COLORS["cory"])
+    assert kl["base"] == ([[0, 0], [11, 0], [12, 0]], "-", GREY)
     points, style, color = kl["llm2, train"]
     assert points[1:-1] == [[i, pytest.approx(i / 3 + 1)] for i in range(2, 12)]
     assert style == ":"
     assert color == kl["llm2, eval"][2] != report.COLORS["cory"]
-    assert lines_of(figure, "spread")["base_team"] == ([[0, 0.1], [12, 0.1]], "--", GREY)
-    assert lines_of(figure, report.PANELS["observer_reward"])["team, eval"][0] == [[0, 20], [12, 32]]
+    assert lines_of(figure, "spread")["base_team"] == ([[0, 0.1], [11, 0.1], [12, 0.1]], "--", GREY)
+    assert lines_of(figure, report.PANELS["observer_reward"])["team, eval"][0] == [[0, 20], [11, 31], [12, 32]]
     against_kl = [line.get_xydata().tolist() for line in figure.axes[-1].lines]
-    assert [[0.1, 0.01], [11, 1.1]] in against_kl
+    assert [[0.1, 0.01], [2, 0.2], [11, 1.1]] in against_kl
 
 
 def test_roles_are_exchanged_before_the_iterations_that_have_others(tmp_path):
@@ -171,13 +170,13 @@ def test_runs_that_differ_in_more_than_the_seed_are_groups(base_of_cory, tmp_pat
     assert by_label["ppo"] == "1.55 ± 0.71"
     assert {*legend_of(figure)} == {"ppo", "cory", *bases}
     lines = lines_of(figure, report.PANELS["task_reward"])
-    assert lines["ppo"] == ([[0, 0.255], [12, pytest.approx(1.55)]], "--", report.COLORS["ppo"])
+    assert lines["ppo"] == ([[0, 0.255], [11, 0.2], [12, pytest.approx(1.55)]], "--", report.COLORS["ppo"])
     assert lines["cory"] == ([[0, 0.255]], "-", report.COLORS["cory"])
     assert lines[bases[0]][2] == GREY
     combined = lines_of(figure, report.PANELS["combined_reward"])
-    assert combined["ppo"][0] == [[0, 0.255 - 1], [12, pytest.approx(0.55)]]
+    assert combined["ppo"][0] == [[0, 0.255 - 1], [11, -0.8], [12, pytest.approx(0.55)]]
     against_kl = lines_of(figure, "reward against KL")
-    assert [[2.55, 0.255], [pytest.approx(15.5), pytest.approx(1.55)]] in [
+    assert [[2.55, 0.255], [2, 0.2], [pytest.approx(15.5), pytest.approx(1.55)]] in [
         points for points, _, _ in against_kl.values()]
     bands = [band.get_paths()[0].get_extents().y1 for band in figure.axes[1].collections]
     assert pytest.approx(1.55 + 12.706 / 2, abs=1e-3) in bands

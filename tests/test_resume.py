@@ -37,8 +37,9 @@ PPO = ["--method", "ppo"]
 
 @pytest.fixture(scope="module")
 def saved(small_flags, tmp_path_factory) -> Path:
-    """A finished run of PPO with the checkpoints of its two iterations."""
-    return finished(small_flags, tmp_path_factory.mktemp("saved") / "run", *PPO, "--iterations", 2)
+    """A finished run of PPO with the checkpoints of its two iterations, the first and the last."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    return finished(small_flags, folder, *PPO, "--iterations", 2, "--save_every", 9)
 
 
 @pytest.fixture

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import SIZES, byte_tokenizer, save_model
-from toys import read, rows, training
+from toys import evaluations, read, rows, training
 
 import train_gsm8k
 import train_imdb
 from cory.__main__ import main
 from cory.config import ASSETS, FREE_ON_RESUME, Gsm8kConfig, ImdbConfig
-from cory.ppo.model import Critic
+from cory.ppo.model import Critic, LanguageModel
 from cory.ppo.update import losses
+from cory.run import evaluate
 from cory.run.log import read_jsonl
 from cory.tasks.task import Task
 from cory.train import Cory
@@ -55,6 +56,13 @@ class Toy(Task):
                 "task_knows": self.iteration + 0.5 * self.training}
 
 
+class Changing(Toy):
+    """Its prompts depend on the iteration."""
+
+    def pioneer_prompts(self, queries):
+        return [f"{self.iteration} {query}" for query in super().pioneer_prompts(queries)]
+
+
 class Harder(Toy):
     def compute_rewards(self, queries, responses):
         return [x - 0.5 for x in super().compute_rewards(queries, responses)[0]]
@@ -62,7 +70,14 @@ class Harder(Toy):
 
 class Chain(Cory):
     """Three agents. Scores rise by 1 each time that they are asked for, in place; a metric is drawn."""
-    agent_names, roles = ("llm1", "llm2", "llm3"), ("first", "second", "third")
+    agent_names = ("llm1", "llm2", "llm3")
+    roles = ("first", "second", "third")
+
+    def respond(self, players, queries, sample):
+        """In training, to other queries than the batch's."""
+        if self.training:
+            queries = [f"{query}?" for query in queries]
+        return super().respond(players, queries, sample)
 
     def scores(self, rollouts, rewards):
         self.memory["asked"] = self.memory.get("asked", 0) + 1
@@ -150,6 +165,16 @@ def run(tmp_path_factory, small, read_once):
         return folder
 
     return lambda base, flags="": finished(base, flags)
+
+
+def test_held_out_responses_that_are_kept_are_those_that_would_be_sampled_again(run, monkeypatch):
+    """A base's are kept; here, in the second run, no model's are. Prompts depend on the iteration."""
+    flags = "--iterations 3 --eval_every 1 --task test_wiring:Changing"
+    kept = run("cory", flags)
+    monkeypatch.setattr(evaluate, "Policy", LanguageModel)
+    assert rows(kept) == rows(run("cory", f"{flags} --wandb disabled"))
+    rewards = {row["eval/task_reward/base"] for row in evaluations(kept)}
+    assert len(rewards) == 4
 
 
 # --- every setting changes a run where it acts, and not before ---
