@@ -1,5 +1,4 @@
-"""Compare runs, or evaluate a finished one again. With --help after its name, a
-command lists its options.
+"""Compare runs, or evaluate a finished one again. COMMAND --help lists the options of a command.
 
     python -m cory report RUN_DIR RUN_DIR
     python -m cory evaluate RUN_DIR --samples 64

@@ -38,7 +38,7 @@ def import_name(name: str):
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     script = Path(sys.argv[0]).stem
-    sys.modules.setdefault(script, sys.modules["__main__"])         # no script is imported twice
+    sys.modules.setdefault(script, sys.modules["__main__"])         # the script that runs is not run again
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:                # any other error of the module keeps its traceback
@@ -269,7 +269,7 @@ def parse(config_class: type[Config], presets: dict, argv: list | None = None) -
         about = f.metadata.get("help", "") + " (default: %(default)s)"
         parser.add_argument(f"--{f.name}", default=f.default, help=about, **options)
     parser.set_defaults(preset=next(iter(presets)))
-    # a first time for --preset and --resume, whose settings are what --help shows and other flags change
+    # parsed twice: --preset and --resume choose the defaults of all other flags, also in --help
     given = parser.parse_args([word for word in argv if word not in ("-h", "--help")])
     chosen = presets[given.preset]
     if given.resume:

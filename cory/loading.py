@@ -25,7 +25,8 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
     Its weights are stored in 4 bits if asked for, in bfloat16 where LoRA trains on top of them in bfloat16,
     else in float32; its head is always in float32, a copy where it was tied to the embedding.
     """
-    low = cfg.load_in_4bit or cfg.lora_rank > 0 and cfg.dtype == "bfloat16"
+    has_adapters = cfg.lora_rank > 0
+    low = cfg.load_in_4bit or (has_adapters and cfg.dtype == "bfloat16")
     stored = torch.bfloat16 if low else torch.float32
     quantization = NF4 if cfg.load_in_4bit else None
     device_map = {"": device} if device.type == "cuda" else None
@@ -34,12 +35,12 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
     lm.requires_grad_(False)
     model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
     ends = model.end_ids
-    if cfg.chat_template:               # one date in place of today's: prompts do not depend on the day
+    if cfg.chat_template:
+        # a Jinja macro hides transformers' function of that name: prompts do not depend on the day
         today = "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
         tokenizer.chat_template = today + tokenizer.get_chat_template().removeprefix(today)
         ends.update(end_of_message(tokenizer))
-    # The authors' sampling settings are not the policy's. With these `final/` generates as evaluated; a
-    # final adapter's base has those of its authors until it is given these.
+    # In place of its authors' sampling settings. With these `final/` generates as it was evaluated.
     lm.generation_config = transformers.GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
         pad_token_id=tokenizer.eos_token_id, do_sample=True, top_k=0)
@@ -64,7 +65,7 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
             config.activation_function = "gelu_pytorch_tanh"    # the same, in one operation instead of eight
         tokenizer = AutoTokenizer.from_pretrained(place, **where)
         if cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **where):
-            # its own class may take the vocabulary alone from that file, and split, say, numbers otherwise
+            # its own class may take only the vocabulary from that file, and split numbers in another way
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
                 place, **tokenizer.special_tokens_map, model_input_names=tokenizer.model_input_names, **where)
         logging.set_verbosity_warning()             # for its report of weights that the model does not use

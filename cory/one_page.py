@@ -1,7 +1,7 @@
 """PPO and CORY (arXiv:2410.06101, algorithm 1) on one page: what the package computes, a response at a time.
 
-s0         a query: the opening of a film review, or a word problem, of which the task makes a prompt
-pi         the policy: an LLM, as the probability of each possible next token a_t after the text so far, s_t
+s0         a query: the opening of a film review, or a word problem; the task turns it into a prompt
+pi         the policy: pi(a_t | s_t) is an LLM's probability of the next token a_t after the text so far, s_t
 a1, a2     the responses of two LLMs: the pioneer, which is shown s0, and the observer, shown s0 and a1
 r(s0, a)   the task's reward: how positive the review is; 1 if the answer is correct, else 0
 pi0        the pretrained LLM. Each agent's policy starts as a copy of it; pi0 itself is never trained
@@ -14,7 +14,6 @@ CORY this is PPO. Names end in shapes: B responses, T tokens of one, V possible 
 import copy
 import sys
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import torch
@@ -76,8 +75,9 @@ class Agent:
     """An LLM and its critic, with their optimizer and eta, whichever role it plays."""
     def __init__(self, name, index, pi0, cfg):
         self.name = name
+        self.index = index
         self.cfg = cfg
-        self.pi0 = pi0
+        self.base = pi0
         self.pi = copy.deepcopy(pi0.lm).requires_grad_()
         self.w_H = torch.zeros(pi0.head.in_features, requires_grad=True)
         self.b = torch.zeros(1, requires_grad=True)
@@ -88,13 +88,17 @@ class Agent:
         schedule = cfg.resolve("lr_schedule")
         self.schedule = LambdaLR(self.adam, lambda done: schedule(done / cfg.iterations))
         self.eta = cfg.init_kl_coef
-        seeds = ((cfg.seed, index, n) for n in count(1))
-        self.generators = map(np.random.default_rng, seeds)     # one for each rollout and each update
+        self.rng_count = 0
+
+    def generator(self):
+        """A new random generator for each rollout and each update."""
+        self.rng_count += 1
+        return np.random.default_rng((self.cfg.seed, self.index, self.rng_count))
 
     def forward(self, lm, prompt, tokens):
         """In each state s_t of a response: lm's log-probabilities of all tokens and of a_t, and its h."""
         output = lm(torch.tensor([prompt + tokens]), output_hidden_states=True)
-        states = slice(len(prompt) - 1, -1)         # from the prompt's last token to the last but one
+        states = slice(len(prompt) - 1, -1)         # the positions after which a token was chosen
         logits_TV = output.logits[0, states] / self.cfg.temperature
         logp_TV = logits_TV.log_softmax(-1)
         logp_T = logp_TV[range(len(tokens)), tokens]
@@ -103,13 +107,13 @@ class Agent:
 
     def respond(self, prompts, max_tokens):
         """A response to each prompt."""
-        uniform_TB = next(self.generators).random((max_tokens, len(prompts)))
+        uniform_TB = self.generator().random((max_tokens, len(prompts)))
         return [self.sample(prompt, uniform_TB[:, b]) for b, prompt in enumerate(prompts)]
 
     @torch.no_grad()
     def sample(self, prompt_text, uniform_T):
         """A response to one prompt, drawn with a uniform random number for each token."""
-        prompt = self.pi0.encode([prompt_text])[0]
+        prompt = self.base.encode([prompt_text])[0]
         tokens = []
         for uniform in uniform_T:
             logits_V = self.pi(torch.tensor([prompt + tokens])).logits[0, -1]
@@ -118,13 +122,13 @@ class Agent:
             # inverse transform: the first token whose cumulative probability exceeds the uniform number
             token = int((cumulative_V <= uniform * cumulative_V[-1]).sum())
             tokens.append(token)
-            if token in self.pi0.end_ids:
+            if token in self.base.end_ids:
                 break
-        before, whole = self.pi0.tokenizer.batch_decode(
+        before, whole = self.base.tokenizer.batch_decode(
             [prompt, prompt + tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         text = whole[len(before):]
         logp_TV, logp_T, hidden_TH = self.forward(self.pi, prompt, tokens)
-        logp0_TV, logp0_T, _ = self.forward(self.pi0.lm, prompt, tokens)
+        logp0_TV, logp0_T, _ = self.forward(self.base.lm, prompt, tokens)
         value_T = hidden_TH @ self.w_H + self.b
         kl_T = logp_T - logp0_T                                     # k1, an estimate from a_t alone
         if self.cfg.kl_penalty == "full":
@@ -134,12 +138,12 @@ class Agent:
     def update(self, responses, score_B):
         """PPO: advantages, Adam steps on shuffled mini-batches, and the next eta. Returns metrics."""
         cfg = self.cfg
-        rng = next(self.generators)
+        rng = self.generator()
         advantages, returns = [], []
-        for a, score in zip(responses, score_B.tolist(), strict=True):
-            advantage_T = self.gae(a, score)
+        for response, score in zip(responses, score_B.tolist(), strict=True):
+            advantage_T = self.gae(response, score)
             advantages.append(advantage_T)
-            returns.append(advantage_T + a.old_value_T)             # what V learns
+            returns.append(advantage_T + response.old_value_T)      # what V learns
         # mean 0 and variance 1 over all tokens of all responses
         all_advantages = torch.cat(advantages)
         mean = all_advantages.mean()
@@ -159,7 +163,7 @@ class Agent:
                 self.adam.step()
                 self.adam.zero_grad()
         self.schedule.step()
-        kl = np.mean([a.kl_T.sum().item() for a in responses])
+        kl = np.mean([response.kl_T.sum().item() for response in responses])
         metrics = {"score": score_B.mean().item(), "kl": kl, "kl_coef": self.eta}
         metrics["policy_loss"] = np.mean(policy_losses)
         metrics["value_loss"] = np.mean(value_losses)
@@ -168,31 +172,35 @@ class Agent:
             self.eta *= 1 + error * len(responses) / cfg.kl_horizon
         return metrics
 
-    def gae(self, a, score):
+    def gae(self, response, score):
         """GAE (eq. 12): A_t = delta_t + gamma lam A_{t+1}, of TD errors delta_t = r_t + gamma V_{t+1} - V_t.
         After the last token V and A are 0, whether the response ended or was cut.
         """
-        gamma, lam = self.cfg.gamma, self.cfg.lam
-        reward_T = -self.eta * a.kl_T                               # eq. 2: r_t = -eta KL_t,
+        gamma = self.cfg.gamma
+        lam = self.cfg.lam
+        value_T = response.old_value_T
+        reward_T = -self.eta * response.kl_T                        # eq. 2: r_t = -eta KL_t,
         reward_T[-1] += score                                       # and the score at the end
-        next_value_T = torch.cat([a.old_value_T[1:], torch.zeros(1)])
-        delta_T = reward_T + gamma * next_value_T - a.old_value_T
+        next_value_T = torch.cat([value_T[1:], torch.zeros(1)])
+        delta_T = reward_T + gamma * next_value_T - value_T
         advantage_T = delta_T.clone()
         for t in reversed(range(len(delta_T) - 1)):
             advantage_T[t] += gamma * lam * advantage_T[t + 1]
         return advantage_T
 
-    def losses(self, a, advantage_T, return_T):
+    def losses(self, response, advantage_T, return_T):
         """PPO's losses of each token: of pi (eq. 11) and of V (eq. 10 and 13)."""
-        eps, eps_V = self.cfg.cliprange, self.cfg.cliprange_value
-        _, logp_T, hidden_TH = self.forward(self.pi, a.prompt, a.tokens)
-        ratio_T = (logp_T - a.old_logp_T).exp()                     # pi / pi_old
+        eps = self.cfg.cliprange
+        eps_value = self.cfg.cliprange_value
+        _, logp_T, hidden_TH = self.forward(self.pi, response.prompt, response.tokens)
+        ratio_T = (logp_T - response.old_logp_T).exp()              # pi / pi_old
         clipped_ratio_T = ratio_T.clamp(1 - eps, 1 + eps)
         objective_T = torch.min(ratio_T * advantage_T, clipped_ratio_T * advantage_T)
         value_T = hidden_TH @ self.w_H + self.b
-        change_T = (value_T - a.old_value_T).clamp(-eps_V, eps_V)
+        old_value_T = response.old_value_T
+        change_T = (value_T - old_value_T).clamp(-eps_value, eps_value)
         error_T = value_T - return_T
-        clipped_error_T = a.old_value_T + change_T - return_T
+        clipped_error_T = old_value_T + change_T - return_T
         value_loss_T = 0.5 * torch.max(error_T ** 2, clipped_error_T ** 2)
         return -objective_T, value_loss_T
 
@@ -211,7 +219,7 @@ def main(argv):
     fixed = FIXED | {"task": task, "method": "ppo" if "ppo" in argv else "cory"}
     tiny = import_name(f"train_{task}:PRESETS")["tiny"]
     cfg = parse(CONFIGS[task], {"tiny": tiny | SMALL | fixed}, argv)
-    for name, value in fixed.items():
+    for name, value in fixed.items():                   # which a flag may have changed
         hint = f"the page has only {value}; train_{task}.py has more"
         cfg.require(name, getattr(cfg, name) == value, hint)
     for iteration, role, agent, responses, metrics in train(cfg):

@@ -71,17 +71,18 @@ class Ppo:
             started = time.perf_counter()
             task.iteration = iteration
             task.training = True
-            # for tasks and methods that use global generators; agents' seeds have no spawn_key
+            # for tasks and methods that draw; the key makes it another stream than agents' own
             set_seed(seed_from(cfg.seed, spawn_key=(iteration,)))
             for agent in agents:
-                agent.begin(iteration)
+                agent.begin(iteration)                          # sets its learning rates
             queries, max_new_tokens = task.batch(iteration)
 
             # PPO: a1 ~ pi(. | s0)        CORY: a1 ~ pi_pio(. | s0), a2 ~ pi_obs(. | s0, a1)
+            # with log-probabilities, KL and values
             players = self.assign_roles(agents, iteration)
             sample = partial(collect_rollout, max_new_tokens=max_new_tokens)
             rollouts = self.respond(players, queries, sample)
-            require_queries(rollouts, rollouts[0].query)        # `respond` may have chosen its own
+            require_queries(rollouts, rollouts[0].query)        # chosen by `respond`, the same for all roles
 
             # PPO: r(s0, a1)              CORY: r(s0, a1) + r(s0, a2), for both
             turns = []
@@ -90,11 +91,13 @@ class Ppo:
                 turns.append(Turn(role, agent, rollout, reward_B, terms))
             rewards = [turn.reward_B for turn in turns]
             scores = self.scores(rollouts, deepcopy(rewards))   # a method may change its copies in place
+
+            # PPO: token rewards (score - eta KL), advantages, Adam steps, and the agent's next eta
             for turn, score in zip(turns, scores, strict=True):
                 if turn.agent.name not in self.frozen:
                     turn.update_metrics = self.update(turn.role, turn.agent, turn.rollout, score)
 
-            team_metrics = self.metrics(rollouts, deepcopy(rewards))
+            team_metrics = self.team_metrics(rollouts, deepcopy(rewards))
             metrics = training_metrics(turns, task, team_metrics)
             samples = sample_rows(iteration, turns, cfg.responses_per_query)
             seconds = time.perf_counter() - started
@@ -110,9 +113,10 @@ class Ppo:
         agent, and all state stays with its agent. With fewer agents than roles, agents take several in turn.
         """
         every = self.cfg.role_exchange_every
-        exchanges = (iteration - 1) // every if every else 0
-        places = range(exchanges, exchanges + len(self.roles))
-        return [agents[place % len(agents)] for place in places]
+        exchanges = 0
+        if every:
+            exchanges = (iteration - 1) // every
+        return [agents[(exchanges + i) % len(agents)] for i in range(len(self.roles))]
 
     def evaluate(self, agents: list[Agent], players: list[Agent]) -> Metrics:
         """Held-out metrics of the bases, of each agent alone, and of the team: the players in their roles."""
@@ -127,11 +131,14 @@ class Ppo:
         return every > 0 and (iteration in (1, self.cfg.iterations) or iteration % every == 0)
 
     def respond(self, players: list, queries: list, sample: Callable) -> list[Rollout]:
-        """A response in each role to each of the queries; in training, a query stands `responses_per_query`
-        times in a row. `sample(agent, prompts, queries)` returns a `Rollout`: responses to the prompts, which
-        are rewarded as responses to the queries afterwards; a prompt that depends on a reward asks for it by
-        `self.task.reward`. In training, `sample(..., policy=agent.base)` has the base respond instead. In
-        held-out evaluation the players are policies, and a rollout has no log-probabilities.
+        """A rollout of each role: a response to each of the queries. In training, a query stands
+        `responses_per_query` times in a row.
+
+        `sample(player, prompts, queries)` returns a `Rollout`: responses to the prompts, which are rewarded
+        as responses to the queries. In training, `sample(..., policy=agent.base)` has the base respond
+        instead. If a prompt depends on a reward, `self.task.reward` computes it.
+
+        In held-out evaluation the players are policies, and a rollout has no log-probabilities.
         """
         (agent,) = players
         return [sample(agent, self.task.pioneer_prompts(queries), queries)]
@@ -146,7 +153,7 @@ class Ppo:
         """Trains the agent that played a role on its scores, and adapts its eta. Returns metrics."""
         return ppo_update(agent, rollout, score)
 
-    def metrics(self, rollouts: list[Rollout], rewards: list[Tensor]) -> dict:
+    def team_metrics(self, rollouts: list[Rollout], rewards: list[Tensor]) -> dict:
         """Further metrics to log, by name: in each iteration and, with several roles, in held-out evaluation,
         where rollouts have no log-probabilities.
         """
@@ -161,8 +168,8 @@ class Cory(Ppo):
     roles = ("pioneer", "observer")
 
     def respond(self, players, queries, sample):
-        """Knowledge transfer: the pioneer responds to the query, and the observer, or each of several, to the
-        query and the response before its own.
+        """Knowledge transfer: the pioneer responds to the query, and the observer to the query and the
+        pioneer's response. With more roles, each further one reads the response before its own.
         """
         pioneer, *observers = players
         bare = self.task.pioneer_prompts(queries)
@@ -182,7 +189,7 @@ class Cory(Ppo):
             scores.append(reward_B + self.cfg.partner_reward * sum(partners))
         return scores
 
-    def metrics(self, rollouts, rewards):
+    def team_metrics(self, rollouts, rewards):
         """The share of responses in which the last role, the observer, repeats the one before its own."""
         observer = self.roles[-1]
         *_, before, last = rollouts

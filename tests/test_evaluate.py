@@ -39,7 +39,7 @@ def test_held_out_metrics_by_hand(tmp_path):
     logits_UV = torch.full((7, 7), -99.0)
     logits_UV[[0, 1, 2], [1, 2, 1]] = 99.0
     cfg = settings(max_response_length=5, init_kl_coef=0.5, eval_samples=2)
-    player = evaluate.FinalAgent("llm1", bigram(logits_UV), bigram(torch.zeros(7, 7)), cfg)
+    player = evaluate.EvaluatedAgent("llm1", bigram(logits_UV), bigram(torch.zeros(7, 7)), cfg)
     got = evaluate.evaluate(player, LETTERS)
     expected = {"task_reward": 5.0, "kl": 5 * log(7), "combined_reward": 5 - 0.5 * 5 * log(7), "length": 5.0,
                 "truncated": 1, "part": 1, "longest": 5,
@@ -49,7 +49,7 @@ def test_held_out_metrics_by_hand(tmp_path):
     logits_UV[1, [2, 6]] = torch.tensor([-99.0, 99])        # "b.", which a limit of two tokens does not cut
     cfg, zeros = replace(cfg, max_response_length=2), lambda queries, texts: torch.zeros(len(texts))
     task = SimpleNamespace(**vars(LETTERS) | {"reward_and_terms": lambda *given: (zeros(*given), {})})
-    player = evaluate.FinalAgent("llm1", bigram(logits_UV), bigram(), cfg)
+    player = evaluate.EvaluatedAgent("llm1", bigram(logits_UV), bigram(), cfg)
     got = evaluate.evaluate(player, task, tmp_path / "b.jsonl")
     assert got["truncated"] == 0 and got["pass@2"] == 0                     # a reward of 0 is no solution
 

@@ -139,7 +139,7 @@ class Slips(Cory):
     def assign_roles(self, agents, iteration):
         return [*agents][::-1 if self.slip == "roles" and random.random() < 0.5 else 1]
 
-    def metrics(self, rollouts, rewards):
+    def team_metrics(self, rollouts, rewards):
         rewards[0] += 100
         return {}
 
@@ -181,8 +181,8 @@ class Own(Cory):
     def scores(self, rollouts, rewards):
         return [rewards[0], rewards[1] + 1]
 
-    def metrics(self, rollouts, rewards):
-        return super().metrics(rollouts, rewards) | {"pioneer": torch.tensor(self.pioneer)}
+    def team_metrics(self, rollouts, rewards):
+        return super().team_metrics(rollouts, rewards) | {"pioneer": torch.tensor(self.pioneer)}
 
 
 def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_flags, tmp_path, capsys):

@@ -117,7 +117,7 @@ def test_a_table_has_means_and_sample_std():
             ("team", {"score": 0.5, "kl": 0.25}),
             ("mean", {"task_reward": 0.126, "kl": 15.0})]
     frame = pd.DataFrame([row for _, row in rows], index=[who for who, _ in rows])
-    assert report.tables("held-out", frame, ["A", "B", "A", "A", "mean"]) == (
+    assert report.tables(frame, ["A", "B", "A", "A", "mean"]) == (
         "held-out               A     B\n"
         "runs                   2     1\n"
         "task_reward  1.50 ± 0.71  0.13\n"
@@ -131,7 +131,7 @@ def test_a_table_has_means_and_sample_std():
 
 def test_a_table_of_zeros_has_its_rows():
     frame = pd.DataFrame([{"copies": 0.0, "pioneer_reward": 0.0}], index=["team"])
-    assert report.tables("held-out", frame) == (
+    assert report.tables(frame) == (
         "held-out         team\n"
         "copies          0.000\n"
         "pioneer_reward  0.000")

@@ -60,7 +60,7 @@ class Remembering(Cory):
         agent.memory["sum"] = agent.memory.get("sum", 0.0) + score.mean().item()
         return super().update(role, agent, rollout, score) | {"sum": agent.memory["sum"]}
 
-    def metrics(self, rollouts, rewards):
+    def team_metrics(self, rollouts, rewards):
         return {"remembered": len(self.memory.get("means", []))}
 
 

@@ -34,7 +34,7 @@ def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divi
     assert unmoved.kl_BT.abs().max() < 1e-6
     monkeypatch.setitem(rollout.MAX_TOKENS_PER_PASS, "cpu", 20)
     monkeypatch.setitem(rollout.MAX_LOGITS_PER_PASS, "cpu", 5 * 7)
-    monkeypatch.setitem(sampling.MAX_BYTES, "cpu", 8000)                # a few rows at a time
+    monkeypatch.setitem(sampling.MAX_SAMPLING_BYTES, "cpu", 8000)                # a few rows at a time
     agent.rng_count = 0                                         # the same random numbers again
     same_rows(whole, collect_rollout(agent, PROMPTS, PROMPTS, 12), 1e-5)
     assert collect_rollout(agent, PROMPTS, PROMPTS, 12).text != whole.text

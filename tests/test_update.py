@@ -182,9 +182,8 @@ def test_a_critic_or_a_policy_without_a_gradient_is_named():
 
 
 def test_a_rate_below_0_is_refused():
-    agent, rollout = ragged(lr_schedule="test_update:falling")
-    with pytest.raises(UserError, match="falling': a rate of llm1 is -0.05"):
-        ppo_update(agent, rollout, SCORE)
+    with pytest.raises(UserError, match="falling': gives llm1 -1.0 times its learning rate"):
+        ragged(lr_schedule="test_update:falling")
 
 
 falling = lambda progress: -1.0

@@ -84,8 +84,8 @@ class Chain(Cory):
         rewards[2] += self.memory["asked"]
         return super().scores(rollouts, rewards)
 
-    def metrics(self, rollouts, rewards):
-        return super().metrics(rollouts, rewards) | {
+    def team_metrics(self, rollouts, rewards):
+        return super().team_metrics(rollouts, rewards) | {
             "asked": self.memory.get("asked", 0),
             "drawn": random.random(),
             "method_knows": self.iteration + 0.5 * self.training}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-launches = count()              # each has keys of its own in torchrun's store
+launches = count()              # a process that trains twice uses other keys of torchrun's store
 
 
 @dataclass(frozen=True)

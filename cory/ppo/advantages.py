@@ -48,12 +48,14 @@ def gae(reward_BT, value_BT, mask_BT, gamma: float, lam: float, **_) -> Estimate
     """
     B, T = reward_BT.shape
     advantage_BT = torch.zeros_like(reward_BT)
-    next_value_B = next_advantage_B = reward_BT.new_zeros(B)
+    next_value_B = reward_BT.new_zeros(B)
+    next_advantage_B = reward_BT.new_zeros(B)
     for t in reversed(range(T)):
         delta_B = reward_BT[:, t] + gamma * next_value_B - value_BT[:, t]
-        next_advantage_B = (delta_B + gamma * lam * next_advantage_B) * mask_BT[:, t]
+        advantage_B = delta_B + gamma * lam * next_advantage_B
+        advantage_BT[:, t] = advantage_B * mask_BT[:, t]
+        next_advantage_B = advantage_BT[:, t]
         next_value_B = value_BT[:, t] * mask_BT[:, t]
-        advantage_BT[:, t] = next_advantage_B
     return advantage_BT, (advantage_BT + value_BT) * mask_BT
 
 
@@ -75,7 +77,7 @@ def rloo(reward_BT, mask_BT, group_B, **_) -> Estimate:
 
     over the k >= 2 responses of a group. R_i is the score of response i minus, with `--kl_in reward`, its KL
     penalty. DIFFERS from that paper: PPO's clipped ratio of each token, over `num_ppo_epochs`, not one plain
-    step. It is k / (k - 1) times Dr. GRPO's (arXiv:2503.20783), whose loss has `--loss_mean constant`.
+    step. A_i is k / (k - 1) times Dr. GRPO's (arXiv:2503.20783), whose loss has `--loss_mean constant`.
     """
     return_B = (reward_BT * mask_BT).sum(1)
     others_sum_B = group_sum(return_B, group_B) - return_B

@@ -44,7 +44,7 @@ class Agent:
         groups = {}
         for name, parameter in self.trainable_parameters().items():
             is_critic = name.startswith("critic.")
-            key = is_critic, is_sharded(parameter)      # no operation can mix sharded tensors with others
+            key = is_critic, is_sharded(parameter)      # Adam cannot mix sharded tensors with others
             group = groups.setdefault(key, {"params": [], "is_critic": is_critic})
             group["params"].append(parameter)
         self.optimizer = torch.optim.Adam(groups.values(), fused=True)
@@ -68,7 +68,9 @@ class Agent:
         cfg = self.cfg
         self.iteration = iteration
         progress = (iteration - 1) / cfg.iterations
-        factor = cfg.resolve("lr_schedule")(progress)
+        schedule = cfg.resolve("lr_schedule")
+        factor = schedule(progress)
+        cfg.require("lr_schedule", factor >= 0, f"gives {self.name} {factor} times its learning rate")
         for group in self.optimizer.param_groups:
             rate = cfg.learning_rate
             if group["is_critic"]:
@@ -76,26 +78,26 @@ class Agent:
             group["lr"] = factor * rate
 
 
-def seed_from(entropy, **key) -> int:
+def seed_from(entropy, spawn_key=()) -> int:
     """A seed for PyTorch; different numbers or keys give unrelated ones."""
-    (seed,) = np.random.SeedSequence(entropy, **key).generate_state(1)
+    (seed,) = np.random.SeedSequence(entropy, spawn_key=spawn_key).generate_state(1)
     return int(seed)
 
 
-def adaptive(agent: Agent, kl_N) -> float:
+def adaptive(agent: Agent, kl_B) -> float:
     """The next eta by the adaptive controller of Ziegler et al. 2019, sec. 2.2; constant if `kl_target` is 0.
 
         error = clip(KL / target - 1, -0.2, 0.2)        eta <- eta (1 + error N / horizon)
 
-    KL is the mean of the N responses' KL, in nats. A custom controller has these arguments, and may use
-    `agent.iteration`.
+    KL is the mean over the rollout's N responses, in nats. A custom controller has these arguments, and may
+    use `agent.iteration`.
     """
     cfg = agent.cfg
     if not cfg.kl_target:
         return agent.kl_coef
-    error = kl_N.mean().item() / cfg.kl_target - 1
+    error = kl_B.mean().item() / cfg.kl_target - 1
     clipped = min(max(error, -0.2), 0.2)
-    return agent.kl_coef * (1 + clipped * len(kl_N) / cfg.kl_horizon)
+    return agent.kl_coef * (1 + clipped * len(kl_B) / cfg.kl_horizon)
 
 
 # --- learning-rate schedules: from the progress of training, 0 to just below 1, to a factor ---

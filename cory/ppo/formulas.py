@@ -11,7 +11,7 @@ def whiten(x_BT, mask_BT, eps: float = 1e-8) -> Tensor:
     """`(x - mean) / sqrt(var + eps)` over real tokens (population variance), 0 on padding.
 
     Over the whole rollout, so that the size of mini-batches does not change it. In float64, where the sum of
-    equal float32 numbers is exact, so that these give exactly 0.
+    equal float32 numbers is exact: equal inputs give exactly 0.
     """
     real = mask_BT.bool()
     x_N = x_BT[real].double()
@@ -46,7 +46,8 @@ def entropy(p_NV, logp_NV) -> Tensor:
 def kl_full(logp_NV, ref_logp_NV) -> Tensor:
     """`KL(pi || pi0) = sum_v pi(v) (log pi(v) - log pi0(v))` per state, exact: paper, eq. 2. (N,).
 
-    As a reward it does not depend on the drawn token and acts only through later states, unlike `kl_k1`.
+    It does not depend on the drawn token: as a reward it acts on the choice of a token only through the
+    states that follow, unlike `kl_k1`.
     """
     p_NV = logp_NV.softmax(-1)              # softmax(log p) = p; on a CPU faster than exp
     # 0 log 0 = 0, also where both are -inf
@@ -57,19 +58,20 @@ def kl_full(logp_NV, ref_logp_NV) -> Tensor:
 def kl_k1(logp_N, ref_logp_N) -> Tensor:
     """`k1 = log pi(a) - log pi0(a)` of the sampled token (Schulman 2020). (N,), any sign.
 
-    Where a is drawn from pi its expectation is `kl_full`. As a reward, with
-    rewards-to-go, gamma 1 and no clipping, it gives the policy gradient of the response's KL.
+    Where a is drawn from pi its expectation is `kl_full`. As a reward, with rewards-to-go, gamma 1 and no
+    clipping, it gives the policy gradient of the response's KL.
     """
     return logp_N - ref_logp_N
 
 
-def kl_k3(logp_N, ref_logp_N) -> Tensor:
-    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020). (N,), never negative.
+def kl_k3(logp, ref_logp) -> Tensor:
+    """`k3 = r - 1 - log r`, `r = pi0(a) / pi(a)` (Schulman 2020), of each token; never negative.
 
     If a is drawn from pi, which is nowhere 0, its expectation is `kl_full`. As a loss (GRPO, `--kl_in loss`)
-    its expected gradient is that of KL(pi0 || pi), to first order around pi = pi0 that of KL(pi || pi0).
+    its expected gradient is that of KL(pi0 || pi). Around pi = pi0 this is, to first order, that of
+    KL(pi || pi0).
     """
-    log_r = ref_logp_N - logp_N
+    log_r = ref_logp - logp
     return log_r.exp() - 1 - log_r
 
 
@@ -104,26 +106,27 @@ def policy_loss(log_ratio_BT, advantage_BT, low: float, high: float, **_) -> tup
     """
     ratio_BT = log_ratio_BT.exp()
     objective_BT = ratio_BT * advantage_BT
-    clipped_BT = ratio_BT.clamp(1 - low, 1 + high) * advantage_BT
-    return -torch.min(objective_BT, clipped_BT), clipped_BT < objective_BT
+    clipped_objective_BT = ratio_BT.clamp(1 - low, 1 + high) * advantage_BT
+    loss_BT = -torch.min(objective_BT, clipped_objective_BT)
+    return loss_BT, clipped_objective_BT < objective_BT
 
 
-def value_loss(value_N, old_value_N, return_N, cliprange_value: float) -> Tensor:
-    """Clipped value loss (paper, eq. 10 and 13) per token; `old_value` is the rollout's and stays constant.
+def value_loss(value, old_value, return_, cliprange_value: float) -> Tensor:
+    """Clipped value loss (paper, eq. 10 and 13) of each token; `old_value` is the rollout's and constant.
 
         V_clip = V_old + clip(V - V_old, -eps, eps)        loss = 1/2 max((V - R)^2, (V_clip - R)^2)
 
     DIFFERS: the factor 1/2 is TRL's, not the paper's.
     """
-    clipped_N = old_value_N + (value_N - old_value_N).clamp(-cliprange_value, cliprange_value)
-    squared_error_N = (value_N - return_N) ** 2
-    clipped_error_N = (clipped_N - return_N) ** 2
-    return 0.5 * torch.max(squared_error_N, clipped_error_N)
+    clipped_value = old_value + (value - old_value).clamp(-cliprange_value, cliprange_value)
+    squared_error = (value - return_) ** 2
+    clipped_squared_error = (clipped_value - return_) ** 2
+    return 0.5 * torch.max(squared_error, clipped_squared_error)
 
 
 def loss_weights(mask_BT, loss_mean: str, max_length: int) -> tuple[Tensor, Tensor]:
-    """The normalization of the loss: (the weight of each token's loss, (B, T); each row's part of the
-    divisor, (B,)).
+    """The normalization of the loss: (weight_BT, divisor_B). The loss of an optimizer step is the sum of its
+    tokens' weighted losses over the sum of its rows' divisors:
 
         tokens:     sum_it loss_it / sum_i length_i                         (TRL; DAPO, arXiv:2503.14476)
         responses:  1/B sum_i 1/length_i sum_t loss_it                      (GRPO, arXiv:2402.03300)

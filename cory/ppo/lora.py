@@ -2,8 +2,7 @@
 adapters off, the model is the reference.
 
 An adapted layer computes `W x + 2 B A x` with W frozen (lora_alpha is twice the rank). B starts at 0, so that
-every agent starts as the base. Another kind of adapter that peft has (DoRA, IA3, ...) is another `settings`
-below.
+every agent starts as the base. To use another of peft's adapters (DoRA, IA3, ...), change `settings`.
 """
 import warnings
 from contextlib import contextmanager
@@ -24,8 +23,8 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config) -> dict:
     before = {*lm.parameters()}
     with warnings.catch_warnings(action="ignore"), keep_requires_grad(lm):
         lm.add_adapter(settings, name)
-    saved = lm.peft_config[name]                        # with the adapter
-    saved.target_modules = sorted(saved.target_modules)
+    saved = lm.peft_config[name]                        # what adapter_config.json will say
+    saved.target_modules = sorted(saved.target_modules)             # peft's set has no fixed order
     base = Path(lm.name_or_path)
     if base.exists():
         saved.base_model_name_or_path = str(base.resolve())         # to be found from any folder
@@ -34,7 +33,7 @@ def add_adapter(lm: nn.Module, name: str, cfg: Config) -> dict:
     weights = {path: p for path, p in lm.named_parameters() if p not in before}
     for p in weights.values():
         p.data = p.data.float()
-    lm.adapter_in_use = name
+    lm.adapter_in_use = name                            # peft has switched it on
     switch_to(lm, None)
     return weights
 

@@ -113,7 +113,8 @@ class LanguageModel:
 
     def logits(self, hidden_NH) -> Tensor:
         """(N, V), divided by the temperature; in float32, because GPT-2's logits are near -100, where
-        neighbouring bfloat16 numbers differ by 0.5. All are finite: a token that is never sampled has -1e9.
+        neighbouring bfloat16 numbers differ by 0.5. All must be finite: an override that rules a token out
+        gives it -1e9.
         """
         with torch.autocast(self.device.type, enabled=False):
             logits_NV = self.head(hidden_NH.float())
@@ -144,9 +145,9 @@ class Policy(LanguageModel):
 
 
 class Critic(nn.Module):
-    """V(s): a linear value head on the policy's last hidden state (paper, sec. 3), in float32, whose gradient
+    """V(s): a linear value head on the policy's last hidden state (paper, sec. 3), in float32. Its gradient
     also reaches the transformer. It is initialized to 0; the paper states no initialization. A custom critic
-    (`--critic`) has these methods. `base` is frozen and carries the adapters of all agents.
+    (`--critic`) has these methods, and must not change `base`, which all agents share.
     """
 
     def __init__(self, base: LanguageModel):

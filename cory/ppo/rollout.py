@@ -24,7 +24,7 @@ class Rollout:
     one value for each row (a list, or (B,)) or for each response token ((B, T)).
     """
     # sampled
-    query: list[str]            # s0: what a response is to, and is rewarded for, whatever its prompt
+    query: list[str]            # s0: the query that the reward is computed with, whatever the prompt
     text: list[str]             # decoded responses: all that tasks and the other agent's prompt see
     prompt_BP: Tensor           # token ids
     prompt_mask_BP: Tensor      # 1 = real prompt token
@@ -42,7 +42,7 @@ class Rollout:
     advantage_BT: Tensor | None = None  # whitened, if the estimator asks for it
     return_BT: Tensor | None = None     # what the critic learns, units of reward; None without one
     weight_BT: Tensor | None = None     # of each token's loss, 0 on padding
-    divisor_B: Tensor | None = None     # the loss of a step is its weighted sum over the sum of these
+    divisor_B: Tensor | None = None     # the weighted sum of a step's losses is divided by their sum
 
     @property
     def kl_B(self) -> Tensor:
@@ -75,7 +75,7 @@ class Rollout:
         return self.map_fields(move)
 
 
-PROMPT = ("prompt_BP", "prompt_mask_BP")        # the fields that are padded on the left
+LEFT_PADDED = ("prompt_BP", "prompt_mask_BP")
 
 
 def take(rollout: Rollout, rows: Tensor) -> Rollout:
@@ -88,7 +88,7 @@ def take(rollout: Rollout, rows: Tensor) -> Rollout:
             return [x[i] for i in rows.tolist()]
         if x.dim() == 1:
             return x[rows]
-        if name in PROMPT:
+        if name in LEFT_PADDED:
             return x[rows, -P:]
         return x[rows, :T]
 
@@ -103,8 +103,8 @@ def join(rollouts: list[Rollout]) -> Rollout:
             return sum(xs, [])
         if x.dim() == 1:
             return torch.cat(xs)
-        rows = sum(map(list, xs), [])
-        side = "left" if name in PROMPT else "right"
+        rows = [row for x in xs for row in x]
+        side = "left" if name in LEFT_PADDED else "right"
         return pad_sequence(rows, batch_first=True, padding_side=side)
 
     return rollouts[0].map_fields(joined)

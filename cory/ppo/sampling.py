@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from cory.errors import UserError
@@ -19,8 +20,8 @@ from cory.ppo.rollout import Rollout, join, max_length, micro_batches, real_ids,
 
 # Tokens between checks for finished rows, the loop's only GPU sync.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
-# Keys, values and probabilities of the rows that are sampled together.
-MAX_BYTES = {"cpu": 2**29, "cuda": 2**34}
+# Limit for the keys, values and probabilities of the rows that are sampled together.
+MAX_SAMPLING_BYTES = {"cpu": 2**29, "cuda": 2**34}
 
 
 def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_new_tokens: int,
@@ -53,8 +54,10 @@ def generate(model: LanguageModel, prompts: list[str], queries: list[str], max_n
     chunks = []
     for start in range(local.start, local.stop, size):
         rows = slice(start, min(start + size, local.stop))
-        uniform_TR = None if uniform_TB is None else uniform_TB[:, rows].to(model.device)
-        chunk = sample_tokens(model, prompts[rows], queries[rows], max_new_tokens, uniform_TR)
+        uniform = None
+        if uniform_TB is not None:
+            uniform = uniform_TB[:, rows].to(model.device)
+        chunk = sample_tokens(model, prompts[rows], queries[rows], max_new_tokens, uniform)
         if reference is not None:
             chunk = add_logprobs(chunk, model, reference, **options)
         chunks.append(chunk.to("cpu"))
@@ -64,9 +67,9 @@ def generate(model: LanguageModel, prompts: list[str], queries: list[str], max_n
 def rows_at_once(model: LanguageModel, length: int) -> int:
     """How many rows of this length, in tokens, are sampled together."""
     layers = getattr(model.lm.config.get_text_config(), "num_hidden_layers", 1)
-    cache_bytes = 2 * 4 * layers * model.head.in_features * length      # float32, without grouped queries
-    draw_bytes = (4 + 4 + 8) * model.head.out_features
-    return max(1, MAX_BYTES[model.device.type] // (cache_bytes + draw_bytes))
+    cache_bytes = 2 * 4 * layers * model.head.in_features * length      # keys and values in float32
+    draw_bytes = (4 + 4 + 8) * model.head.out_features                  # logits, p and its cumulative sum
+    return max(1, MAX_SAMPLING_BYTES[model.device.type] // (cache_bytes + draw_bytes))
 
 
 # --- sampling ---
@@ -79,13 +82,10 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
         if len(row) + max_new_tokens > context:
             raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response exceed "
                             f"the model's context of {context}; shorten the queries or the responses")
-    width = max(map(len, rows))
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for b, row in enumerate(rows):
-        ids[b, width - len(row):] = torch.tensor(row)
-        mask[b, width - len(row):] = 1
-    return ids.to(model.device), mask.to(model.device)
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ids_BP = pad_sequence(ids, batch_first=True, padding_side="left")
+    mask_BP = pad_sequence([*map(torch.ones_like, ids)], batch_first=True, padding_side="left")
+    return ids_BP.to(model.device), mask_BP.to(model.device)
 
 
 def decode(model: LanguageModel, prompt_ids: list, response_ids: list) -> list[str]:
@@ -101,12 +101,12 @@ def decode(model: LanguageModel, prompt_ids: list, response_ids: list) -> list[s
 
 def draw(logp_BV, uniform_B: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token per row by inverse-transform sampling, and its log-probability `log(p_v / sum_u p_u)`. The
-    token is the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`, so that p, if it is edited, may have
-    any sum; without uniform numbers it is the most probable one.
+    token is the first v with `sum_{u <= v} p_u > uniform * sum_u p_u`; without uniform numbers it is the most
+    probable one.
 
     In float64, because float32 would miss the many tokens with p below 6e-8.
     """
-    p_BV = logp_BV.softmax(-1)              # softmax(log p) = p
+    p_BV = logp_BV.softmax(-1)              # softmax(log p) = p; an edit, as for top-k, may have any sum
     cumulative_BV = p_BV.cumsum(-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:]
     if uniform_B is None:
@@ -130,23 +130,23 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
 
     DIFFERS: the released code samples with a repetition penalty and trains without.
 
-    R of the B rows are still being sampled. Whenever a quarter of these have ended, they are dropped. The
-    cache has the same R rows in the same order.
+    R of the B rows are still computed. Whenever a quarter of them have ended, these are dropped. The cache
+    has the same R rows in the same order.
     """
     device = model.device
     prompt_BP, prompt_mask_BP = encode_prompts(model, prompts, max_new_tokens)
     ends = torch.tensor([*model.end_ids], device=device)
     mask_BT = torch.zeros(len(prompts), max_new_tokens, device=device)
-    logp_BT = torch.zeros_like(mask_BT)
+    sampling_logp_BT = torch.zeros_like(mask_BT)
     response_BT = torch.zeros_like(mask_BT, dtype=torch.long)
     row_R = torch.arange(len(prompts), device=device)       # the rows that are still computed,
-    running_R = torch.ones_like(row_R, dtype=torch.bool)    # and whether each of them still runs
-    truncated_B = running_R.clone()
+    running_R = torch.ones_like(row_R, dtype=torch.bool)    # and whether each of them has not ended yet
+    truncated_B = running_R.clone()                         # those that never end
     ids_RL = prompt_BP
     mask_RL = prompt_mask_BP
     position_ids_RL = positions(mask_RL)
     uniform_R = None
-    cache = DynamicCache()          # keeps all keys of a sliding window, too: the model's mask hides the rest
+    cache = DynamicCache()          # keeps every key; the model's mask applies a sliding window
     with model.autocast():                      # once for all tokens, so that each weight is cast once
         for t in range(max_new_tokens):
             hidden_RLH, cache = model.hidden_states(ids_RL, mask_RL, position_ids_RL, cache)
@@ -157,7 +157,7 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
             token_R = token_R.where(running_R, 0)
             response_BT[row_R, t] = token_R
             mask_BT[row_R, t] = running_R.float()
-            logp_BT[row_R, t] = drawn_logp_R.where(running_R, 0.0)
+            sampling_logp_BT[row_R, t] = drawn_logp_R.where(running_R, 0.0)
             running_R = running_R & ~torch.isin(token_R, ends)
             truncated_B[row_R] = running_R
 
@@ -180,9 +180,10 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
     T = max_length(mask_BT)
     response_BT = response_BT[:, :T]
     mask_BT = mask_BT[:, :T]
-    logp_BT = logp_BT[:, :T]
+    sampling_logp_BT = sampling_logp_BT[:, :T]
     text = decode(model, real_ids(prompt_BP, prompt_mask_BP), real_ids(response_BT, mask_BT))
-    return Rollout(queries, text, prompt_BP, prompt_mask_BP, response_BT, mask_BT, logp_BT, truncated_B)
+    return Rollout(queries, text, prompt_BP, prompt_mask_BP, response_BT, mask_BT, sampling_logp_BT,
+                   truncated_B)
 
 
 # --- log-probabilities ---
@@ -190,7 +191,7 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
 def add_logprobs(rollout: Rollout, policy: LanguageModel, reference: LanguageModel, kl_penalty: str,
                  max_rows: int, critic: nn.Module | None = None) -> Rollout:
     """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in micro-batches of at most `max_rows`
-    rows, whose rounding matches that of the update: initial ratios are nearly 1 even in bfloat16.
+    rows. With as many as the update's, rounding is similar: initial ratios are nearly 1 even in bfloat16.
     """
     logp_BT = torch.zeros_like(rollout.mask_BT)
     ref_logp_BT = torch.zeros_like(logp_BT)
@@ -200,18 +201,21 @@ def add_logprobs(rollout: Rollout, policy: LanguageModel, reference: LanguageMod
         micro_batch = take(rollout, index)
         row_N, step_N = micro_batch.mask_BT.nonzero(as_tuple=True)
         real = row_N, step_N
-        at = index[row_N], step_N                           # the same tokens in the whole rollout
+        in_rollout = index[row_N], step_N                   # the same tokens
         model_inputs = micro_batch.prompt_BP, micro_batch.prompt_mask_BP, micro_batch.response_BT
         hidden_BTH = policy.response_hidden(*model_inputs)
-        ref_hidden_BTH = hidden_BTH
+        ref_hidden_BTH = hidden_BTH                         # a base is its own reference
         if reference is not policy:
             ref_hidden_BTH = reference.response_hidden(*model_inputs)
-        # in one call, so that no (N, V) is kept into the next pass
-        logp_BT[at], ref_logp_BT[at], kl_BT[at] = logprobs_and_kl(
+        # in one call, so that its (N, V) tensors are freed before the next pass
+        logp_N, ref_logp_N, kl_N = logprobs_and_kl(
             policy.logprobs(hidden_BTH[real]), reference.logprobs(ref_hidden_BTH[real]),
             micro_batch.response_BT[real], kl_penalty)
+        logp_BT[in_rollout] = logp_N
+        ref_logp_BT[in_rollout] = ref_logp_N
+        kl_BT[in_rollout] = kl_N
         if critic is not None:
-            value_BT[at] = critic(micro_batch, hidden_BTH)[real]
+            value_BT[in_rollout] = critic(micro_batch, hidden_BTH)[real]
     rollout = replace(rollout, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT)
     if critic is None:
         return rollout

@@ -54,8 +54,8 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict:
         real = mask_BT.bool()
         value_N = rollout.value_BT[real]
         metrics["explained_variance"] = formulas.explained_variance(value_N, rollout.return_BT[real])
-    next_kl_coef = cfg.resolve("kl_controller")
-    agent.kl_coef = float(next_kl_coef(agent, rollout.kl_B))
+    controller = cfg.resolve("kl_controller")
+    agent.kl_coef = float(controller(agent, rollout.kl_B))
     return merge_metrics(means, metrics)
 
 
@@ -86,9 +86,9 @@ def mini_batches(rollout: Rollout, agent: Agent, rng) -> Iterator[list[Rollout]]
     for _ in range(cfg.num_ppo_epochs):
         permutation = rng.permutation(len(rollout.mask_BT))
         order = torch.from_numpy(permutation).to(rollout.mask_BT.device)
-        for step in order.split(cfg.rows_per_optimizer_step):
-            local_rows = processes().local_rows(len(step))
-            local = take(rollout, step[local_rows])
+        for rows in order.split(cfg.rows_per_optimizer_step):
+            local_rows = processes().local_rows(len(rows))
+            local = take(rollout, rows[local_rows])
             indices = micro_batches(local, agent.policy, cfg.mini_batch_size)
             if cfg.shard:
                 indices = split_to_equal_count(indices)
@@ -103,15 +103,16 @@ def losses(agent: Agent, batch: Rollout, logp_BT, entropy_BT, value_BT: Tensor |
         loss = policy_loss + kl_coef k3 [--kl_in loss] + vf_coef value_loss [with a critic]
 
     logp_BT, entropy_BT, value_BT: of the present policy and critic, differentiable; on padding logp_BT is the
-    rollout's. The loss is averaged as `--loss_mean` says, a metric over the real tokens of the update. A
-    micro-batch has rows of similar length: a row's loss must not depend on the others.
+    rollout's. The loss is averaged as `--loss_mean` says, a metric over the real tokens of the update. Rows
+    are divided into micro-batches by their length, so a loss must not compare rows.
     """
     cfg = agent.cfg
-    loss_BT, is_clipped_BT = policy_loss(
+    policy_loss_BT, is_clipped_BT = policy_loss(
         log_ratio_BT=logp_BT - batch.logp_BT, advantage_BT=batch.advantage_BT, mask_BT=batch.mask_BT,
         low=cfg.cliprange, high=cfg.cliprange)
-    metrics = {"policy_loss": loss_BT, "entropy": entropy_BT, "clip_fraction": is_clipped_BT,
+    metrics = {"policy_loss": policy_loss_BT, "entropy": entropy_BT, "clip_fraction": is_clipped_BT,
                "approx_kl": formulas.kl_k3(batch.logp_BT, logp_BT)}         # of KL(pi_old || pi)
+    loss_BT = policy_loss_BT
     if cfg.kl_in == "loss":
         kl_loss_BT = formulas.kl_k3(logp_BT, batch.ref_logp_BT)
         loss_BT = loss_BT + agent.kl_coef * kl_loss_BT
@@ -154,17 +155,14 @@ def optimizer_step(agent: Agent) -> float:
     """Sums gradients over processes, clips, steps, clears. Returns the norm before clipping."""
     parameters = [*agent.trainable_parameters().values()]
     processes().sum_gradients([p for p in parameters if not is_sharded(p)])     # FSDP has summed the others
-    lowest_rate = min(group["lr"] for group in agent.optimizer.param_groups)
-    if not lowest_rate >= 0:
-        raise UserError("lr_schedule", agent.cfg.lr_schedule, f"a rate of {agent.name} is {lowest_rate}")
-    moved = [p for p in parameters if p.grad is not None]
-    norm = gradient_norm(moved)
+    with_gradient = [p for p in parameters if p.grad is not None]
+    norm = gradient_norm(with_gradient)
     if not math.isfinite(norm):
         raise UserError("grad_norm", norm, f"{agent.name} has diverged; the gradient was not "
                        "applied. Fix a score, advantage or loss of your own, or restart with a lower "
                        "--learning_rate or with --max_grad_norm 1")
     if 0 < agent.cfg.max_grad_norm < norm:
-        for p in moved:
+        for p in with_gradient:
             p.grad *= agent.cfg.max_grad_norm / norm
     agent.optimizer.step()
     agent.optimizer.zero_grad(set_to_none=True)

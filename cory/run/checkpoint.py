@@ -24,8 +24,9 @@ def run_folder(cfg: Config) -> Path:
     names = processes().gather([cfg.run_dir or new])
     folder = Path(names[0])                                     # the same in all processes
     if cfg.resume:
-        goes_on = checkpoints_of(folder) or not (folder / "eval.json").exists()
-        cfg.require("run_dir", goes_on, "holds a run that is finished and has no checkpoint")
+        finished = (folder / "eval.json").exists()
+        cfg.require("run_dir", checkpoints_of(folder) or not finished,
+                    "holds a run that is finished and has no checkpoint")
     elif (folder / "config.json").exists():
         raise UserError("run_dir", str(folder), "holds a run; go on with --resume, or name another folder")
     return folder
@@ -54,7 +55,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], method, wandb_id: str) -> None:
-    """Keeps the previous checkpoint."""
+    """Saves all that a resumed run needs, and keeps the previous checkpoint."""
     memory = {"method": method.memory, "task": method.task.memory}
     state = {"iteration": iteration, "wandb_id": wandb_id, "memory": memory, "agents": {}}
     for agent in agents:
@@ -71,7 +72,7 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], method, 
             old.unlink()
         temporary = folder / "writing"
         torch.save(state, temporary)
-        torch.load(temporary, weights_only=True, mmap=True)     # what no resume could read is found now
+        torch.load(temporary, weights_only=True, mmap=True)     # fails now if a resume could not read it
         temporary.replace(folder / f"iteration_{iteration:06d}.pt")
 
 
@@ -84,7 +85,7 @@ def load_checkpoint(run_dir: Path, agents: list[Agent], method) -> tuple[int, st
     paths = checkpoints_of(run_dir)
     if not paths:
         return 0, ""
-    # mapped: each process reads one tensor at a time and keeps its part; `weights_only` runs no code in it
+    # mmap: each process reads one tensor at a time, and keeps its part
     state = torch.load(paths[0], weights_only=True, mmap=True,
                        map_location={"cuda:0": str(agents[0].policy.device)})
     for agent in agents:

@@ -27,25 +27,25 @@ from cory.tasks.task import Task
 EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations
 
 
-class FinalAgent(NamedTuple):
-    """An agent of a finished run, or a base. An `Agent` has these attributes, too."""
+class EvaluatedAgent(NamedTuple):
+    """An agent of a finished run, or a base as an agent. In a run, an `Agent` takes its place."""
     name: str
     policy: LanguageModel
     base: LanguageModel
     cfg: Config
 
 
-def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[FinalAgent]]:
+def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[EvaluatedAgent]]:
     """A finished run as it was in the end, with `changes` to its settings, and its agents."""
     cfg = replace(load_config(run_dir), **changes)
-    run = Experiment(cfg, run_dir, free=changes)
+    run = Experiment(cfg, run_dir, free={*changes})
     memory = torch.load(run_dir / "final/state.pt", weights_only=True,
                         map_location={"cuda:0": str(run.device)})
     run.method.memory = memory["method"]
     run.task.memory = memory["task"]
     results = json.loads((run_dir / "eval.json").read_text())
     run.task.iteration = results["iteration"]
-    agents = [FinalAgent(name, run.final_model(name), run.bases[name], agent_cfg)
+    agents = [EvaluatedAgent(name, run.final_model(name), run.bases[name], agent_cfg)
               for name, agent_cfg in run.configs.items()]
     return run, agents
 
@@ -57,7 +57,7 @@ def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
         changes["eval_queries"] = queries
     run, agents = finished_run(run_dir, **changes)
     by_name = {agent.name: agent for agent in agents}
-    last = read_jsonl(run_dir / "samples.jsonl")[-1]
+    last = read_jsonl(run_dir / "samples.jsonl")[-1]          # it names who played which role
     players = [by_name[last[f"{role}_agent"]] for role in run.method.roles]
     folder = run_dir / "evaluation"
     folder.mkdir(exist_ok=True)
@@ -65,11 +65,11 @@ def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
     if processes().is_main:
         about = {"iteration": last["iteration"], "queries": run.cfg.eval_queries, "samples": samples}
         write_text(folder / "results.json", json.dumps(about | metrics, indent=1) + "\n")
-    print(tables(run_dir.name, pd.DataFrame(metrics).T))
+    print(tables(pd.DataFrame(metrics).T))
     print(f"responses and metrics: {folder}", flush=True)
 
 
-def held_out_metrics(method, agents: Sequence[FinalAgent], players: Sequence[FinalAgent],
+def held_out_metrics(method, agents: Sequence[EvaluatedAgent], players: Sequence[EvaluatedAgent],
                      out: Path | None = None) -> Metrics:
     """Metrics of the bases; of each agent alone; the mean over the agents that the method trains; of the
     team, whose players are in the order of its roles; and of their bases as a team. `out`: a folder for the
@@ -80,7 +80,7 @@ def held_out_metrics(method, agents: Sequence[FinalAgent], players: Sequence[Fin
     bases = {}
     for agent in agents:
         base = agent.base
-        bases[base.name] = FinalAgent(base.name, base, base, method.cfg)
+        bases[base.name] = EvaluatedAgent(base.name, base, base, method.cfg)
     metrics = {}
     for agent in [*bases.values(), *agents]:
         file = out / f"{agent.name}.jsonl" if out else None
@@ -131,7 +131,7 @@ def response_metrics(rollout: Rollout, reward_B: Tensor, terms: dict, task: Task
     return merge_metrics(metrics, terms, task.metrics(rollout.query, rollout.text))
 
 
-def respond_alone(agent: FinalAgent, task: Task, queries: list[str], seed: int | None,
+def respond_alone(agent: EvaluatedAgent, task: Task, queries: list[str], seed: int | None,
                   reference: LanguageModel | None = None) -> tuple[Rollout, Tensor, dict]:
     """Responses to the bare queries, by `sample_responses`: (rollout, task rewards (B,), metrics)."""
     prompts = task.pioneer_prompts(queries)
@@ -152,7 +152,7 @@ def diversity_metrics(rollout: Rollout) -> dict[str, float]:
             "base_perplexity": math.exp(min(nats, 700))}        # no overflow
 
 
-def evaluate(agent: FinalAgent, task: Task, out: Path | None = None) -> dict[str, float]:
+def evaluate(agent: EvaluatedAgent, task: Task, out: Path | None = None) -> dict[str, float]:
     """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
     asks for them. With `out`, a file for responses, also of greedy ones, and of the best of 1, 2, 4 ...
     """
@@ -204,7 +204,7 @@ def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
     means = {}
     for role, reward_B in zip(method.roles, rewards, strict=True):
         means[f"{role}_reward"] = reward_B.mean().item()
-    return merge_metrics(means, method.metrics(rollouts, rewards))
+    return merge_metrics(means, method.team_metrics(rollouts, rewards))
 
 
 def distinct(ids: list[list[int]], n: int) -> float:
@@ -219,8 +219,8 @@ def distinct(ids: list[list[int]], n: int) -> float:
 
 
 def best_of_metrics(reward_Qm: np.ndarray) -> dict[str, float]:
-    """pass@k and the reward of the best of k, for k = 1, 2, 4 ..., of m responses to each query. A response
-    is solved if its reward is above 0.
+    """pass@k and the reward of the best of k, for k = 1, 2, 4 ..., of m responses to each of Q queries. A
+    response is solved if its reward is above 0.
     """
     metrics = {}
     k = 1

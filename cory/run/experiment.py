@@ -15,12 +15,13 @@ from cory.ppo.model import Policy
 
 
 class Experiment:
-    """configs: each agent's settings. bases: each agent's frozen base, at its temperature; agents whose model
-    and temperature are the same have the same, and bases of one model share their weights, those of `models`.
-    Of a run that is resumed or evaluated, only settings in `free` may be changed.
+    """configs: each agent's settings. models: the pretrained models, by name. bases: each agent's frozen
+    base, which is its model at its temperature; agents with the same model and temperature share one.
+
+    free: the settings that may be changed when a run is resumed or evaluated.
     """
 
-    def __init__(self, cfg: Config, run_dir: Path, free: set | dict = FREE_ON_RESUME):
+    def __init__(self, cfg: Config, run_dir: Path, free: set[str] = FREE_ON_RESUME):
         cfg, self.device = device.choose_device(cfg)
         self.cfg = cfg
         self.run_dir = run_dir
@@ -36,7 +37,7 @@ class Experiment:
         for name, agent_cfg in self.configs.items():
             require_agent(name, agent_cfg, cfg)
         if (run_dir / "config.json").exists():
-            require_settings_of(run_dir, cfg, self.configs, {*free})
+            require_settings_of(run_dir, cfg, self.configs, free)
         print(f"{cfg.method} on {cfg.task}: preset {cfg.preset}, {cfg.dtype} on {self.device}, in {run_dir}\n"
               f"model {cfg.model}, data {cfg.dataset}", flush=True)
         task_class = cfg.resolve("task")
@@ -47,8 +48,8 @@ class Experiment:
         self.require_names()
 
     def load_bases(self) -> None:
-        self.models = {}            # by model
-        self.bases = {}             # by agent
+        self.models = {}
+        self.bases = {}
         by_name = {}
         for agent, name in base_names(self.configs).items():
             agent_cfg = self.configs[agent]

@@ -41,7 +41,7 @@ def finish(run: Experiment, agents: list[Agent], logger: Logger) -> None:
         print(f"\n{row['query'][:80]!r}")
         for role in run.method.roles:
             print(f"    {role} ({row[f'{role}_agent']}): {row[role][:55]!r}")
-    print("\n" + tables("held-out", held_out))
+    print("\n" + tables(held_out))
     print(f"\n{rows.seconds.median():.2f} s per iteration (median of {done}), "
           f"peak memory {peak_memory(run.device):.2f} GiB\n{run_dir} holds "
           "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
@@ -55,10 +55,11 @@ def save_models(folder: Path, agents: list[Agent]) -> None:
         policy = agent.policy
         whole = None
         if is_sharded(policy.lm) and not policy.adapter:
-            once = {name for name, _ in policy.lm.named_parameters()}                   # also if tied
-            once |= {name for name, _ in policy.lm.named_buffers()}
+            # the state has a tied tensor under each of its names: one of them is saved
+            names = {name for name, _ in policy.lm.named_parameters()}
+            names |= {name for name, _ in policy.lm.named_buffers()}
             state = policy.lm.state_dict()
-            whole = whole_on_cpu({name: x for name, x in state.items() if name in once})
+            whole = whole_on_cpu({name: x for name, x in state.items() if name in names})
         if processes().is_main:
             policy.activate()
             policy.lm.generation_config.temperature = policy.temperature

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from cory.config import Config, read_config, to_save
 from cory.machine.distributed import processes
 
-Metrics = dict[str, dict[str, float]]         # by whom they are of, an agent or `team`, and by name
+Metrics = dict[str, dict[str, float]]         # metrics[who][name]; who is an agent, `team`, `mean` or a base
 
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"      # fits 80 columns
 
@@ -62,7 +62,7 @@ class Logger(AbstractContextManager):
         self.metrics_path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.jsonl"
         self.rounding = 1e-3 if cfg.dtype == "float32" else 0.05        # of log-probabilities, nats
-        self.warn_once = cache(tqdm.write)
+        self.warn_once = cache(tqdm.write)              # a text that was printed before is not printed again
         self.wandb = None
         self.wandb_id = wandb_id
         if processes().is_main:
@@ -89,7 +89,7 @@ class Logger(AbstractContextManager):
         """The metrics of an iteration, its duration, and some texts."""
         if not processes().is_main:
             return
-        self.write("train", metrics, {"iteration": iteration, "seconds": seconds})
+        self.write("train", metrics, iteration=iteration, seconds=seconds)
         append_jsonl(self.samples_path, samples)
         shown = {}
         for title, name in {"reward": "task_reward", "KL": "kl"}.items():
@@ -105,13 +105,13 @@ class Logger(AbstractContextManager):
         """Held-out metrics; at W&B also a table of the last texts."""
         if not processes().is_main:
             return
-        self.write("eval", metrics, {"iteration": iteration})
+        self.write("eval", metrics, iteration=iteration)
         if self.wandb:
             from wandb import Table
             texts = pd.DataFrame(read_jsonl(self.samples_path)[-200:])
             self.wandb.log({"samples": Table(dataframe=texts, allow_mixed_types=True)}, step=iteration)
 
-    def write(self, split: str, metrics: Metrics, row: dict[str, float]) -> None:
+    def write(self, split: str, metrics: Metrics, **row: float) -> None:
         """Adds a row to metrics.jsonl, and logs it to W&B."""
         for who, values in metrics.items():
             for name, x in values.items():
@@ -122,8 +122,8 @@ class Logger(AbstractContextManager):
 
 
 def start_wandb(cfg: Config, run_dir: Path, id: str):
-    """A W&B run, beside any that is active; offline without a key or a network; None if W&B is disabled. Its
-    own variables hold, such as WANDB_RUN_GROUP.
+    """A new W&B run, which leaves any other active; offline without a key or a network; None if W&B is
+    disabled. W&B's environment variables apply, such as WANDB_RUN_GROUP.
     """
     mode = cfg.wandb
     if mode == "auto":
@@ -145,7 +145,7 @@ def start_wandb(cfg: Config, run_dir: Path, id: str):
             raise ConnectionError("there is no key (`wandb login`)")
         run = wandb.init(mode=mode, **about)
     except Exception as error:
-        reason, *_ = str(error).splitlines()
+        reason = str(error).partition("\n")[0]
         print(f"W&B: offline, since {reason[:200]}")
         run = wandb.init(mode="offline", **about)
     run.define_metric("*", step_metric="iteration")                 # the x axis of every panel

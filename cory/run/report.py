@@ -61,16 +61,16 @@ def last_held_out(metrics: pd.DataFrame) -> pd.DataFrame:
     return held_out(metrics).groupby("who", sort=False).tail(1).droplevel("iteration")
 
 
-def tables(corner: str, frame: pd.DataFrame, labels: list[str] | None = None) -> str:
+def tables(frame: pd.DataFrame, labels: list[str] | None = None) -> str:
     """A table of models, and one of teams. The index says who each row is of; labels: what it is called."""
     is_team = frame.index.str.endswith("team")
     if labels:
         frame = frame.set_axis(labels)
     parts = frame[~is_team], frame[is_team]
-    return "\n\n".join(table(corner, part) for part in parts if len(part))
+    return "\n\n".join(table(part) for part in parts if len(part))
 
 
-def table(corner: str, frame: pd.DataFrame) -> str:
+def table(frame: pd.DataFrame) -> str:
     """Mean ± sample std over rows of the same label. Left out are the mean of one agent, and, unless all
     would be, metrics that are 0.
     """
@@ -85,7 +85,7 @@ def table(corner: str, frame: pd.DataFrame) -> str:
     cells = groups.agg(lambda values: cell(values, largest[values.name]))
     if len(cells) < len(frame):
         cells.insert(0, "runs", groups.size().astype(str))
-    return cells.T.rename_axis(columns=corner).to_string(line_width=100)
+    return cells.T.rename_axis(columns="held-out").to_string(line_width=100)
 
 
 def cell(values: pd.Series, largest: float) -> str:
@@ -117,7 +117,7 @@ def panels_of(metrics: pd.DataFrame) -> list[str]:
 def exchanges(metrics: pd.DataFrame) -> list[int]:
     """Iterations whose roles are not those of the iteration before."""
     rows = metrics[metrics.metric == "role"]
-    roles = rows.pivot(index="iteration", columns="who", values="value").fillna(-1)
+    roles = rows.pivot(index="iteration", columns="who", values="value").fillna(-1)     # -1: none
     is_new = (roles != roles.shift()).any(axis=1)
     return [*roles.index[is_new][1:]]
 
@@ -185,7 +185,7 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
 
 def running_mean(curve: pd.Series, last: int) -> pd.Series:
     """Over a twentieth of `last` iterations, or over 3, around each iteration that the curve has."""
-    window = 2 * math.ceil(last / 60) + 1
+    window = max(3, last // 20)
     finite = curve.replace([np.inf, -np.inf], np.nan).dropna()
     every = finite.reindex(range(1, last + 1))
     return every.rolling(window, center=True, min_periods=1).mean()[finite.index]
@@ -214,7 +214,7 @@ def groups_of(run_dirs: list[Path]) -> pd.DataFrame:
         values = configs[name].map(str).unique()
         if len(values) > 1 and name not in NOT_IN_NAMES:
             differ.append(name)
-    if configs.duplicated(["method", *differ, "seed"]).any():       # alike, seed included: say, by other code
+    if configs.duplicated(["method", *differ, "seed"]).any():       # as two runs of different code
         differ.append("run_dir")
     configs = configs.sort_values(["method", *differ, "seed"])
     settings = []
@@ -292,7 +292,7 @@ def compare(run_dirs: list[Path], out: Path) -> None:
 
     rows["label"] = [label(group, who) for _, group, _, who in rows.index]
     labels = rows.label[last.index]
-    print(tables("held-out", last.droplevel(["run", "group", "iteration"]), [*labels]))
+    print(tables(last.droplevel(["run", "group", "iteration"]), [*labels]))
     out.parent.mkdir(parents=True, exist_ok=True)
     draw_comparison(rows.query("not who.str.endswith('team')"), styles_of_groups(groups), out)
     print(f"written: {out}")

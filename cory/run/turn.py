@@ -32,8 +32,8 @@ class Turn:
 
 
 def training_metrics(turns: list[Turn], task: Task, team: dict) -> Metrics:
-    """Of each agent: `role`, its first role by number, and its metrics, means over the roles that it played.
-    Of the team: the method's metrics.
+    """The metrics of each agent, as means over the roles that it played; `role` is the number of its first
+    role. Those of the team are the method's.
     """
     metrics = {}
     values = defaultdict(lambda: defaultdict(list))

@@ -51,8 +51,8 @@ def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
 
 
 def complete_splits(splits: dict[str, list]) -> Data:
-    """The splits. Where validation or test is missing, it is drawn from train and not trained on: a tenth of
-    the distinct rows, the same for every seed.
+    """Where validation or test is missing, it is drawn from train and not trained on: a tenth of the distinct
+    rows, the same for every seed. Prints the size of each split.
     """
     splits = dict(splits)
     for split in ("validation", "test"):

@@ -58,7 +58,8 @@ SIGN = rf"(?<![A-Za-z0-9.)\]}}%])-{CURRENCY}?"         # follows no word, number
 DIGITS = r"\d+(?:,\d+)*(?:\.\d+)?|(?<![\w.])\.\d+"    # 1,234.5 or .5
 NUMBER = re.compile(f"(?:{SIGN})?(?:{DIGITS})", re.ASCII)
 
-# What is left out: the first anywhere, the second after one to three digits and before three.
+# What is left out of a response: LaTeX's spaces anywhere, other separators where they part thousands, that is
+# after one to three digits and before three.
 LATEX = r"\{,\}|\\,|\\! *"                            # 1{,}234 or 1\,234 or 1,\! 234
 THOUSANDS = r"(?<=\d)(?<!\d{4})(?:\\[;: ]|[\u00a0\u2007-\u200a\u202f'\u2019])(?=\d{3}(?!\d))"
 TO_ASCII = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}       # full width: ７ is 7
@@ -71,7 +72,8 @@ def gold_answer(solution: str) -> Decimal:
 
 
 def last_number(response: str) -> Decimal | None:
-    """The paper's rule: the last number of a response. After its first number a "Question:" ends it.
+    """The paper's rule: the last number of a response. What follows a "Question:" after its first number is
+    ignored.
 
     Currency signs, units, markup and commas between digits are ignored (the commas as in lm-eval), as are
     other thousands separators: LaTeX's, no-break and thin spaces, apostrophes. A minus belongs to the number

@@ -21,14 +21,14 @@ class SentimentReward:
         if len(positive) != 1:
             raise UserError("reward_model", name, f"one label of its id2label must be positive, of {labels}")
         config = model.config.get_text_config()
-        if config.pad_token_id is None:             # decoders then refuse batches; no text has this token
-            config.pad_token_id = -1
+        if config.pad_token_id is None:             # without one, decoders refuse batches
+            config.pad_token_id = -1                # a token that no text has
         self.model = model.to(device)
         self.positive = positive[0]
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> list[float]:
-        """Texts of equal length are read together, without padding: some models would read that, too."""
+        """Texts of equal length are read together, since some models would read padding, too."""
         # a control token that a text spells out, as `[SEP]`, is read as text
         encoded = self.tokenizer(texts, split_special_tokens=True)
         by_length = defaultdict(list)

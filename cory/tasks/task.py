@@ -19,8 +19,8 @@ class Task:
     """
     columns: ClassVar[list[str]] = ["text"]     # what is read from each row of the data set
     greedy: ClassVar[bool] = False              # whether held-out evaluation also responds greedily
-    iteration = 0                               # the present one
-    training = False                            # as in held-out evaluation
+    iteration = 0                               # the present one; set by the training loop
+    training = False                            # set by the training loop and by held-out evaluation
 
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
         self.cfg = cfg
@@ -53,23 +53,26 @@ class Task:
         raise NotImplementedError
 
     def compute_rewards(self, queries: list[str], responses: list[str]) -> list[float] | Tensor | tuple:
-        """The task reward of each response, which depends on its own query and response alone: each process
-        asks for its own rows. A response counts as solved if it is above 0. May also return (rewards, terms):
-        by name, further numbers for each response, such as the terms of a sum, whose means are logged.
+        """The task reward of each response. A response with a reward above 0 counts as solved.
+
+        May also return (rewards, terms), where `terms` has, by name, a further number for each response, such
+        as a term of the reward, whose mean is logged. Each process computes the rewards of its own rows: a
+        reward must not depend on other rows.
         """
         raise NotImplementedError
 
     def on_iteration_end(self, rollouts: list, rewards: list[Tensor]) -> None:
-        """Called before an iteration is evaluated; rewards: (B,) of each rollout. Learn into `memory`."""
-
+        """Called after the updates of an iteration; rewards: (B,) of each rollout. What the task learns from
+        them belongs in `memory`.
+        """
     def metrics(self, queries: list[str], responses: list[str]) -> dict:
         """Further means over the responses, by name."""
         return {}
 
     def batch(self, iteration: int) -> tuple[list[str], int]:
-        """The queries of an iteration (1, 2, ...), and the limit of its responses' lengths. Each of the next
-        batch_size / k rows gives one query, k times in a row. Each pass over the data is a fresh shuffle.
-        All depends on seed and iteration alone.
+        """The queries of an iteration (1, 2, ...), and the limit of its responses' lengths, in tokens. The
+        next batch_size / k rows of the data give a query each, which then stands k times in succession. Each
+        pass over the data is a fresh shuffle. All depends on seed and iteration alone.
         DIFFERS: the released code reseeds at every exchange, so that its lengths repeat.
         """
         cfg = self.cfg
