@@ -19,6 +19,8 @@ def main(argv: list[str] | None = None) -> None:
     report.add_argument("run_dirs", nargs="+", type=Path, help="folders of runs, which may still go on")
     report.add_argument("--out", type=Path, metavar="FILE", default=Path("comparison.png"),
                         help="write the plot to this .png, .pdf or .svg (default: comparison.png)")
+    report.add_argument("--over", choices=["iteration", "tokens"], default="iteration",
+                        help="the x axis: iterations, or all tokens that were sampled in training")
     evaluate = commands.add_parser(
         "evaluate", help="all held-out metrics of a finished run with more responses, and pass@k, best of n")
     evaluate.add_argument("run_dir", type=Path, help="folder of a finished run")
@@ -28,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.command == "report":
         from cory.run.report import compare
-        compare(args.run_dirs, args.out)
+        compare(args.run_dirs, args.out, args.over)
         return
     from cory.machine.distributed import process_group
     from cory.run.evaluate import evaluate_run

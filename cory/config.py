@@ -32,13 +32,18 @@ NAMED = {
 }
 
 
+def script_name() -> str:
+    """The module that runs, by which others may import it."""
+    spec = sys.modules["__main__"].__spec__             # of `python -m NAME`
+    return spec.name if spec else Path(sys.argv[0]).stem
+
+
 def import_name(name: str):
     """The object `module:Name`; the module may be in the current folder."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    script = Path(sys.argv[0]).stem
-    sys.modules.setdefault(script, sys.modules["__main__"])         # the script that runs is not run again
+    sys.modules.setdefault(script_name(), sys.modules["__main__"])          # it is not run again
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:                # any other error of the module keeps its traceback
@@ -290,8 +295,7 @@ def base_names(configs: dict[str, Config]) -> dict[str, str]:
 
 def to_save(cfg: Config, configs: dict[str, Config]) -> dict:
     """The settings, their class, each agent's base, and as `AGENT/SETTING` what an agent has of its own."""
-    script = Path(sys.argv[0]).stem
-    module = type(cfg).__module__.replace("__main__", script)
+    module = type(cfg).__module__.replace("__main__", script_name())
     saved = {"config_class": f"{module}:{type(cfg).__name__}", "agents": base_names(configs)} | asdict(cfg)
     saved["resume"] = False
     for agent, agent_cfg in configs.items():

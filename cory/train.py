@@ -2,7 +2,6 @@
 import time
 from copy import deepcopy
 from functools import partial
-from statistics import fmean
 from typing import Callable
 
 from torch import Tensor
@@ -31,8 +30,8 @@ class Ppo:
     checkpoints keep it, and no other attribute of a method.
     """
     agent_names = ("llm1",)
-    frozen = ()                 # names of agents that are never trained; means over agents leave them out
     roles = ("pioneer",)        # in the order in which they respond
+    needs = {}                  # settings that the method requires, such as {"advantage": "rloo"}
 
     def __init__(self, cfg: Config, task: Task):
         self.cfg = cfg
@@ -94,12 +93,11 @@ class Ppo:
 
             # PPO: token rewards (score - eta KL), advantages, Adam steps, and the agent's next eta
             for turn, score in zip(turns, scores, strict=True):
-                if turn.agent.name not in self.frozen:
-                    turn.update_metrics = self.update(turn.role, turn.agent, turn.rollout, score)
+                turn.update_metrics = self.update(turn.role, turn.agent, turn.rollout, score)
 
             team_metrics = self.team_metrics(rollouts, deepcopy(rewards))
-            metrics = training_metrics(turns, task, team_metrics)
-            samples = sample_rows(iteration, turns, cfg.responses_per_query)
+            metrics = training_metrics(agents, turns, task, team_metrics)
+            samples = sample_rows(iteration, turns)
             seconds = time.perf_counter() - started
             logger.log_training(iteration, metrics, seconds, samples)
             task.on_iteration_end(rollouts, rewards)
@@ -135,10 +133,10 @@ class Ppo:
         `responses_per_query` times in a row.
 
         `sample(player, prompts, queries)` returns a `Rollout`: responses to the prompts, which are rewarded
-        as responses to the queries. In training, `sample(..., policy=agent.base)` has the base respond
-        instead. If a prompt depends on a reward, `self.task.reward` computes it.
+        as responses to the queries. `sample(..., policy=player.base)` has the base respond instead. If a
+        prompt depends on a reward, `self.task.reward` computes it.
 
-        In held-out evaluation the players are policies, and a rollout has no log-probabilities.
+        In held-out evaluation players have a name, policy, base and cfg, and rollouts have no values.
         """
         (agent,) = players
         return [sample(agent, self.task.pioneer_prompts(queries), queries)]
@@ -150,12 +148,14 @@ class Ppo:
         return rewards
 
     def update(self, role: str, agent: Agent, rollout: Rollout, score: Tensor) -> dict:
-        """Trains the agent that played a role on its scores, and adapts its eta. Returns metrics."""
+        """Trains the agent that played a role on its scores, and adapts its eta. Returns metrics. To leave an
+        agent as it is, return {}.
+        """
         return ppo_update(agent, rollout, score)
 
     def team_metrics(self, rollouts: list[Rollout], rewards: list[Tensor]) -> dict:
-        """Further metrics to log, by name: in each iteration and, with several roles, in held-out evaluation,
-        where rollouts have no log-probabilities.
+        """Further metrics to log, by name: of each iteration and, with several roles, of the held-out
+        responses.
         """
         return {}
 
@@ -172,12 +172,9 @@ class Cory(Ppo):
         pioneer's response. With more roles, each further one reads the response before its own.
         """
         pioneer, *observers = players
-        bare = self.task.pioneer_prompts(queries)
-        rollouts = [sample(pioneer, bare, queries)]
+        rollouts = [sample(pioneer, self.task.pioneer_prompts(queries), queries)]
         for observer in observers:
-            prompts = bare
-            if self.cfg.knowledge_transfer:
-                prompts = self.task.observer_prompts(queries, rollouts[-1].text)
+            prompts = self.task.observer_prompts(queries, rollouts[-1].text)
             rollouts.append(sample(observer, prompts, queries))
         return rollouts
 
@@ -188,14 +185,6 @@ class Cory(Ppo):
             partners = rewards[:i] + rewards[i + 1:]
             scores.append(reward_B + self.cfg.partner_reward * sum(partners))
         return scores
-
-    def team_metrics(self, rollouts, rewards):
-        """The share of responses in which the last role, the observer, repeats the one before its own."""
-        observer = self.roles[-1]
-        *_, before, last = rollouts
-        pairs = zip(before.text, last.text, strict=True)
-        copies = [a1.strip() == a2.strip() for a1, a2 in pairs]
-        return {f"{observer}_copies": fmean(copies)}
 
 
 def train(cfg: Config) -> None:

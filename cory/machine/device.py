@@ -1,7 +1,5 @@
 """The device of a run, its precision and its memory."""
 import ctypes
-import resource
-import sys
 from contextlib import suppress
 from dataclasses import replace
 
@@ -37,11 +35,3 @@ def prepare_device(cfg: Config, device: torch.device) -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)                     # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)             # M_TRIM_THRESHOLD
-
-
-def peak_memory(device: torch.device) -> float:
-    """The most memory so far, in GiB: PyTorch's on a GPU, else the process's."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**30
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,7 +1,7 @@
 """One agent: all state that stays with it when roles are exchanged."""
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cory.config import Config
 from cory.machine.sharding import is_sharded, shard
@@ -14,6 +14,7 @@ class Agent:
 
     policy: what it samples from and trains; a copy of its base, or an adapter on it. critic: its V, or None.
     base: what its KL is measured against. kl_coef: eta. rng_count: random generators created so far.
+    sampled_tokens: of all its responses in this iteration, also of those that no agent is trained on.
 
     memory: whatever else it must remember, kept by checkpoints: numbers, text, tensors, collections of these.
     iteration: the present one.
@@ -25,6 +26,7 @@ class Agent:
         self.cfg = cfg
         self.index = index
         self.rng_count = 0
+        self.sampled_tokens = 0
         self.memory = {}
         self.iteration = 1
         self.critic = None
@@ -58,6 +60,18 @@ class Agent:
             trainable |= {f"critic.{name}": p for name, p in self.critic.named_parameters()}
         return trainable
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of its models, by name: what is trained, and the critic's buffers."""
+        tensors = self.trainable_parameters()
+        if self.critic:
+            tensors |= {f"critic.{name}": x for name, x in self.critic.named_buffers()}
+        return tensors
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there has been an update."""
+        return any(self.optimizer.state.values())
+
     def generator(self) -> np.random.Generator:
         """A new random generator for each rollout and update, seeded by run seed, agent and a counter."""
         self.rng_count += 1
@@ -67,6 +81,7 @@ class Agent:
         """Begins iteration 1, 2, ..., with learning rates `rate * schedule((iteration - 1) / iterations)`."""
         cfg = self.cfg
         self.iteration = iteration
+        self.sampled_tokens = 0
         progress = (iteration - 1) / cfg.iterations
         schedule = cfg.resolve("lr_schedule")
         factor = schedule(progress)

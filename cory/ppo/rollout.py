@@ -33,6 +33,7 @@ class Rollout:
     sampling_logp_BT: Tensor    # log-probability with which a_t was drawn, nats
     truncated_B: Tensor         # whether the length limit has cut a response
     group_B: Tensor | None = None       # responses with the same number are compared (RLOO, GRPO)
+    read_B: Tensor | None = None        # row of the role before that the prompt shows; None: the same row
     # by `add_logprobs`
     logp_BT: Tensor | None = None       # log pi_old(a_t | s_t), nats; None without a reference
     ref_logp_BT: Tensor | None = None   # log pi0(a_t | s_t), nats

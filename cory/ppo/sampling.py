@@ -36,6 +36,7 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
     with unsharded(policy, agent.base):
         rollout = generate(policy, prompts, queries, max_new_tokens, uniform_TB, agent.base,
                            kl_penalty=cfg.kl_penalty, max_rows=cfg.mini_batch_size, critic=agent.critic)
+    agent.sampled_tokens += int(rollout.mask_BT.sum())
     group_B = torch.arange(B, device=policy.device) // cfg.responses_per_query
     return replace(rollout, group_B=group_B)
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cory.errors import UserError, merge_metrics
 from cory.machine.distributed import processes
@@ -74,6 +74,8 @@ def add_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
     if estimate.whiten:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     weight_BT, divisor_B = formulas.loss_weights(mask_BT, cfg.loss_mean, cfg.max_response_length)
+    if rollout.weight_BT is not None:                       # a method has set it
+        weight_BT = rollout.weight_BT
     return replace(rollout, advantage_BT=advantage_BT, return_BT=return_BT, weight_BT=weight_BT,
                    divisor_B=divisor_B)
 
@@ -141,14 +143,28 @@ def backward(agent: Agent, batch: Rollout, divisor: Tensor) -> dict:
     loss_BT, metrics = loss_function(agent, batch, logp_BT, entropy_BT, value_BT)
     loss_N = loss_BT[real] * batch.weight_BT[real]
     (loss_N.sum() / divisor).backward()
-    for group in agent.optimizer.param_groups:
-        if all(p.grad is None for p in group["params"]):
-            network = "critic" if group["is_critic"] else "policy"
-            warnings.warn(f"no weight of {agent.name}'s {network} has a gradient", stacklevel=2)
+    warn_of_idle_parameters(agent)
     sums = {}
     for name, x_BT in metrics.items():
         sums[name] = x_BT.detach()[real].double().sum()
     return sums
+
+
+def warn_of_idle_parameters(agent: Agent) -> None:
+    """Warns after a backward pass of a network without a gradient, and of a gradient without an optimizer."""
+    optimized = set()
+    for group in agent.optimizer.param_groups:
+        optimized.update(group["params"])
+        if all(p.grad is None for p in group["params"]):
+            network = "critic" if group["is_critic"] else "policy"
+            warnings.warn(f"no weight of {agent.name}'s {network} has a gradient", stacklevel=2)
+    parts = vars(agent.policy)
+    for name, part in vars(agent.policy).items():
+        if isinstance(part, nn.Module):
+            parts = parts | dict(part.named_parameters(prefix=name))
+    for name, p in parts.items():
+        if isinstance(p, nn.Parameter) and p.grad is not None and p not in optimized:
+            warnings.warn(f"{agent.name}'s {name} has a gradient, but no optimizer", stacklevel=2)
 
 
 def optimizer_step(agent: Agent) -> float:

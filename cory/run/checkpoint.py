@@ -64,7 +64,7 @@ def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], method, 
         adam = {name: whole_on_cpu(moments[p]) for name, p in parameters.items()}
         state["agents"][agent.name] = {
             "kl_coef": agent.kl_coef, "rng_count": agent.rng_count, "memory": agent.memory,
-            "tensors": whole_on_cpu(parameters), "adam": adam}
+            "tensors": whole_on_cpu(agent.tensors()), "adam": adam}
     if processes().is_main:
         folder = run_dir / "checkpoints"
         folder.mkdir(exist_ok=True)
@@ -93,8 +93,9 @@ def load_checkpoint(run_dir: Path, agents: list[Agent], method) -> tuple[int, st
         agent.kl_coef = saved["kl_coef"]
         agent.rng_count = saved["rng_count"]
         agent.memory = saved["memory"]
+        for name, x in agent.tensors().items():
+            x.data.copy_(shard_like(saved["tensors"][name], x))
         for name, p in agent.trainable_parameters().items():
-            p.data.copy_(shard_like(saved["tensors"][name], p))
             adam = {}
             for moment, x in saved["adam"][name].items():
                 adam[moment] = shard_like(x.clone().to(p.device), p)

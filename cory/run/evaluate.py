@@ -33,20 +33,23 @@ class EvaluatedAgent(NamedTuple):
     policy: LanguageModel
     base: LanguageModel
     cfg: Config
+    is_trained: bool = False
 
 
 def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[EvaluatedAgent]]:
     """A finished run as it was in the end, with `changes` to its settings, and its agents."""
     cfg = replace(load_config(run_dir), **changes)
     run = Experiment(cfg, run_dir, free={*changes})
-    memory = torch.load(run_dir / "final/state.pt", weights_only=True,
-                        map_location={"cuda:0": str(run.device)})
-    run.method.memory = memory["method"]
-    run.task.memory = memory["task"]
+    state = torch.load(run_dir / "final/state.pt", weights_only=True,
+                       map_location={"cuda:0": str(run.device)})
+    run.method.memory = state["method"]
+    run.task.memory = state["task"]
     results = json.loads((run_dir / "eval.json").read_text())
     run.task.iteration = results["iteration"]
-    agents = [EvaluatedAgent(name, run.final_model(name), run.bases[name], agent_cfg)
-              for name, agent_cfg in run.configs.items()]
+    agents = []
+    for name, agent_cfg in run.configs.items():
+        is_trained = name in state["trained"]
+        agents.append(EvaluatedAgent(name, run.final_model(name), run.bases[name], agent_cfg, is_trained))
     return run, agents
 
 
@@ -71,72 +74,74 @@ def evaluate_run(run_dir: Path, samples: int, queries: int) -> None:
 
 def held_out_metrics(method, agents: Sequence[EvaluatedAgent], players: Sequence[EvaluatedAgent],
                      out: Path | None = None) -> Metrics:
-    """Metrics of the bases; of each agent alone; the mean over the agents that the method trains; of the
-    team, whose players are in the order of its roles; and of their bases as a team. `out`: a folder for the
-    responses.
+    """Metrics of the bases; of each agent alone; the mean over the agents that were trained, or over all
+    before training; of the team, whose players are in the order of its roles; and of their bases as a team.
+    `out`: a folder for the responses.
     """
     task = method.task
     task.training = False
-    bases = {}
-    for agent in agents:
-        base = agent.base
-        bases[base.name] = EvaluatedAgent(base.name, base, base, method.cfg)
+    bases = {agent.base.name: as_base(agent) for agent in agents}
     metrics = {}
     for agent in [*bases.values(), *agents]:
-        file = out / f"{agent.name}.jsonl" if out else None
-        metrics[agent.name] = evaluate(agent, task, file)
-    trained = [metrics[agent.name] for agent in agents if agent.name not in method.frozen]
-    metrics["mean"] = pd.DataFrame(trained).mean().to_dict()
+        metrics[agent.name] = evaluate(agent, task, out)
+    trained = [agent for agent in agents if agent.is_trained] or agents
+    of_trained = [metrics[agent.name] for agent in trained]
+    metrics["mean"] = pd.DataFrame(of_trained).mean().to_dict()
     if len(players) > 1:
-        metrics["base_team"] = evaluate_team(method, [agent.base for agent in players])
-        metrics["team"] = evaluate_team(method, [agent.policy for agent in players])
+        metrics["base_team"] = evaluate_team(method, [as_base(player) for player in players])
+        metrics["team"] = evaluate_team(method, players)
     return metrics
 
 
+def as_base(agent: EvaluatedAgent) -> EvaluatedAgent:
+    """The agent as it was before training."""
+    return EvaluatedAgent(agent.base.name, agent.base, agent.base, agent.cfg)
+
+
 def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str], length: int,
-                     seed: int | None, reference: LanguageModel | None = None) -> Rollout:
+                     seed: int | None, reference: LanguageModel) -> Rollout:
     """A sampled response of at most `length` tokens to each prompt, greedy if `seed` is None; with the same
-    seed from the same random numbers, whatever the model. With a reference, also with log-probabilities and
-    the exact KL. A base is frozen: its responses are sampled once, and come from a cache from then on.
+    seed from the same random numbers, whatever the model. With log-probabilities and the exact KL from the
+    reference. A base is frozen: its responses are sampled once, and come from a cache from then on.
     """
-    key = (*prompts, *queries, length, seed, reference is None)
+    key = (*prompts, *queries, length, seed, reference.name)
     if key in model.response_cache:
         return model.response_cache[key]
     uniform_TB = None
     if seed is not None:
         rng = np.random.default_rng((EVALUATION_SEED, seed))
         uniform_TB = torch.from_numpy(rng.random((length, len(prompts))))
-    models = [model, reference] if reference else [model]
-    with unsharded(*models):
+    with unsharded(model, reference):
         rollout = generate(model, prompts, queries, length, uniform_TB, reference, kl_penalty="full",
                            max_rows=len(prompts))
+    group_B = torch.arange(len(prompts), device=model.device)
+    rollout = replace(rollout, group_B=group_B)
     if not isinstance(model, Policy):
         model.response_cache[key] = rollout
     return rollout
 
 
 def response_metrics(rollout: Rollout, reward_B: Tensor, terms: dict, task: Task, cfg: Config) -> dict:
-    """Means over responses, in training and held out; length in tokens. Those of KL, in nats, need a rollout
-    with log-probabilities.
-    """
+    """Means over responses, in training and held out: KL in nats, length in tokens."""
     reward = reward_B.mean().item()
-    metrics = {"task_reward": reward}
-    if rollout.logp_BT is not None:
-        kl = rollout.kl_B.mean().item()
-        metrics["kl"] = kl
-        metrics["combined_reward"] = reward - cfg.init_kl_coef * kl
-        metrics["sampling_gap"] = rollout.sampling_gap
-    metrics["length"] = rollout.mask_BT.sum(1).mean().item()
-    metrics["truncated"] = rollout.truncated_B.double().mean().item()
+    kl = rollout.kl_B.mean().item()
+    metrics = {
+        "task_reward": reward,
+        "kl": kl,
+        "combined_reward": reward - cfg.init_kl_coef * kl,
+        "sampling_gap": rollout.sampling_gap,
+        "length": rollout.mask_BT.sum(1).mean().item(),
+        "truncated": rollout.truncated_B.double().mean().item(),
+    }
     return merge_metrics(metrics, terms, task.metrics(rollout.query, rollout.text))
 
 
-def respond_alone(agent: EvaluatedAgent, task: Task, queries: list[str], seed: int | None,
-                  reference: LanguageModel | None = None) -> tuple[Rollout, Tensor, dict]:
+def respond_alone(agent: EvaluatedAgent, task: Task, queries: list[str],
+                  seed: int | None) -> tuple[Rollout, Tensor, dict]:
     """Responses to the bare queries, by `sample_responses`: (rollout, task rewards (B,), metrics)."""
     prompts = task.pioneer_prompts(queries)
     length = agent.cfg.max_response_length
-    rollout = sample_responses(agent.policy, prompts, queries, length, seed, reference)
+    rollout = sample_responses(agent.policy, prompts, queries, length, seed, agent.base)
     reward_B, terms = task.reward_and_terms(queries, rollout.text)
     return rollout, reward_B, response_metrics(rollout, reward_B, terms, task, agent.cfg)
 
@@ -154,7 +159,7 @@ def diversity_metrics(rollout: Rollout) -> dict[str, float]:
 
 def evaluate(agent: EvaluatedAgent, task: Task, out: Path | None = None) -> dict[str, float]:
     """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
-    asks for them. With `out`, a file for responses, also of greedy ones, and of the best of 1, 2, 4 ...
+    asks for them. With `out`, a folder for responses, also of greedy ones, and of the best of 1, 2, 4 ...
     """
     set_seed(EVALUATION_SEED)               # for tasks that draw
     queries = task.held_out_queries
@@ -162,7 +167,7 @@ def evaluate(agent: EvaluatedAgent, task: Task, out: Path | None = None) -> dict
     repeated = []
     for query in queries:
         repeated += [query] * samples
-    sampled, reward_B, metrics = respond_alone(agent, task, repeated, 0, agent.base)
+    sampled, reward_B, metrics = respond_alone(agent, task, repeated, 0)
     metrics = merge_metrics(metrics, diversity_metrics(sampled))
     if not task.greedy and not out:
         return metrics
@@ -182,29 +187,36 @@ def evaluate(agent: EvaluatedAgent, task: Task, out: Path | None = None) -> dict
         row["rewards"] = reward_Qm[i].tolist()
         rows.append(row)
     if processes().is_main:
-        write_jsonl(out, rows)
+        write_jsonl(out / f"{agent.name}.jsonl", rows)
     return metrics
 
 
-def evaluate_team(method, policies: list[LanguageModel]) -> dict[str, float]:
-    """The mean task reward of each role, from the responses that policies in a method's roles give, one to
-    each held-out query; and the method's metrics of these.
+def evaluate_team(method, players: Sequence[EvaluatedAgent]) -> dict[str, float]:
+    """Each role's task reward, KL and combined reward, means over a response in each role to each held-out
+    query; and the method's metrics of these responses.
     """
     set_seed(EVALUATION_SEED)               # for tasks and methods that draw
-    queries = method.task.held_out_queries
+    task = method.task
+    queries = task.held_out_queries
     length = method.cfg.max_response_length
     seeds = count(1)                    # with one seed, identical agents would respond identically
 
-    def sample(policy: LanguageModel, prompts: list[str], queries: list[str]) -> Rollout:
-        return sample_responses(policy, prompts, queries, length, next(seeds))
+    def sample(player: EvaluatedAgent, prompts: list[str], queries: list[str],
+               policy: LanguageModel | None = None) -> Rollout:
+        model = policy or player.policy
+        return sample_responses(model, prompts, queries, length, next(seeds), player.base)
 
-    rollouts = method.respond(policies, queries, sample)
+    rollouts = method.respond(players, queries, sample)
     require_queries(rollouts, queries)
-    rewards = [method.task.reward(rollout.query, rollout.text) for rollout in rollouts]
-    means = {}
-    for role, reward_B in zip(method.roles, rewards, strict=True):
-        means[f"{role}_reward"] = reward_B.mean().item()
-    return merge_metrics(means, method.team_metrics(rollouts, rewards))
+    metrics = {}
+    rewards = []
+    for role, player, rollout in zip(method.roles, players, rollouts, strict=True):
+        reward_B = task.reward(queries, rollout.text)
+        rewards.append(reward_B)
+        means = response_metrics(rollout, reward_B, {}, task, player.cfg)
+        for name in ("task_reward", "kl", "combined_reward"):
+            metrics[f"{role}_{name}"] = means[name]
+    return merge_metrics(metrics, method.team_metrics(rollouts, rewards))
 
 
 def distinct(ids: list[list[int]], n: int) -> float:

@@ -7,7 +7,6 @@ from transformers import set_seed
 from cory.config import FREE_ON_RESUME, NAMED, Config, base_names, require_settings_of
 from cory.loading import load_language_model
 from cory.machine import device
-from cory.machine.distributed import processes
 from cory.machine.sharding import shard
 from cory.ppo.agent import Agent
 from cory.ppo.lora import load_adapter
@@ -36,6 +35,9 @@ class Experiment:
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
         for name, agent_cfg in self.configs.items():
             require_agent(name, agent_cfg, cfg)
+            for setting, value in method_class.needs.items():
+                is_met = getattr(agent_cfg, setting) == value
+                agent_cfg.require(setting, is_met, f"{cfg.method} needs {value}")
         if (run_dir / "config.json").exists():
             require_settings_of(run_dir, cfg, self.configs, free)
         print(f"{cfg.method} on {cfg.task}: preset {cfg.preset}, {cfg.dtype} on {self.device}, in {run_dir}\n"
@@ -61,30 +63,24 @@ class Experiment:
             self.bases[agent] = by_name[name]
 
     def require_names(self) -> None:
-        """Raises `UserError` unless names are distinct, and those in `frozen` are agents'."""
+        """Raises `UserError` unless names are distinct."""
         method = self.method
         in_tables = [*method.agent_names, "base", "base_team", "mean", "team"]
         rows_differ = len({*in_tables}) == len(in_tables)
         roles_differ = len({*method.roles}) == len(method.roles)
-        frozen_exist = self.configs.keys() >= {*method.frozen}
-        self.cfg.require("method", rows_differ and roles_differ and frozen_exist,
-                         f"agents {method.agent_names}, frozen {method.frozen}, roles {method.roles}: give "
-                         "each agent and role a name of its own, and no agent base, base_team, mean or team")
+        self.cfg.require("method", rows_differ and roles_differ,
+                         f"agents {method.agent_names}, roles {method.roles}: give each agent and each role "
+                         "another name, and call no agent base, base_team, mean or team")
 
     def new_agents(self) -> list[Agent]:
         """The agents, each with its own policy. Then shrinks the frozen bases: to bfloat16, to shards."""
         cfg = self.cfg
         agents = []
         weights = set()
-        count = 0
         for i, (name, agent_cfg) in enumerate(self.configs.items()):
             agent = Agent(name, self.bases[name], agent_cfg, i)
             agents.append(agent)
-            parameters = agent.trainable_parameters().values()
-            weights.update(parameters)
-            if name not in self.method.frozen:
-                count += sum(p.numel() for p in parameters)
-        print(f"{count:,} trainable parameters", flush=True)
+            weights.update(agent.trainable_parameters().values())
         for model in self.models.values():
             if not cfg.lora_rank and cfg.dtype == "bfloat16":
                 model.store_in_bfloat16()           # after agents have had their copies
@@ -112,7 +108,3 @@ def require_agent(name: str, agent_cfg: Config, cfg: Config) -> None:
                     f"agents share it, but {name}'s differs; they may differ in {', '.join(may_differ)}")
     agent_cfg.require("lora_rank", bool(agent_cfg.lora_rank) == bool(cfg.lora_rank),
                       "must be 0 for all agents or none")
-    rows = agent_cfg.rows_per_optimizer_step
-    size = processes().size
-    agent_cfg.require("mini_batch_size", rows >= size,
-                      f"{rows} rows of an optimizer step are too few for {size} processes")

@@ -2,10 +2,8 @@
 import json
 from pathlib import Path
 
-import pandas as pd
 import torch
 
-from cory.machine.device import peak_memory
 from cory.machine.distributed import processes
 from cory.machine.sharding import is_sharded, whole_on_cpu
 from cory.ppo.agent import Agent
@@ -22,29 +20,22 @@ def finish(run: Experiment, agents: list[Agent], logger: Logger) -> None:
     save_models(run_dir / "final", agents)
     if not processes().is_main:
         return
-    memory = {"method": run.method.memory, "task": run.task.memory}
-    torch.save(memory, run_dir / "final/state.pt")
-    rows = pd.DataFrame(read_jsonl(logger.metrics_path))
-    done = int(rows.iteration.max())
+    trained = [agent.name for agent in agents if agent.is_trained]
+    state = {"method": run.method.memory, "task": run.task.memory, "trained": trained}
+    torch.save(state, run_dir / "final/state.pt")
     held_out = last_held_out(read_metrics(run_dir))
-    results = {"iteration": done, "split": cfg.eval_split, "queries": cfg.eval_queries,
+    results = {"iteration": logger.done, "split": cfg.eval_split, "queries": cfg.eval_queries,
                "samples": cfg.eval_samples}
     for who, metrics in held_out.iterrows():
         results[who] = metrics.dropna().to_dict()
     write_text(run_dir / "eval.json", json.dumps(results, indent=1) + "\n")
-    curves = run_dir / "curves.png"
-    draw_run(run_dir, curves)
-    if logger.wandb:
-        from wandb import Image
-        logger.wandb.log({"curves": Image(str(curves))}, step=done)
+    draw_run(run_dir, run_dir / "curves.png")
     for row in read_jsonl(logger.samples_path)[-2:]:
         print(f"\n{row['query'][:80]!r}")
         for role in run.method.roles:
             print(f"    {role} ({row[f'{role}_agent']}): {row[role][:55]!r}")
     print("\n" + tables(held_out))
-    print(f"\n{rows.seconds.median():.2f} s per iteration (median of {done}), "
-          f"peak memory {peak_memory(run.device):.2f} GiB\n{run_dir} holds "
-          "metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
+    print(f"\n{run_dir} holds metrics.jsonl, samples.jsonl, eval.json, curves.png, final/", flush=True)
 
 
 def save_models(folder: Path, agents: list[Agent]) -> None:

@@ -14,6 +14,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from cory.config import Config, read_config, to_save
+from cory.errors import UserError
 from cory.machine.distributed import processes
 
 Metrics = dict[str, dict[str, float]]         # metrics[who][name]; who is an agent, `team`, `mean` or a base
@@ -51,6 +52,7 @@ def read_jsonl(path: Path) -> list[dict]:
 class Logger(AbstractContextManager):
     """Writes in the main process, until its block ends. A resumed log drops the rows past `done`, the last
     iteration that was saved, and goes on with the W&B run `wandb_id`. configs: each agent's settings.
+    Afterwards `done` is the last iteration that was logged.
 
     A metric has one name everywhere, SPLIT/METRIC/WHO, such as `eval/kl/llm1`.
     """
@@ -87,6 +89,9 @@ class Logger(AbstractContextManager):
 
     def log_training(self, iteration: int, metrics: Metrics, seconds: float, samples: list[dict]) -> None:
         """The metrics of an iteration, its duration, and some texts."""
+        if iteration <= self.done:
+            raise UserError(f"iteration {iteration} is logged already; call `super().train` once")
+        self.done = iteration
         if not processes().is_main:
             return
         self.write("train", metrics, iteration=iteration, seconds=seconds)

@@ -18,23 +18,19 @@ PANELS = {
     "score": "score: what agents are trained on",
     "entropy": "entropy (nats per token)",
     "explained_variance": "explained variance of the critic",
-    "observer_reward": "observer's reward",
-    "observer_copies": "share of copies by the observer",
+    "observer_task_reward": "observer's task reward",
 }
 WITHOUT_PANEL = """role task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
     approx_kl clip_fraction grad_norm learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity
-    pioneer_reward""".split()
+    pioneer_task_reward pioneer_kl pioneer_combined_reward
+    observer_kl observer_combined_reward sampled_tokens""".split()
 MAIN = ["combined_reward", "task_reward", "kl"]         # what runs are compared by
 
 COLORS = {"ppo": "#08519c", "cory": "#d94801"}      # in every picture; other methods have matplotlib's
 MARKERS = "os^Dvp"
 LINES = ["-", "--", "-.", ":"]
 BASE = dict(color="0.55", marker=".", linewidth=1.2)
-KINDS = {
-    "eval": {},
-    "greedy": dict(linestyle="--"),
-    "train": dict(linestyle=":", linewidth=1.8, marker=""),
-}
+SPLITS = {"eval": {}, "train": dict(linestyle=":", linewidth=1.8, marker="")}
 
 # Runs that differ in nothing else are one group, of several seeds. The method is in every group's name.
 NOT_IN_NAMES = FREE_ON_RESUME | {"seed", "device", "config_class", "agents", "method"}
@@ -109,7 +105,8 @@ def panels_of(metrics: pd.DataFrame) -> list[str]:
     panels = []
     for metric in dict.fromkeys([*PANELS, *metrics.metric]):
         is_shown = metric in ("task_reward", "kl") or varies.get(metric, False)
-        if is_shown and metric not in WITHOUT_PANEL:
+        has_none = metric in WITHOUT_PANEL or metric.startswith("greedy_")
+        if is_shown and not has_none:
             panels.append(metric)
     return panels
 
@@ -146,16 +143,13 @@ def styles_of_run(config: dict) -> dict[str, dict]:
 def draw_run(run_dir: Path, out: Path) -> Figure:
     """A panel of each metric over iterations, and one of held-out reward against KL.
 
-    Solid: held out (eval), each agent alone, the team in roles. Dashed: greedy; the team of bases. Dotted:
-    in training, running means over a twentieth of the run, or over 3 iterations.
+    Solid: held out (eval), each agent alone, the team in roles. Dashed: the team of bases. Dotted: in
+    training, running means over a twentieth of the run, or over 3 iterations.
     """
     config = read_config(run_dir)
     metrics = read_metrics(run_dir)
     styles = styles_of_run(config)
     points = held_out(metrics).dropna(subset="kl")
-    is_greedy = metrics.metric.str.startswith("greedy_")
-    metrics["kind"] = metrics.split.mask(is_greedy, "greedy")
-    metrics["metric"] = metrics.metric.str.removeprefix("greedy_")
     panels = panels_of(metrics)
     height = math.ceil((len(panels) + 1) / 4)
     figure = Figure(figsize=(14, 2.8 * height + 0.8), layout="constrained")
@@ -165,14 +159,14 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
         title = PANELS.get(metric, metric.replace("_", " "))
         ax.set(title=title, xlabel="iteration")
         rows = metrics[metrics.metric == metric]
-        for (who, kind), line in rows.groupby(["who", "kind"], sort=False):
+        for (who, split), line in rows.groupby(["who", "split"], sort=False):
             if who not in styles:
                 continue
             curve = line.set_index("iteration").value
-            if kind == "train":
+            if split == "train":
                 curve = running_mean(curve, metrics.iteration.max())
-            label = who if who.startswith("base") else f"{who}, {kind}"
-            ax.plot(curve, label=label, **styles[who] | KINDS[kind])
+            label = who if who.startswith("base") else f"{who}, {split}"
+            ax.plot(curve, label=label, **styles[who] | SPLITS[split])
         for iteration in exchanges(metrics):
             ax.axvline(iteration - 0.5, color="0.8", linewidth=0.8, zorder=0, label="exchange of roles")
     ax = figure.add_subplot(height, 4, len(panels) + 1)
@@ -241,7 +235,7 @@ def mean_over_runs(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     """(mean, half the width of its 95% t-interval), at the iterations that all runs have; no width of one."""
     from scipy.stats import t  # a run, which draws no comparison, would hold 25 MiB for it
 
-    by_iteration = rows.groupby("iteration")[MAIN]
+    by_iteration = rows.groupby("iteration")[["tokens", *MAIN]]
     runs = by_iteration.size()
     quantile = t.ppf(0.975, runs - 1)
     half = by_iteration.sem().mul(quantile, axis=0)
@@ -249,37 +243,43 @@ def mean_over_runs(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     return by_iteration.mean()[has_all], half[has_all]
 
 
-def draw_comparison(rows: pd.DataFrame, styles: dict[str, dict], out: Path) -> Figure:
-    """The mean over the runs of each label; labels that have no style are bases'."""
+def draw_comparison(rows: pd.DataFrame, styles: dict[str, dict], over: str, out: Path) -> Figure:
+    """The mean over the runs of each label, over iterations or tokens; labels without a style are bases'."""
     height = 7.5 + 0.2 * rows.label.nunique()
     figure = Figure(figsize=(11, height), layout="constrained")
     figure.suptitle("held out: means over runs, with 95% t-intervals")
     places = [["combined_reward"] * 3, ["task_reward", "kl", "against_kl"]]
     axes = figure.subplot_mosaic(places, height_ratios=(3, 2))
     for metric in MAIN:
-        axes[metric].set(title=PANELS[metric], xlabel="iteration")
+        axes[metric].set(title=PANELS[metric], xlabel=over)
     axes["against_kl"].set(title="reward against KL", xlabel=PANELS["kl"])
     for i, (label, runs) in enumerate(rows.groupby("label", sort=False)):
         style = styles.get(label, BASE | dict(linestyle=LINES[i % 4]))
         mean, half = mean_over_runs(runs)
+        mean["iteration"] = mean.index
         low = mean - half
         high = mean + half
         for metric in MAIN:
-            axes[metric].plot(mean[metric], label=label, **style)
-            axes[metric].fill_between(mean.index, low[metric], high[metric], linewidth=0,
+            axes[metric].plot(mean[over], mean[metric], label=label, **style)
+            axes[metric].fill_between(mean[over], low[metric], high[metric], linewidth=0,
                                       color=style["color"], alpha=0.2)
         axes["against_kl"].plot(mean.kl, mean.task_reward, **style)
     return save_figure(figure, out, ncols=1)
 
 
-def compare(run_dirs: list[Path], out: Path) -> None:
-    """Prints tables of each group's last held-out metrics, and draws the groups into `out`."""
+def compare(run_dirs: list[Path], out: Path, over: str) -> None:
+    """Prints tables of each group's last held-out metrics, and draws the groups into `out`, over `iteration`
+    or over `tokens`: all that its agents have sampled in training.
+    """
     groups = groups_of(run_dirs)
     frames = {}
     for run_dir, group in groups.group.items():
-        frames[run_dir, group] = held_out(read_metrics(run_dir))
+        metrics = read_metrics(run_dir)
+        sampled = metrics[metrics.metric == "sampled_tokens"]
+        tokens = sampled.groupby("iteration").value.sum().cumsum().rename("tokens")
+        frames[run_dir, group] = held_out(metrics).join(tokens, on="iteration").fillna({"tokens": 0})
     rows = pd.concat(frames, names=["run", "group"]).query("who.str.match('mean$|team$|base')")
-    last = rows.groupby(["run", "who"], sort=False).tail(1)
+    last = rows.drop(columns="tokens").groupby(["run", "who"], sort=False).tail(1)
     values = last.round(3).groupby("who").nunique(dropna=False)
     is_shared = (values == 1).all(axis=1)                       # a base that all runs have
 
@@ -294,5 +294,6 @@ def compare(run_dirs: list[Path], out: Path) -> None:
     labels = rows.label[last.index]
     print(tables(last.droplevel(["run", "group", "iteration"]), [*labels]))
     out.parent.mkdir(parents=True, exist_ok=True)
-    draw_comparison(rows.query("not who.str.endswith('team')"), styles_of_groups(groups), out)
+    alone = rows.query("not who.str.endswith('team')")
+    draw_comparison(alone, styles_of_groups(groups), over, out)
     print(f"written: {out}")

@@ -31,7 +31,7 @@ class Turn:
         return merge_metrics(responses, self.update_metrics, {"task_reward_std": std})
 
 
-def training_metrics(turns: list[Turn], task: Task, team: dict) -> Metrics:
+def training_metrics(agents: list[Agent], turns: list[Turn], task: Task, team: dict) -> Metrics:
     """The metrics of each agent, as means over the roles that it played; `role` is the number of its first
     role. Those of the team are the method's.
     """
@@ -45,16 +45,22 @@ def training_metrics(turns: list[Turn], task: Task, team: dict) -> Metrics:
     for agent, by_name in values.items():
         means = {name: fmean(xs) for name, xs in by_name.items()}
         metrics[agent] = merge_metrics(metrics[agent], means)
+    for agent in agents:
+        metrics.setdefault(agent.name, {})["sampled_tokens"] = agent.sampled_tokens
     return metrics | {"team": merge_metrics(team)}
 
 
-def sample_rows(iteration: int, turns: list[Turn], responses_per_query: int) -> list[dict]:
-    """A few queries, with each role's prompt, response, agent and reward."""
+def sample_rows(iteration: int, turns: list[Turn]) -> list[dict]:
+    """A few queries, with each role's prompt, response, agent and reward. A role's response is the one that
+    the next role has read.
+    """
     rows = []
     queries = turns[0].rollout.query
-    for i in range(0, len(queries), responses_per_query)[:SAMPLES]:
-        row = {"iteration": iteration, "query": queries[i]}
-        for turn in turns:
+    k = turns[0].agent.cfg.responses_per_query
+    for first in range(0, len(queries), k)[:SAMPLES]:
+        row = {"iteration": iteration, "query": queries[first]}
+        i = first
+        for turn in reversed(turns):
             role = turn.role
             rollout = turn.rollout
             is_real_P = rollout.prompt_mask_BP[i].bool()
@@ -63,5 +69,7 @@ def sample_rows(iteration: int, turns: list[Turn], responses_per_query: int) -> 
             row[f"{role}_agent"] = turn.agent.name
             row[f"{role}_reward"] = turn.reward_B[i].item()
             row[f"{role}_prompt"] = turn.agent.policy.tokenizer.decode(prompt_ids)
+            if rollout.read_B is not None:
+                i = rollout.read_B[i].item()
         rows.append(row)
     return rows

@@ -26,6 +26,8 @@ class Task:
         self.cfg = cfg
         self.memory = {}
         self.train_rows = data.train
+        if not cfg.knowledge_transfer:                      # whatever a method asks for
+            self.observer_prompts = lambda queries, responses: self.pioneer_prompts(queries)
         self.tokenizer = model.tokenizer
         self.device = model.device
         rng = random.Random("held-out queries")             # the same for every seed
