@@ -76,7 +76,6 @@ def held_out_metrics(method, agents: Sequence[EvaluatedAgent], players: Sequence
     responses.
     """
     task = method.task
-    task.training = False
     bases = {}
     for agent in agents:
         base = agent.base
