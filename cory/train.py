@@ -101,6 +101,7 @@ class Ppo:
             seconds = time.perf_counter() - started
             logger.log_training(iteration, metrics, seconds, samples)
             task.on_iteration_end(rollouts, rewards)
+            task.training = False
             if self.evaluation_is_due(iteration):
                 logger.log_evaluation(iteration, self.evaluate(agents, players))
             if self.checkpoint_is_due(iteration):

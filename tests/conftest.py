@@ -1,3 +1,4 @@
+import json
 import os
 from copy import deepcopy
 from functools import cache
@@ -6,7 +7,8 @@ from pathlib import Path
 # Read when the libraries are imported, the last at the first use of a GPU.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models gain nothing by threads; `-n 2` uses both cores
-os.environ.update({} if "TEST_GPU" in os.environ else {"CUDA_VISIBLE_DEVICES": ""})  # one test is of a GPU
+if "TEST_GPU" not in os.environ:                # one test needs a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from transformers import (
 from cory import loading
 from cory.tasks import imdb
 
+END = "<|endoftext|>"
 SIZES = (
     "--batch_size 4 --mini_batch_size 2 --gradient_accumulation_steps 2 --num_ppo_epochs 1 --eval_queries 4 "
     "--eval_samples 1 --eval_every 3 --save_every 1 --iterations 5 --max_response_length 6 --lora_rank 0 "
@@ -30,40 +33,45 @@ SIZES = (
 
 
 def byte_tokenizer(step: int = 1, **special) -> PreTrainedTokenizerFast:
-    """256 bytes, with -1 from the last to the first, and one end-of-text token: every string has ids."""
+    """256 bytes, with step -1 from the last to the first, and one end-of-text token: every string has ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[::step]
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*alphabet, "<|endoftext|>"])}, merges=[]))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    raw.add_special_tokens(["<|endoftext|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=raw, **(special or {"eos_token": "<|endoftext|>"}))
+    vocab = {token: i for i, token in enumerate([*alphabet, END])}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([END])
+    special = special or {"eos_token": END}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **special)
 
 
 def save_model(kind: str, folder: Path, tokenizer=None, **changes) -> Path:
     """A random model of two layers, of any architecture: configs take the names that they know."""
     sizes = dict(
-        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, d_model=32, ffn_dim=64, decoder_ffn_dim=64,
-        decoder_layers=2, decoder_attention_heads=4, num_experts=4, num_experts_per_tok=2, is_decoder=True,
-        moe_intermediate_size=16, pad_token_id=0, bos_token_id=256, eos_token_id=256)
+        vocab_size=257, hidden_size=32, intermediate_size=64, d_model=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        decoder_layers=2, decoder_attention_heads=4, is_decoder=True,
+        ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=1024,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        pad_token_id=0, bos_token_id=256, eos_token_id=256)
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | changes))
     for p in lm.parameters():
         if p.dim() > 1:
             p.data.normal_(0, 0.2)                      # so that every part of it is felt
     lm.save_pretrained(folder)
-    (tokenizer or byte_tokenizer()).save_pretrained(folder)
+    tokenizer = tokenizer or byte_tokenizer()
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_plots():
-    """A plot takes as long as three iterations of a small model: runs do not draw it."""
+    """Runs draw no plot, which takes as long as three iterations of a small model. All else they write."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cory.run.finish.draw_run", lambda *_: None)
         yield
 
 
-# The rest of a run's files are the package's own.
 @pytest.fixture(scope="session")
 def small(tmp_path_factory) -> Path:
     """A GPT-2 over bytes, with dropout in its config."""
@@ -75,28 +83,35 @@ def small_flags(small, tmp_path_factory) -> list[str]:
     """Command line of a run over `small` that takes about a second, with few texts and a small classifier.
     5 iterations, T_REx = 2.
     """
-    at = tmp_path_factory.mktemp("imdb")
-    (at / "texts.jsonl").write_text("".join(f'{{"text": "{i} films of {i * i} men"}}\n' for i in range(400)))
+    folder = tmp_path_factory.mktemp("imdb")
+    rows = [json.dumps({"text": f"{i} films of {i * i} men"}) for i in range(400)]
+    (folder / "texts.jsonl").write_text("\n".join(rows))
     torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(CONFIG_MAPPING["distilbert"](
-        vocab_size=257, dim=32, hidden_dim=64, n_layers=1, n_heads=2, initializer_range=0.5,
-        id2label={0: "NEGATIVE", 1: "POSITIVE"})).save_pretrained(at / "classifier")
-    byte_tokenizer().save_pretrained(at / "classifier")
-    return ["--model", str(small), "--dataset", f"{at}/texts.jsonl", "--reward_model", f"{at}/classifier",
-            *SIZES]
+    config = CONFIG_MAPPING["distilbert"](
+        vocab_size=257, dim=32, hidden_dim=64, n_layers=1, n_heads=2,
+        initializer_range=0.5, id2label={0: "NEGATIVE", 1: "POSITIVE"})
+    classifier = AutoModelForSequenceClassification.from_config(config)
+    classifier.save_pretrained(folder / "classifier")
+    byte_tokenizer().save_pretrained(folder / "classifier")
+    return ["--model", str(small), "--dataset", f"{folder}/texts.jsonl",
+            "--reward_model", f"{folder}/classifier", *SIZES]
+
+
+@pytest.fixture(scope="session")
+def problem_flags(tmp_path_factory) -> list[str]:
+    """The same for GSM8K, with a Llama."""
+    folder = save_model("llama", tmp_path_factory.mktemp("llama"))
+    return ["--model", str(folder), *SIZES]
 
 
 @pytest.fixture(scope="module")
 def read_once():
     """In the files that ask for it a model is read once, which takes as long as to train it does."""
     load = cache(loading.load_pretrained)
+
+    def load_copy(*args, **kwargs):
+        return deepcopy(load(*args, **kwargs))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (loading, imdb):
-            patch.setattr(module, "load_pretrained", lambda *args, **named: deepcopy(load(*args, **named)))
+        patch.setattr(loading, "load_pretrained", load_copy)
+        patch.setattr(imdb, "load_pretrained", load_copy)
         yield
-
-
-@pytest.fixture(scope="session")
-def problem_flags(tmp_path_factory) -> list[str]:
-    """The same for GSM8K, with a Llama."""
-    return ["--model", str(save_model("llama", tmp_path_factory.mktemp("llama"))), *SIZES]

@@ -1,4 +1,4 @@
-"""Several processes compute what one computes; and all end when one fails."""
+"""Several processes compute what one computes, and all end when one fails."""
 import json
 import os
 import shutil
@@ -9,11 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from toys import resume, rows, saved_tensors, stopped, training
+from toys import final_models, resume, rows, saved_tensors, stopped, training
 
 import train_gsm8k
 import train_imdb
@@ -33,44 +32,56 @@ SHARD = ["--shard", "true"]
 
 
 class Supervised(Ppo):
-    """A supervised step on the agent's own responses before each update, whose loss leaves the critic out: a
-    gradient of 0 would move it by its momentum. One process meets what the run's folder is named by.
+    """Before each update comes a supervised step on the agent's responses. Its loss leaves the critic out,
+    which a gradient of 0 would move by its momentum. In a run named `error`, the second process fails.
     """
 
     def scores(self, rollouts, rewards):
-        fault = Path(self.cfg.run_dir).name
-        if fault == "error" and processes().rank == 1:
+        fails = Path(self.cfg.run_dir).name == "error"
+        if fails and processes().rank == 1:
             raise UserError("a score", 0, "of the second process")
         return rewards
 
     def respond(self, players, queries, sample):
-        (agent,), (rollout,) = players, super().respond(players, queries, sample)
-        rows = take(rollout, torch.arange(len(queries))[processes().local_rows(len(queries))])
+        (agent,) = players
+        rollouts = super().respond(players, queries, sample)
+        local = processes().local_rows(len(queries))
+        rows = take(rollouts[0], torch.arange(len(queries))[local])
         real = rows.mask_BT.bool()
         hidden_BTH = agent.policy.response_hidden(rows.prompt_BP, rows.prompt_mask_BP, rows.response_BT)
-        (-agent.policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])[0].sum()).backward()
+        logp_N, _ = agent.policy.logp_and_entropy(hidden_BTH[real], rows.response_BT[real])
+        loss = -logp_N.sum()
+        loss.backward()
         optimizer_step(agent)
-        return [rollout]
+        return rollouts
 
     def update(self, role, agent, rollout, score_B):
-        """With the numbers of Adam's moments that this process holds."""
+        """Also counts the numbers of Adam's first moments that this process holds."""
         metrics = super().update(role, agent, rollout, score_B)
-        moments = [state["exp_avg"] for state in agent.optimizer.state.values()]
-        return metrics | {"held": sum(getattr(x, "_local_tensor", x).numel() for x in moments)}
+        held = 0
+        for state in agent.optimizer.state.values():
+            moment = state["exp_avg"]
+            held += getattr(moment, "_local_tensor", moment).numel()
+        return metrics | {"held": held}
 
 
-class Measured(Imdb):
-    """Its rewards have a part."""
+class WithTerm(Imdb):
+    """Its rewards have a term, the number of characters."""
 
     def compute_rewards(self, queries, responses):
-        return super().compute_rewards(queries, responses), {"characters": [*map(len, responses)]}
+        lengths = [len(response) for response in responses]
+        return super().compute_rewards(queries, responses), {"characters": lengths}
 
 
-def in_each(commands: list) -> None:
-    """The runs of one of torchrun's processes."""
-    os.environ["LOCAL_RANK"] = "0"                          # as on two nodes
-    for main, *flags in commands:
-        main(flags)
+def train_all(commands: list) -> None:
+    for main, flags, run_dir in commands:
+        main([*flags, "--run_dir", run_dir])
+
+
+def train_all_on_a_node(commands: list) -> None:
+    """In one of torchrun's processes, which are as on two nodes."""
+    os.environ["LOCAL_RANK"] = "0"
+    train_all(commands)
 
 
 @pytest.fixture(scope="module")
@@ -80,34 +91,40 @@ def runs(small, small_flags, problem_flags, tmp_path_factory) -> Path:
     """
     folder = tmp_path_factory.mktemp("distributed")
     ending = shutil.copytree(small, folder / "ending")           # whose responses end early
-    (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(60), 256]}))
-    imdb, lora = [*small_flags, *ONE_STEP], [*problem_flags, *ONE_STEP, "--lora_rank", "2"]
-    mixed = [*imdb, "--model", str(ending), *"""--method test_distributed:Supervised --max_grad_norm 0.1
-             --task test_distributed:Measured --responses_per_query 2 --batch_size 8 --lr_schedule linear
-             """.split()]
-    for main, flags, name in ((train_imdb.main, imdb, "one"), (train_gsm8k.main, lora, "lora"),
-                              (train_imdb.main, mixed, "mixed")):
-        main([*flags, "--run_dir", str(folder / name)])
-    stopped(folder / "mixed", folder / "resumed")
-    commands = [[train_imdb.main, *imdb, "--run_dir", "two"],
-                [train_imdb.main, *imdb, *SHARD, "--run_dir", "one_shard"],
-                [train_gsm8k.main, *lora, *SHARD, "--run_dir", "lora_shard"],
-                [train_imdb.main, *mixed, *SHARD, "--run_dir", "mixed_shard"],
-                [train_imdb.main, *mixed, *SHARD, "--dtype", "bfloat16", "--run_dir", "bfloat16_shard"],
-                [train_imdb.main, "--resume", *SHARD, "--run_dir", "resumed"],
-                [train_imdb.main, *mixed, "--run_dir", "error"]]
+    stop_tokens = json.dumps({"eos_token_id": [*range(60), 256]})
+    (ending / "generation_config.json").write_text(stop_tokens)
+    imdb = [*small_flags, *ONE_STEP]
+    lora = [*problem_flags, *ONE_STEP, "--lora_rank", "2"]
+    mixed_flags = (
+        "--method test_distributed:Supervised --task test_distributed:WithTerm --max_grad_norm 0.1 "
+        "--responses_per_query 2 --batch_size 8 --lr_schedule linear")
+    mixed = [*imdb, "--model", str(ending), *mixed_flags.split()]
+    in_two_processes = [
+        (train_imdb.main, imdb, "two"),
+        (train_imdb.main, [*imdb, *SHARD], "one_shard"),
+        (train_gsm8k.main, [*lora, *SHARD], "lora_shard"),
+        (train_imdb.main, [*mixed, *SHARD], "mixed_shard"),
+        (train_imdb.main, [*mixed, *SHARD, "--dtype", "bfloat16"], "bfloat16_shard"),
+        (train_imdb.main, ["--resume", *SHARD], "resumed"),
+        (train_imdb.main, mixed, "error"),
+    ]
     # torchrun's own function; processes that are forked have read the libraries already
-    two = LaunchConfig(1, 1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-                       max_restarts=0, start_method="fork", monitor_interval=0.1,
-                       logs_specs=DefaultLogsSpecs(str(folder / "log"), Std.ALL))
+    launch = LaunchConfig(
+        1, 1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=0, start_method="fork", monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(str(folder / "log"), Std.ALL))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        late = Timer(300, os.kill, (os.getpid(), SIGTERM))      # on which torchrun ends its processes
-        late.start()
+        train_all([
+            (train_imdb.main, imdb, "one"),
+            (train_gsm8k.main, lora, "lora"),
+            (train_imdb.main, mixed, "mixed")])
+        stopped(folder / "mixed", folder / "resumed")
+        deadline = Timer(300, os.kill, (os.getpid(), SIGTERM))      # on which torchrun ends its processes
+        deadline.start()
         with pytest.raises(ChildFailedError):
-            elastic_launch(two, in_each)(commands)
-        late.cancel()
-    (folder / "err").write_text("".join(path.read_text() for path in folder.glob("log/**/stderr.log")))
+            elastic_launch(launch, train_all_on_a_node)(in_two_processes)
+        deadline.cancel()
     return folder
 
 
@@ -117,55 +134,73 @@ def require_same_rows(run: Path, expected: Path) -> None:
         for row, other in zip(rows(run, file), rows(expected, file), strict=True):
             assert row.keys() == other.keys()
             for key in row.keys() - {"train/held/llm1"}:
-                x, y = row[key], other[key]
-                assert x == y or abs(x - y) <= 1e-5 * max(1, abs(y)), key
+                assert row[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), key
 
 
-@pytest.mark.parametrize("name, of", [("two", "one"), ("one_shard", "one"), ("lora_shard", "lora"),
-                                      ("mixed_shard", "mixed"), ("resumed", "mixed")])
-def test_two_processes_compute_what_one_computes(runs, name, of):
+def first_checkpoint(run: Path) -> dict:
+    return saved_tensors(checkpoints_of(run)[-1])
+
+
+@pytest.mark.parametrize("name, reference", [
+    ("two", "one"), ("one_shard", "one"), ("lora_shard", "lora"),
+    ("mixed_shard", "mixed"), ("resumed", "mixed")])
+def test_two_processes_compute_what_one_computes(runs, name, reference):
     """The same metrics, the same responses, the same first gradient, the same final models."""
-    require_same_rows(runs / name, runs / of)
-    assert of != "mixed" or all(row["train/characters/llm1"] > 0 for row in training(runs / name))
-    first, expected = (saved_tensors(checkpoints_of(runs / run)[-1]) for run in (name, of))
-    assert first.keys() == expected.keys()
-    for key, x in expected.items():
+    run = runs / name
+    expected = runs / reference
+    require_same_rows(run, expected)
+    first = first_checkpoint(run)
+    first_expected = first_checkpoint(expected)
+    assert first.keys() == first_expected.keys()
+    for key, moment in first_expected.items():
         if "/exp_avg" in key:
-            assert (first[key] - x).norm() <= 1e-5 * x.norm() + 1e-9, key
-    final, expected = (sorted((runs / run / "final").rglob("*.safetensors")) for run in (name, of))
-    for path, other in zip(final, expected, strict=True):
-        found, whole = load_file(path), load_file(other)
-        assert found.keys() == whole.keys()
-        apart = torch.cat([(x - whole[name]).flatten() for name, x in found.items()])
-        assert apart.square().mean().sqrt() < 1e-6          # Adam moves single weights by their rounding
+            error = (first[key] - moment).norm()
+            assert error <= 1e-5 * moment.norm() + 1e-9, key
+    models = final_models(run)
+    models_expected = final_models(expected)
+    assert models.keys() == models_expected.keys()
+    for path, tensors in models_expected.items():
+        assert models[path].keys() == tensors.keys()
+        errors = [(models[path][name] - x).flatten() for name, x in tensors.items()]
+        mean_square = torch.cat(errors).square().mean()     # Adam moves single weights by their rounding
+        assert mean_square.sqrt() < 1e-6
+
+
+def test_terms_of_the_reward_are_logged(runs):
+    for row in training(runs / "mixed_shard"):
+        assert row["train/characters/llm1"] > 0
 
 
 @pytest.mark.parametrize("name", ["mixed_shard", "bfloat16_shard"])
 def test_a_shard_is_half_of_the_layers_matrices(runs, name):
     """Which have 12 x 32 x 32 numbers in each of 2 layers. In bfloat16, too, they learn as the whole does."""
-    sharded, whole = (rows(runs / run) for run in (name, "mixed"))
-    assert whole[2]["train/held/llm1"] - sharded[2]["train/held/llm1"] == 2 * 12 * 32 * 32 / 2
-    assert sharded[2]["train/grad_norm/llm1"] == pytest.approx(whole[2]["train/grad_norm/llm1"], rel=0.2)
+    sharded = training(runs / name)[-1]
+    whole = training(runs / "mixed")[-1]
+    assert whole["train/held/llm1"] - sharded["train/held/llm1"] == 2 * 12 * 32 * 32 / 2
+    assert sharded["train/grad_norm/llm1"] == pytest.approx(whole["train/grad_norm/llm1"], rel=0.2)
 
 
 def test_an_error_of_one_process_is_one_line_and_ends_both(runs):
-    err = (runs / "err").read_text()
-    assert err.count("error: a score is 0: of the second process") == 1
+    logs = [path.read_text() for path in runs.glob("log/**/stderr.log")]
+    assert "".join(logs).count("error: a score is 0: of the second process") == 1
     assert [row["iteration"] for row in rows(runs / "error")] == [0]
 
 
-def test_one_process_goes_on_with_what_two_have_saved(runs):
-    part = stopped(runs / "mixed_shard", runs / "one goes on")
-    resume(part, "--shard", "false")
-    require_same_rows(part, runs / "mixed")
+def test_one_process_resumes_what_two_have_saved(runs):
+    run = stopped(runs / "mixed_shard", runs / "resumed by one")
+    resume(run, "--shard", "false")
+    require_same_rows(run, runs / "mixed")
 
 
-def test_every_row_is_one_process_s():
-    assert [[*range(7)[Processes(rank, 3).local_rows(7)]] for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+def test_each_row_belongs_to_one_process():
+    local = [Processes(rank, 3).local_rows(7) for rank in range(3)]
+    assert local == [slice(0, 2), slice(2, 4), slice(4, 7)]
 
 
 def test_each_process_makes_as_many_passes(monkeypatch):
-    """Beside 3 groups elsewhere the larger of 2 is halved."""
-    monkeypatch.setattr(sharding, "processes", lambda: SimpleNamespace(gather=lambda counts: [*counts, 3]))
-    groups = sharding.split_to_equal_count([torch.tensor([4, 2, 7, 1]), torch.tensor([0])])
-    assert [rows.tolist() for rows in groups] == [[0], [4, 2], [7, 1]]
+    """Another process has 3 groups: the larger of the 2 here is halved."""
+    both = SimpleNamespace(gather=lambda counts: [*counts, 3])
+    monkeypatch.setattr(sharding, "processes", lambda: both)
+    groups = [torch.tensor([4, 2, 7, 1]), torch.tensor([0])]
+    split = sharding.split_to_equal_count(groups)
+    assert [rows.tolist() for rows in split] == [[0], [4, 2], [7, 1]]

@@ -21,15 +21,17 @@ def test_both_agents_learn(tmp_path, monkeypatch):
     monkeypatch.setattr(finish, "draw_run", report.draw_run)
     with float64():
         train_imdb.main([*flags.split(), str(tmp_path / "run")])
-    assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    held_out = read(tmp_path / "run" / "eval.json")
+    plot = tmp_path / "run/curves.png"
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    held_out = read(tmp_path / "run/eval.json")
     for agent in ("llm1", "llm2"):
         assert held_out[agent]["task_reward"] > held_out["base"]["task_reward"] + 0.1, held_out
         assert 0 < held_out[agent]["kl"] < 60
 
 
 def test_every_module_of_the_package_can_be_imported():
-    """The scripts that make the assets too, which nothing else imports."""
+    """Also the scripts that make the assets, which nothing else imports."""
     root = Path(__file__).parents[1]
-    for path in sorted((root / "cory").rglob("*.py")):
-        importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
+    for path in root.glob("cory/**/*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        importlib.import_module(".".join(parts))

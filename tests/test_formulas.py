@@ -7,40 +7,68 @@ import pytest
 import torch
 from toys import close
 
-from cory.ppo import formulas as f
+from cory.ppo import formulas
 
 
 def test_scores_of_tokens_stay_where_they_are():
-    kl = torch.tensor([[1.0, 2, 9], [1, 9, 9], [1, 2, 3]])
-    mask = torch.tensor([[1.0, 1, 0], [1, 0, 0], [1, 1, 1]])
-    of_tokens = torch.tensor([[1.0, 2, 9], [3, 9, 9], [4, 5, 6]])
-    close(f.token_rewards(of_tokens, kl, mask, 0.1), [[0.9, 1.8, 0], [2.9, 0, 0], [3.9, 4.8, 5.7]])
+    score_BT = torch.tensor([
+        [1.0, 5, 99],
+        [3, 99, 99]])
+    kl_BT = torch.tensor([
+        [1.0, 2, 99],
+        [4, 99, 99]])
+    mask_BT = (score_BT != 99).float()
+    reward_BT = formulas.token_rewards(score_BT, kl_BT, mask_BT, 0.1)
+    close(reward_BT, [
+        [0.9, 4.8, 0],              # 1 - 0.1*1, 5 - 0.1*2
+        [2.6, 0, 0]])               # 3 - 0.1*4
 
 
-def test_whitening_of_constants_and_of_large_values():
-    for constant in (0.0, 0.1, -7.3, 1e4, 1e19, -3e38):
-        assert (f.whiten(torch.full((4, 5), constant), torch.ones(4, 5)) == 0).all(), constant
-    # 1e19 and 3e19: mean 2e19, deviation 1e19, whose square is beyond float32
-    close(f.whiten(torch.tensor([[1e19, 3e19]]), torch.ones(1, 2)), [[-1.0, 1.0]])
+@pytest.mark.parametrize("constant", [0.0, 0.1, -7.3, 1e4, 1e19, -3e38])
+def test_constants_are_whitened_to_0(constant):
+    x_BT = torch.full((4, 5), constant)
+    white_BT = formulas.whiten(x_BT, torch.ones_like(x_BT))
+    assert (white_BT == 0).all()
 
 
-def test_explained_variance_by_hand_and_for_nearly_constant_returns():
+def test_large_values_are_whitened_without_overflow():
+    # mean 2e19, deviation 1e19, whose square is beyond float32
+    x_BT = torch.tensor([[1e19, 3e19]])
+    white_BT = formulas.whiten(x_BT, torch.ones_like(x_BT))
+    close(white_BT, [[-1.0, 1.0]])
+
+
+def test_explained_variance_by_hand():
     # errors 1, -1, 0, 0: variance 1/2; returns 0, 2, 4, 6: variance 5
-    value, returns = torch.tensor([-1.0, 3, 4, 6]), torch.tensor([0.0, 2, 4, 6])
-    assert f.explained_variance(value, returns) == pytest.approx(0.9)
-    # a constant critic explains nothing, which squares in float32 would miss by thousands here
-    returns = torch.tensor([100.0, 100.0 + 2**-17] * 50)
-    assert f.explained_variance(torch.full((100,), 0.1), returns) == pytest.approx(0, abs=1e-6)
-    assert f.explained_variance(torch.randn(9), torch.full((9,), 3.0)) == 0
+    value_N = torch.tensor([-1.0, 3, 4, 6])
+    return_N = torch.tensor([0.0, 2, 4, 6])
+    assert formulas.explained_variance(value_N, return_N) == pytest.approx(0.9)
+
+
+def test_a_constant_critic_explains_no_variance():
+    # squares in float32 would miss this by thousands
+    return_N = torch.tensor([100.0, 100.0 + 2**-17] * 50)
+    value_N = torch.full((100,), 0.1)
+    assert formulas.explained_variance(value_N, return_N) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("returns", [
+    [3.0, 3, 3],
     # equal but for the rounding of sums
-    rounded = torch.tensor([1.0, 1 + 2**-23, 1 - 2**-24])
-    assert f.explained_variance(torch.tensor([0.0, 1, -1]), rounded) == 0
+    [1.0, 1 + 2**-23, 1 - 2**-24]])
+def test_no_variance_of_equal_returns_is_explained(returns):
+    value_N = torch.tensor([0.0, 1, -1])
+    assert formulas.explained_variance(value_N, torch.tensor(returns)) == 0
 
 
 def test_kl_by_hand():
-    p, q = torch.tensor([[0.5, 0.5, 0.0]]).log(), torch.tensor([[0.25, 0.75, 0.0]]).log()
-    close(f.kl_full(p, q), [0.5 * math.log(2) + 0.5 * math.log(2 / 3)])     # 0 log 0 = 0, of -inf in both
+    logp_NV = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    ref_logp_NV = torch.tensor([[0.25, 0.75, 0.0]]).log()
+    # 0 log 0 = 0, of -inf in both
+    kl = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    close(formulas.kl_full(logp_NV, ref_logp_NV), [kl])
     # pi(a) = 0.5, pi0(a) = 0.25: k1 = log 2;  r = 1/2, k3 = 1/2 - 1 + log 2
-    half, quarter = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
-    close(f.kl_k1(half, quarter), [math.log(2)])
-    close(f.kl_k3(half, quarter), [math.log(2) - 0.5])
+    logp_N = logp_NV[:, 0]
+    ref_logp_N = ref_logp_NV[:, 0]
+    close(formulas.kl_k1(logp_N, ref_logp_N), [math.log(2)])
+    close(formulas.kl_k3(logp_N, ref_logp_N), [math.log(2) - 0.5])

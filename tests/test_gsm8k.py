@@ -1,6 +1,4 @@
 """The GSM8K task: prompts, rewards, the answers in its data, and the forms in which models write numbers."""
-from decimal import Decimal
-
 import pytest
 from toys import bigram
 
@@ -14,54 +12,77 @@ def gsm8k(**changes) -> Gsm8k:
 
 
 def test_prompts_are_the_papers():
-    task, bare = gsm8k(), gsm8k(one_shot=False)
+    task = gsm8k()
     assert task.pioneer_prompts(["How many?"]) == [EXAMPLE + "Question: How many? Answer:"]
-    observer, = task.observer_prompts(["How many?"], [" 1 + 1 = 2.\n"])
+    (observer,) = task.observer_prompts(["How many?"], [" 1 + 1 = 2.\n"])
     assert observer == EXAMPLE + "Question: How many? Reference: 1 + 1 = 2. Answer:"
-    assert bare.pioneer_prompts(["How many?"]) == ["Question: How many? Answer:"]
+    without_example = gsm8k(one_shot=False)
+    assert without_example.pioneer_prompts(["How many?"]) == ["Question: How many? Answer:"]
 
 
-def test_reward_is_1_for_the_right_number_and_metrics_count_the_rest():
-    task, text = gsm8k(), gsm8k(checker="builtins:str")
+def test_the_reward_is_1_for_the_right_number():
+    task = gsm8k()
     queries = task.batch(1)[0][:4]
     gold = [task.gold[query] for query in queries]
     responses = [f" so {gold[0]}.", f" {gold[1]} + 1 = {gold[1] + 1}", " none", ""]
     assert task.reward(queries, responses).tolist() == [1, 0, 0, 0]
     assert task.metrics(queries, responses) == {"accuracy": 0.25, "unparsed": 0.5}
-    assert text.metrics(queries, responses) == {"accuracy": 0.25, "unparsed": 1.0}
-    assert text.reward(queries[:2], [f"{gold[0]}.0", f"x {gold[1]}"]).tolist() == [1, 0]
+    whole_text = gsm8k(checker="builtins:str")
+    assert whole_text.metrics(queries, responses) == {"accuracy": 0.25, "unparsed": 1.0}
+    numbers = [f"{gold[0]}.0", f"x {gold[1]}"]
+    assert whole_text.reward(queries[:2], numbers).tolist() == [1, 0]
 
 
-NUMBERS = [             # what a response's last number is
-    ("$1,234.", 1234), ("12,345,678", 12345678), ("1,23,456", 123456), ("3.50", "3.5"), (".5", "0.5"),
-    ("1.2.3", 3), ("007", 7), ("5%", 5), ("2eggs", 2), ("**42**", 42), (r"\boxed{42}", 42), ("5²", 5),
-    ("5 + 4 = 9.", 9), ("The answer is...42", 42), (r"-\$7", -7), ("-€7.50", "-7.5"),
-    *((f"{minus}7", -7) for minus in "−‐‑–﹣"), ("-₹5", -5), ("-¥1,000", -1000), ("(-7)", -7),
-    ("_-7_", -7), ("5 - 7 = -2", -2), ("5–7", 7),                   # and without a sign:
-    ("- 7", 7), ("5-7", 7), ("(3)-7", 7), ("10%-15%", 15), (r"\frac{14}{2}-7", 7), ("covid-19", 19),
-    ("1/2", 2), ("12:30", 30), ("1, 2", 2), ("3 234", 234), ("3\n234", 234),                # two numbers
-    ("9" * 400, "9" * 400), ("1{,}234", 1234), (r"10\,000", 10000), ("5 of ٤", 5), ("\x07 12\ufffd", 12),
-    (r"\boxed{10,\!000}", 10000), (r"11,\! 111", 11111), (r"2\;500", 2500), ("2\u00a0500", 2500),
-    ("2\u2009500", 2500), ("1\u202f234\u202f567", 1234567), ("1'234", 1234), ("－３", -3),
-    ("＄１，２３４", 1234), (r"5,\;700", 700), ("2019\u00a0500", 500), ("5\u00a012", 12),
-    ("", None), ("NaN", None), ("inf", None), ("Question: how many? Answer: 4. Question: 5?", 4),
-    ("5 Question: a 7 Question: 9", 5), ("#### -1,234", -1234), ("####42 apples.", 42), ("#### $42", 42),
-    ("#### 9\nQuestion: b? #### 7", 9), ("To answer the Question: 2 + 3 = 5. #### 5", 5)]
+LAST_NUMBERS = {
+    # decimals, separators, units and markup
+    "$1,234.": 1234, "12,345,678": 12345678, "1,23,456": 123456,
+    "3.50": 3.5, ".5": 0.5, "1.2.3": 3,
+    "007": 7, "5%": 5, "2eggs": 2,
+    "**42**": 42, r"\boxed{42}": 42, "5²": 5,
+    "5 + 4 = 9.": 9, "The answer is...42": 42, "9" * 400: 10**400 - 1,
+    # a minus that is a sign
+    r"-\$7": -7, "-€7.50": -7.5, "-¥1,000": -1000,
+    "−7": -7, "‐7": -7, "‑7": -7, "–7": -7, "﹣7": -7,
+    "(-7)": -7, "_-7_": -7, "5 - 7 = -2": -2,
+    # a minus that is none
+    "- 7": 7, "5-7": 7, "5–7": 7, "(3)-7": 7,
+    "10%-15%": 15, r"\frac{14}{2}-7": 7, "covid-19": 19,
+    # two numbers
+    "1/2": 2, "12:30": 30, "1, 2": 2,
+    "3 234": 234, "3\n234": 234,
+    "2019\u00a0500": 500, "5\u00a012": 12,
+    # thousands
+    "1{,}234": 1234, r"10\,000": 10000, r"\boxed{10,\!000}": 10000,
+    r"11,\! 111": 11111, r"2\;500": 2500, r"5,\;700": 700,
+    "2\u00a0500": 2500, "2\u2009500": 2500,
+    "1\u202f234\u202f567": 1234567, "1'234": 1234,
+    # other digits and characters
+    "－３": -3, "＄１，２３４": 1234, "5 of ٤": 5,
+    "\x07 12\ufffd": 12, "": None, "NaN": None,
+    # questions, and answers as in the data
+    "Question: how many? Answer: 4. Question: 5?": 4,
+    "5 Question: a 7 Question: 9": 5,
+    "To answer the Question: 2 + 3 = 5. #### 5": 5,
+    "#### -1,234": -1234, "####42 apples.": 42,
+}
 
 
-def number(value) -> Decimal | None:
-    return None if value is None else Decimal(value)
+@pytest.mark.parametrize("response", LAST_NUMBERS)
+def test_the_last_number_of_a_response(response):
+    assert last_number(response) == LAST_NUMBERS[response]
 
 
-@pytest.mark.parametrize("response, last", NUMBERS)
-def test_answers_are_read_as_numbers(response, last):
-    assert last_number(response) == number(last)
+GOLD_ANSWERS = {
+    "5 + 4 = 9. #### 9": 9, "#### 1,000,000": 1000000,
+    "#### -3": -3, "#### 0.5": 0.5, "#### 1 #### 2": 2,
+}
 
 
-@pytest.mark.parametrize("solution, gold", [
-    ("5 + 4 = 9. #### 9", 9), ("#### 1,000,000", 1000000), ("#### -3", -3), ("#### 0.5", "0.5"),
-    ("#### 1 #### 2", 2)])
-def test_gold_answers(solution, gold):
-    assert gold_answer(solution) == number(gold)
+@pytest.mark.parametrize("solution", GOLD_ANSWERS)
+def test_the_gold_answer_of_a_solution(solution):
+    assert gold_answer(solution) == GOLD_ANSWERS[solution]
+
+
+def test_a_solution_without_a_gold_answer_is_refused():
     with pytest.raises(TypeError):
         gold_answer("9")

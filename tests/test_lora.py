@@ -1,4 +1,5 @@
 """Agents and their reference on one frozen base."""
+import copy
 from itertools import permutations
 
 import pytest
@@ -15,7 +16,7 @@ from cory.ppo.sampling import collect_rollout, encode_prompts, sample_tokens
 from cory.ppo.update import ppo_update
 from cory.run.finish import save_models
 
-CPU, PROMPTS = torch.device("cpu"), ["Ann has 3 eggs.", "How many?", "5 + 4 =", "a"] * 2
+PROMPTS = ["Ann has 3 eggs.", "How many?", "5 + 4 =", "a"] * 2
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -27,42 +28,50 @@ def folder(request, tmp_path_factory):
 
 
 def two_agents(folder, **changes) -> tuple[LanguageModel, list[Agent]]:
-    cfg = settings(**dict(lora_rank=4, num_ppo_epochs=1) | changes)
-    base = load_language_model(str(folder), cfg, CPU)
-    return base, [Agent(name, base, cfg, i) for i, name in enumerate(("llm1", "llm2"))]
+    changes = dict(lora_rank=4, num_ppo_epochs=1) | changes
+    cfg = settings(**changes)
+    base = load_language_model(str(folder), cfg, torch.device("cpu"))
+    return base, [Agent(f"llm{i + 1}", base, cfg, i) for i in range(2)]
 
 
-def logits_of(model: LanguageModel) -> torch.Tensor:
+def prompt_logits(model: LanguageModel) -> torch.Tensor:
     with torch.no_grad():
         return all_logits(model, *encode_prompts(model, PROMPTS, 6))
 
 
 def require_same_logits(lm, agent: Agent) -> None:
     ids = torch.arange(20)[None]
-    expected = all_logits(agent.policy, ids)
-    torch.testing.assert_close(lm.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    logits = lm.eval()(ids).logits
+    torch.testing.assert_close(logits, all_logits(agent.policy, ids), atol=1e-5, rtol=1e-5)
 
 
-def test_a_step_moves_the_adapter_and_the_critic_and_nothing_else(folder):
+def test_an_update_changes_the_agents_adapter_and_critic_alone(folder):
     """All are one model and start alike, exactly. Each computes its own function, whatever ran before."""
-    base, (one, two) = two_agents(folder)
-    assert one.policy.lm is two.policy.lm is base.lm
-    models = one.policy, two.policy, base
-    reference = logits_of(base)
-    assert all(torch.equal(logits_of(model), reference) for model in models)
-    trained = moved(one).trainable_parameters()                     # A has a gradient once B is not 0
-    before = {name: p.detach().clone() for name, p in {**dict(base.lm.named_parameters()), **trained}.items()}
-    ppo_update(one, collect_rollout(one, PROMPTS, PROMPTS, 6), torch.arange(8.0))
-    assert not any(torch.equal(p, before[name]) for name, p in trained.items())
-    assert all("lora_" in name and ".llm1." in name or name.startswith("critic.") for name in trained)
+    base, (llm1, llm2) = two_agents(folder)
+    models = llm1.policy, llm2.policy, base
+    reference = prompt_logits(base)
+    for model in models:
+        assert model.lm is base.lm
+        assert torch.equal(prompt_logits(model), reference)
+    trained = moved(llm1).trainable_parameters()                    # A has a gradient once B is not 0
+    before = copy.deepcopy(trained | dict(base.lm.named_parameters()))
+    rollout = collect_rollout(llm1, PROMPTS, PROMPTS, 6)
+    ppo_update(llm1, rollout, torch.arange(8.0))
+    for name, p in trained.items():
+        assert ".llm1." in name or name.startswith("critic.")
+        assert not torch.equal(p, before[name]), name
     for name, p in base.lm.named_parameters():
-        assert torch.equal(p, before[name]) != (f"lm.{name}" in trained), name
+        is_trained = f"lm.{name}" in trained
+        assert is_trained or torch.equal(p, before[name]), name
         assert p.requires_grad == ("lora_" in name)                 # also of the adapter that is not in use
-    assert torch.equal(logits_of(two.policy), reference)
-    mine, yours = logits_of(one.policy), logits_of(moved(two).policy)
-    assert (mine - reference).abs().max() > 1e-3 and (yours - mine).abs().max() > 1e-3
-    for order in permutations(zip(models, (mine, yours, reference))):
-        assert all(torch.equal(logits_of(model), expected) for model, expected in order)
+    assert torch.equal(prompt_logits(llm2.policy), reference)
+    logits1 = prompt_logits(llm1.policy)
+    logits2 = prompt_logits(moved(llm2).policy)
+    assert (logits1 - reference).abs().max() > 1e-3
+    assert (logits2 - logits1).abs().max() > 1e-3
+    for order in permutations(zip(models, (logits1, logits2, reference))):
+        for model, expected in order:
+            assert torch.equal(prompt_logits(model), expected)
 
 
 def test_a_frozen_adapter_stays_frozen_and_pending_backward_passes_work(folder):
@@ -82,24 +91,14 @@ def test_a_frozen_adapter_stays_frozen_and_pending_backward_passes_work(folder):
         assert before == {name: p.requires_grad for name, p in base.lm.named_parameters()}
 
 
-def dequantize(lm, low) -> None:
-    """Gives a model in float32 the weights that another one has in 4 bits. GPT-2's own are transposed."""
-    from bitsandbytes.functional import dequantize_4bit
-
-    for name, p in low.named_parameters():
-        if hasattr(p, "quant_state"):
-            weight = dequantize_4bit(p.data, p.quant_state).float()
-            lm.get_parameter(name).data = weight.T if hasattr(lm, "transformer") else weight
-
-
 def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
     """peft follows it; plain transformers must be told."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
     for revision in ("main", "v1"):
-        snapshot = tmp_path / "models--some--model/snapshots" / revision
-        save_model("gpt2", snapshot, num_hidden_layers=len(revision))
-        (ref := tmp_path / "models--some--model/refs" / revision).parent.mkdir(exist_ok=True)
-        ref.write_text(revision)
+        save_model("gpt2", cached / "snapshots" / revision, num_hidden_layers=len(revision))
+        (cached / "refs" / revision).write_text(revision)
     _, agents = two_agents("some/model@v1", model="some/model@v1")
     save_models(tmp_path / "final", [*map(moved, agents)])
     for agent in agents:
@@ -108,24 +107,45 @@ def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
         require_same_logits(AutoModelForCausalLM.from_pretrained(final, revision="v1"), agent)
 
 
-@pytest.mark.parametrize("rounded", [dict(dtype="bfloat16"), dict(load_in_4bit=True)], ids=str)
-def test_adapters_on_a_rounded_base_have_the_same_gradient_but_for_rounding(rounded, folder):
+def dequantize(lm, quantized_lm) -> None:
+    """Gives a model in float32 the weights that another one has in 4 bits. Those of GPT-2 are transposed."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    for name, p in quantized_lm.named_parameters():
+        if hasattr(p, "quant_state"):
+            weight = dequantize_4bit(p.data, p.quant_state).float()
+            if hasattr(lm, "transformer"):
+                weight = weight.T
+            lm.get_parameter(name).data = weight
+
+
+def adapter_gradient(agent: Agent) -> torch.Tensor:
+    """The gradient of a fixed function of the hidden states."""
+    prompts = encode_prompts(agent.policy, PROMPTS, 6)
+    response_BT = torch.arange(48).view(8, 6)
+    hidden = moved(agent).policy.response_hidden(*prompts, response_BT).float()
+    factor = torch.linspace(-1, 1, hidden.numel()).view_as(hidden)
+    (hidden * factor).sum().backward()
+    adapter = agent.policy.weights().values()
+    return torch.cat([p.grad.flatten() for p in adapter])
+
+
+@pytest.mark.parametrize("changes", [dict(dtype="bfloat16"), dict(load_in_4bit=True)], ids=str)
+def test_adapters_on_a_rounded_base_have_the_same_gradient_but_for_rounding(changes, folder):
     """They are in float32 and start as the base, exactly. In 4 bits, it is that of the rounded weights."""
-    if "load_in_4bit" in rounded:
+    if "load_in_4bit" in changes:
         pytest.importorskip("bitsandbytes")
-    low, plain = two_agents(folder, **rounded), two_agents(folder)
-    if "load_in_4bit" in rounded:
-        dequantize(plain[0].lm, low[0].lm)
-    gradients = []
-    for _, (one, _) in (low, plain):
-        rollout, trained = collect_rollout(one, PROMPTS, PROMPTS, 6), one.trainable_parameters()
-        assert rollout.kl_BT.abs().max() == 0 and {p.dtype for p in trained.values()} == {torch.float32}
-        prompts, response = encode_prompts(one.policy, PROMPTS, 6), torch.arange(48).view(8, 6)
-        hidden = moved(one).policy.response_hidden(*prompts, response).float()
-        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in trained.values() if p.grad is not None]))
-    one, other = gradients
-    assert torch.cosine_similarity(one, other, 0) > 0.98 and 0.8 < one.norm() / other.norm() < 1.25
+    rounded_base, (rounded, _) = two_agents(folder, **changes)
+    plain_base, (plain, _) = two_agents(folder)
+    if "load_in_4bit" in changes:
+        dequantize(plain_base.lm, rounded_base.lm)
+    rollout = collect_rollout(rounded, PROMPTS, PROMPTS, 6)
+    assert rollout.kl_BT.abs().max() == 0
+    assert {p.dtype for p in rounded.trainable_parameters().values()} == {torch.float32}
+    gradient = adapter_gradient(rounded)
+    expected = adapter_gradient(plain)
+    assert torch.cosine_similarity(gradient, expected, 0) > 0.98
+    assert 0.8 < gradient.norm() / expected.norm() < 1.25
 
 
 def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(folder, tmp_path, monkeypatch):
@@ -136,11 +156,13 @@ def test_a_final_adapter_computes_in_plain_transformers_what_the_agent_does(fold
     monkeypatch.chdir("/")
     final = tmp_path / "final" / "llm1"
     modules = read(final / "adapter_config.json")["target_modules"]
-    assert modules == sorted(modules)                       # by which two runs' files are equal
+    assert modules == sorted(modules)                       # equal runs save equal files
     plain = AutoModelForCausalLM.from_pretrained(final)
     require_same_logits(plain, agents[0])
     plain.generation_config = GenerationConfig.from_pretrained(final)
-    padded, mask = encode_prompts(agents[0].policy, PROMPTS, 12)
-    generated = plain.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=12)
     greedy = sample_tokens(agents[0].policy, PROMPTS, PROMPTS, 12, None)
-    assert torch.equal(generated[:, -12:] * greedy.mask_BT.long(), greedy.response_BT)
+    prompt_BP = greedy.prompt_BP
+    generated = plain.generate(
+        prompt_BP, attention_mask=greedy.prompt_mask_BP, do_sample=False, max_new_tokens=12)
+    response_BT = generated[:, prompt_BP.shape[1]:] * greedy.mask_BT.long()
+    assert torch.equal(response_BT, greedy.response_BT)

@@ -1,4 +1,4 @@
-"""The methods: PPO, CORY, and those of one's own."""
+"""The methods: PPO, CORY, and custom ones."""
 import random
 import re
 from dataclasses import replace
@@ -48,183 +48,229 @@ def test_evaluations_are_before_training_every_third_iteration_and_at_the_end(wh
 
 
 def test_cory_without_its_three_ideas_is_ppo(whole, small_flags, tmp_path):
-    """No knowledge transfer, no shared reward, no exchange: LLM1 is then trained as by PPO, bit for bit."""
+    """Without knowledge transfer, shared reward and exchange, LLM1 is trained as by PPO, bit for bit."""
     without = "--knowledge_transfer false --partner_reward 0 --role_exchange_every 0".split()
     bare = finished(small_flags, tmp_path / "bare", *without, "--iterations", 3)
     ppo = finished(small_flags, tmp_path / "ppo", "--method", "ppo", "--iterations", 3)
-    for a, b in zip(rows(bare), rows(ppo), strict=True):
-        assert a | {key: x for key, x in b.items() if not key.endswith("/mean")} == a
-    first, seeing = training(bare)[0], training(whole)[0]     # by untouched models
-    assert first["train/task_reward/llm1"] != first["train/task_reward/llm2"] != seeing["train/task_reward/llm2"]
+    for cory_row, ppo_row in zip(rows(bare), rows(ppo), strict=True):
+        for key, x in ppo_row.items():
+            if not key.endswith("/mean"):
+                assert cory_row[key] == x, key
+    # untrained observers: one was shown the bare query, the other a response, too
+    without_transfer = training(bare)[0]["train/task_reward/llm2"]
+    assert without_transfer != training(whole)[0]["train/task_reward/llm2"]
+    assert without_transfer != training(bare)[0]["train/task_reward/llm1"]
 
 
-class Noted(Cory):
-    """One metric of the observer's update alone."""
+class ObserverMetric(Cory):
+    """Only the observer's update has this metric."""
 
     def update(self, role, agent, rollout, score_B):
         metrics = super().update(role, agent, rollout, score_B)
-        return metrics | {"noted": 2.0} if role == "observer" else metrics
+        if role == "observer":
+            metrics["only_observer"] = 2.0
+        return metrics
 
 
-def parities(texts: list[str]) -> set[int]:
-    """Token 0 is !, 1 is ", ..."""
-    return {(ord(letter) - ord("!")) % 2 for letter in "".join(texts) if "!" <= letter <= "~"}
+def parities(texts):
+    """The ids' remainders modulo 2: token 0 is !, 1 is ", ..."""
+    letters = [letter for letter in "".join(texts) if "!" <= letter <= "~"]
+    return {(ord(letter) - ord("!")) % 2 for letter in letters}
 
 
-@pytest.mark.parametrize("edited, of_base, rank", [
-    (LanguageModel, {1}, 0), (Policy, {0, 1}, 0), (Policy, {0, 1}, 2)])
-def test_tokens_that_are_masked_in_the_logits_are_never_sampled(
-        edited, of_base, rank, small_flags, tmp_path, monkeypatch):
-    """By an edit of `logits`, also of saved models, which get their tokens from `new_policy`, too."""
-    logits, make = LanguageModel.logits, LanguageModel.new_policy
-    every = 2 if edited is LanguageModel else 1
-    monkeypatch.setattr(LanguageModel, "masked", torch.arange(0, 256, every), raising=False)
+@pytest.mark.parametrize("edited, rank", [(LanguageModel, 0), (Policy, 0), (Policy, 2)])
+def test_tokens_masked_by_an_override_of_logits_are_never_sampled(
+        edited, rank, small_flags, tmp_path, monkeypatch):
+    """Even ids are masked, in all models or in policies alone. Policies, loaded ones too, get the mask when
+    `new_policy` makes them.
+    """
+    even_ids = torch.arange(0, 256, 2)
+    logits = LanguageModel.logits
+    make_policy = LanguageModel.new_policy
 
-    def new_policy(self, *given):
-        policy = make(self, *given)
-        policy.masked = torch.arange(0, 256, 2)
+    def masked_logits(self, hidden):
+        return logits(self, hidden).index_fill(1, self.masked, -1e9)
+
+    def new_policy(self, *args):
+        policy = make_policy(self, *args)
+        policy.masked = even_ids
         return policy
 
+    expected = {"base": {0, 1}, "llm1": {1}, "llm2": {1}}
+    if edited is LanguageModel:
+        expected["base"] = {1}
+        monkeypatch.setattr(LanguageModel, "masked", even_ids, raising=False)
     monkeypatch.setattr(LanguageModel, "new_policy", new_policy)
-    monkeypatch.setattr(edited, "logits",
-                        lambda self, hidden: logits(self, hidden).index_fill(1, self.masked, -1e9))
+    monkeypatch.setattr(edited, "logits", masked_logits)
     folder = finished(small_flags, tmp_path / "run", "--iterations", 1, "--lora_rank", rank)
-    assert parities(row[role] for row in rows(folder, "samples.jsonl") for role in Cory.roles) == {1}
-    assert all(isfinite(x) for row in rows(folder) for x in row.values())
+    samples = rows(folder, "samples.jsonl")
+    for role in Cory.roles:
+        assert parities([sample[role] for sample in samples]) == {1}
+    for row in rows(folder):
+        assert all(map(isfinite, row.values()))
     main(["evaluate", str(folder), "--samples", "4"])
-    for who, expected in (("base", of_base), ("llm1", {1}), ("llm2", {1})):
-        said = rows(folder, f"evaluation/{who}.jsonl")
-        assert parities(text for row in said for text in [*row["sampled"], row["greedy"]]) == expected
+    for who in expected:
+        texts = []
+        for row in rows(folder, f"evaluation/{who}.jsonl"):
+            texts += [*row["sampled"], row["greedy"]]
+        assert parities(texts) == expected[who]
 
 
 def test_one_model_can_play_both_roles(small_flags, tmp_path):
     """Its second update is on responses from before the first, so that its first ratio is not 1."""
-    words = ["--share_weights", "--method", "test_methods:Noted", "--iterations", 2]
+    words = ["--share_weights", "--method", "test_methods:ObserverMetric", "--iterations", 2]
     folder = finished(small_flags, tmp_path / "r", *words)
     first, second = training(folder)
-    assert first["train/noted/llm1"] == 2
+    assert first["train/only_observer/llm1"] == 2
     assert first["train/approx_kl/llm1"] > 1e-5
-    rewards = [row[f"{role}_reward"] for row in rows(folder, "samples.jsonl")[:4]
-               for role in ("pioneer", "observer")]
+    rewards = []
+    for row in rows(folder, "samples.jsonl")[:4]:
+        rewards += [row["pioneer_reward"], row["observer_reward"]]
     assert first["train/task_reward/llm1"] == pytest.approx(np.mean(rewards), abs=1e-6)
-    # eta takes a step of 4 responses in each update, down where KL is 0; its mean over both is logged
-    assert first["train/kl_coef/llm1"] == pytest.approx(0.15 * (1 + (1 - 0.2 * 4 / 20)) / 2)
-    assert second["train/kl_coef/llm1"] < first["train/kl_coef/llm1"]
+    # KL is 0: an update on 4 responses changes eta from 0.15 to 0.15 (1 - 0.2 * 4 / 20) = 0.144. Logged is
+    # the mean of eta in both updates, (0.15 + 0.144) / 2.
+    assert first["train/kl_coef/llm1"] == pytest.approx(0.147)
+    assert second["train/kl_coef/llm1"] < 0.147
 
 
 class Frozen(Cory):
     frozen = ("llm2",)
 
 
-def test_an_agent_that_is_not_trained_keeps_its_eta(small_flags, tmp_path, capsys):
+def test_a_frozen_agent_keeps_its_eta_and_is_in_no_mean_or_count(small_flags, tmp_path, capsys):
     folder = finished(small_flags, tmp_path / "run", "--iterations", 2, "--method", "test_methods:Frozen")
     held_out = read(folder / "eval.json")
-    assert held_out["mean"] == held_out["llm1"] != held_out["llm2"]
+    assert held_out["mean"] == held_out["llm1"]
+    assert held_out["mean"] != held_out["llm2"]
     agents = torch.load(checkpoints_of(folder)[0], weights_only=True)["agents"]
-    assert agents["llm2"]["kl_coef"] == 0.15 != agents["llm1"]["kl_coef"]
-    (said,) = re.findall("([0-9,]+) trainable parameters", capsys.readouterr().out)
-    assert int(said.replace(",", "")) == sum(p.numel() for p in agents["llm1"]["tensors"].values())
+    assert agents["llm2"]["kl_coef"] == 0.15
+    assert agents["llm1"]["kl_coef"] != 0.15
+    (count,) = re.findall("([0-9,]+) trainable parameters", capsys.readouterr().out)
+    tensors = agents["llm1"]["tensors"].values()
+    assert count == f"{sum(p.numel() for p in tensors):,}"
 
 
-class Slips(Cory):
-    """Roles respond to different queries, in training or in held-out evaluation; or they are drawn."""
-    slip = ""
+class Careless(Cory):
+    """It draws roles, changes rewards in place, and may let the observer respond to other queries."""
+    mixes_queries_in = ""
+
+    def assign_roles(self, agents, iteration):
+        return random.sample(agents, 2)
 
     def respond(self, players, queries, sample):
         rollouts = super().respond(players, queries, sample)
-        if self.slip == ("training" if self.training else "held out"):
-            rollouts[1] = sample(players[1], queries[::-1], queries[::-1])
+        phase = "training" if self.training else "evaluation"
+        if self.mixes_queries_in == phase:
+            other = queries[::-1]
+            rollouts[1] = sample(players[1], other, other)
         return rollouts
-
-    def assign_roles(self, agents, iteration):
-        return [*agents][::-1 if self.slip == "roles" and random.random() < 0.5 else 1]
 
     def team_metrics(self, rollouts, rewards):
         rewards[0] += 100
         return {}
 
 
-@pytest.mark.parametrize("slip, says", [
-    ("training", "respond gave roles different queries"), ("held out", "others than it got"),
-    ("roles", ""), ("", "")])
-def test_slips_of_a_method_are_refused_or_harmless(slip, says, small_flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Slips, "slip", slip)
-    more = ["--method", "test_methods:Slips", "--iterations", 8, "--eval_every", 0]
-    if says:
-        assert says in refusal(small_flags, tmp_path / "r", capsys, *more)
-    else:
-        assert training(finished(small_flags, tmp_path / "r", *more))[0]["train/task_reward/llm1"] < 50
+CARELESS = ["--method", "test_methods:Careless", "--iterations", 8, "--eval_every", 0]
 
 
-doubled = lambda agent, kl_N: 2 * agent.kl_coef
+@pytest.mark.parametrize("phase, message", [
+    ("training", "respond gave roles different queries"), ("evaluation", "others than it got")])
+def test_responses_to_other_queries_are_refused(phase, message, small_flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Careless, "mixes_queries_in", phase)
+    assert message in refusal(small_flags, tmp_path / "r", capsys, *CARELESS)
 
 
-class Own(Cory):
-    """llm1 is a GPT-2, llm2 a Llama with a tokenizer, a rate, an eta, its controller and an advantage of its
-    own. The observer reads two responses of the pioneer, and each role has a score of its own.
+def test_a_method_may_draw_roles_and_change_rewards_in_place(small_flags, tmp_path):
+    for row in training(finished(small_flags, tmp_path / "r", *CARELESS)):
+        assert row["train/task_reward/llm1"] < 50
+
+
+def doubled(agent, kl_N):
+    return 2 * agent.kl_coef
+
+
+LLM2 = dict(learning_rate=0.02, lr_schedule="linear", init_kl_coef=0.7, advantage="reinforce",
+            kl_controller="test_methods:doubled")
+
+
+class CustomMethod(Cory):
+    """llm1 is a GPT-2; llm2 is a Llama with its tokenizer and with other settings, which are in LLM2. The
+    observer reads two responses of the pioneer, and each role has another score.
     """
-    of_llm2 = dict(learning_rate=0.02, lr_schedule="linear", init_kl_coef=0.7, advantage="reinforce",
-                   kl_controller="test_methods:doubled")
-    asked = []
+    queries = []                                # of each call of `respond`
 
     @staticmethod
     def agent_config(cfg, name):
-        return replace(cfg, **Own.of_llm2) if name == "llm2" else cfg
+        return replace(cfg, **LLM2) if name == "llm2" else cfg
 
     def respond(self, players, queries, sample):
-        a1, second = (sample(players[0], self.task.pioneer_prompts(queries), queries) for _ in range(2))
-        shown = [f"{first}|{other}" for first, other in zip(a1.text, second.text)]
-        self.asked.append(queries)
-        self.pioneer = int(getattr(players[0], "policy", players[0]).lm.config.model_type == "llama")
-        return [a1, sample(players[1], self.task.observer_prompts(queries, shown), queries)]
+        pioneer, observer = players
+        self.queries.append(queries)
+        policy = getattr(pioneer, "policy", pioneer)            # held out, players are policies
+        self.pioneer_is_llm2 = policy.lm.config.model_type == "llama"
+        prompts = self.task.pioneer_prompts(queries)
+        first = sample(pioneer, prompts, queries)
+        second = sample(pioneer, prompts, queries)
+        both = [f"{a}|{b}" for a, b in zip(first.text, second.text)]
+        return [first, sample(observer, self.task.observer_prompts(queries, both), queries)]
 
     def scores(self, rollouts, rewards):
         return [rewards[0], rewards[1] + 1]
 
     def team_metrics(self, rollouts, rewards):
-        return super().team_metrics(rollouts, rewards) | {"pioneer": torch.tensor(self.pioneer)}
+        metrics = super().team_metrics(rollouts, rewards)
+        return metrics | {"pioneer_is_llm2": torch.tensor(int(self.pioneer_is_llm2))}
 
 
-def test_a_method_of_ones_own_is_what_is_trained_evaluated_and_resumed(small_flags, tmp_path, capsys):
-    """Iteration 0 and the two others are evaluated; roles are exchanged after both."""
-    Own.of_llm2["model"] = str(save_model("llama", tmp_path / "llama", byte_tokenizer(-1)))
-    whole = finished(small_flags, tmp_path / "whole", "--method", "test_methods:Own", "--iterations", 2,
-                "--eval_every", 1, "--role_exchange_every", 1)
-    *at_first, first, again, same, second, _, end = Own.asked       # held out, by bases and by agents
-    assert at_first == [end] * 2 == [again, same] and end not in (first, second)
+def require_combined_reward(row, split, agent):
+    """It is the task reward - eta KL, with the first eta."""
+    eta = {"llm1": 0.15, "llm2": 0.7}[agent]
+    reward = row[f"{split}/task_reward/{agent}"]
+    kl = row[f"{split}/kl/{agent}"]
+    assert row[f"{split}/combined_reward/{agent}"] == pytest.approx(reward - eta * kl)
+
+
+def test_a_custom_method_is_trained_evaluated_and_resumed(small_flags, tmp_path):
+    """Roles are exchanged after each of two iterations."""
+    LLM2["model"] = str(save_model("llama", tmp_path / "llama", byte_tokenizer(-1)))
+    whole = finished(small_flags, tmp_path / "whole", "--method", "test_methods:CustomMethod",
+                     "--iterations", 2, "--eval_every", 1, "--role_exchange_every", 1)
+    # each of three evaluations has the team of bases and the team; two iterations are between them
+    held_out = [queries == CustomMethod.queries[0] for queries in CustomMethod.queries]
+    assert held_out == [True, True, False, True, True, False, True, True]
     part = stopped(whole, tmp_path / "part")
     resume(part)
     require_same_runs(whole, part)
     for row in rows(whole, "samples.jsonl"):
-        assert row["query"] == row["pioneer_prompt"] and f"{row['pioneer']}|" in row["observer_prompt"]
-    for row in training(whole):
-        for agent, eta in (("llm1", 0.15), ("llm2", 0.7)):
-            reward, kl = row[f"train/task_reward/{agent}"], row[f"train/kl/{agent}"]
-            assert row[f"train/score/{agent}"] == pytest.approx(reward + row[f"train/role/{agent}"])
-            assert row[f"train/combined_reward/{agent}"] == pytest.approx(reward - eta * kl)
-        assert "train/value_loss/llm1" in row and "train/value_loss/llm2" not in row
-        assert (row["train/learning_rate/llm1"], row["train/learning_rate/llm2"]) == (1e-3, 0.02 / row["iteration"])
-        assert row["train/kl_coef/llm1"] < 0.2 and row["train/kl_coef/llm2"] == 0.7 * row["iteration"]      # in two
+        assert row["query"] == row["pioneer_prompt"]
+        assert f"{row['pioneer']}|" in row["observer_prompt"]
+    for iteration, row in enumerate(training(whole), start=1):
+        for agent in ("llm1", "llm2"):
+            score = row[f"train/task_reward/{agent}"] + row[f"train/role/{agent}"]
+            assert row[f"train/score/{agent}"] == pytest.approx(score)
+            require_combined_reward(row, "train", agent)
+        assert "train/value_loss/llm1" in row
+        assert "train/value_loss/llm2" not in row
+        assert row["train/learning_rate/llm1"] == 1e-3
+        assert row["train/learning_rate/llm2"] == 0.02 / iteration          # (1 - 0/2) and (1 - 1/2) of 0.02
+        assert row["train/kl_coef/llm1"] < 0.2
+        assert row["train/kl_coef/llm2"] == 0.7 * iteration                 # 0.7, then doubled
     evaluated = evaluations(whole)
-    assert [row["eval/pioneer/team"] for row in evaluated] == [0, 0, 1]     # in the roles played
+    assert [row["eval/pioneer_is_llm2/team"] for row in evaluated] == [0, 0, 1]     # in the roles played
     first, *_, last = evaluated
-    for who in ("base", "base_llm2", "llm1", "llm2"):                       # none has left its own base yet
+    for who in ("base", "base_llm2", "llm1", "llm2"):           # before training, each is its base
         assert first[f"eval/kl/{who}"] == pytest.approx(0, abs=1e-6)
-    team, bases = (first[f"eval/observer_reward/{who}"] for who in ("team", "base_team"))
-    assert team == pytest.approx(bases, abs=1e-5)
+    base_reward = first["eval/observer_reward/base_team"]
+    assert first["eval/observer_reward/team"] == pytest.approx(base_reward, abs=1e-5)
     assert first["eval/base_perplexity/base"] != first["eval/base_perplexity/base_llm2"]
-    for agent, eta in (("llm1", 0.15), ("llm2", 0.7)):
-        reward, kl = last[f"eval/task_reward/{agent}"], last[f"eval/kl/{agent}"]
-        assert last[f"eval/combined_reward/{agent}"] == pytest.approx(reward - eta * kl)
+    for agent in ("llm1", "llm2"):
+        require_combined_reward(last, "eval", agent)
     config = read(whole / "config.json")
-    assert {name: config[f"llm2/{name}"] for name in Own.of_llm2} == Own.of_llm2
-    parts = read(whole / "eval.json")
-    assert {"base", "base_llm2", "llm1", "llm2", "base_team", "team"} <= parts.keys()
-    assert parts["team"]["pioneer"] == 1
+    assert {name: config[f"llm2/{name}"] for name in LLM2} == LLM2
 
 
 @pytest.mark.parametrize("setting", ["advantage", "critic", "loss", "lr_schedule", "kl_controller"])
-def test_a_name_of_no_code_is_refused_before_a_model_is_loaded(
+def test_a_module_that_does_not_exist_is_refused_before_a_model_is_loaded(
         setting, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("cory.run.experiment.load_language_model", None)
     line = refusal(small_flags, tmp_path / "r", capsys, f"--{setting}", "nowhere:x")
@@ -232,61 +278,72 @@ def test_a_name_of_no_code_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("name, value", [
-    ("agent_names", ("llm1", "llm1")), ("agent_names", ("llm1", "base")), ("frozen", ("observer",)),
+    ("agent_names", ("llm1", "llm1")),
+    ("agent_names", ("llm1", "base")),
+    ("frozen", ("observer",)),
     ("roles", ("pioneer", "observer", "pioneer"))])
-def test_names_that_would_hide_another_and_a_frozen_agent_that_there_is_not_are_refused(
+def test_repeated_names_and_an_unknown_frozen_agent_are_refused(
         name, value, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Cory, name, value)
-    assert f"{value}" in refusal(small_flags, tmp_path / "r", capsys)
+    assert str(value) in refusal(small_flags, tmp_path / "r", capsys)
 
 
-@pytest.mark.parametrize("of, gives, name", [
+@pytest.mark.parametrize("owner, hook, name", [
     (Imdb, "metrics", "length"), (Cory, "update", "role")])
-def test_a_metric_that_hides_another_is_an_error(of, gives, name, small_flags, tmp_path, monkeypatch):
-    monkeypatch.setattr(of, gives, lambda *_: {name: 2.0})
+def test_a_custom_metric_with_the_name_of_another_is_an_error(
+        owner, hook, name, small_flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, hook, lambda *_: {name: 2.0})
     monkeypatch.setattr(Cory, "evaluate", lambda *_: {})
     with pytest.raises(TypeError, match=name):
         finished(small_flags, tmp_path / "run", "--iterations", 1)
 
 
-REWARD = {"bad": 0.0, "good": 1.0, " good": 1.0, "best": 3.0}
-TASK = SimpleNamespace(
-    held_out_queries=["q1", "q2", "q3", "q4"],
-    pioneer_prompts=lambda queries: [f"{query}:" for query in queries],
-    observer_prompts=lambda queries, texts: [f"{query} {text}:" for query, text in zip(queries, texts)],
-    reward=lambda queries, texts: torch.tensor([REWARD[text] for text in texts]))
-
-
 class Three(Cory):
-    agent_names, roles = ("llm1", "llm2", "llm3"), ("pioneer", "observer", "last")
+    agent_names = ("llm1", "llm2", "llm3")
+    roles = ("pioneer", "observer", "last")
 
 
 def test_two_agents_alternate_in_three_roles():
     method = Three(settings(role_exchange_every=1), None)
-    roles = [method.assign_roles([1, 2], iteration) for iteration in (1, 2, 3)]
-    assert roles == [[1, 2, 1], [2, 1, 2], [1, 2, 1]]
+    assert method.assign_roles([1, 2], 1) == [1, 2, 1]
+    assert method.assign_roles([1, 2], 2) == [2, 1, 2]
+    assert method.assign_roles([1, 2], 3) == [1, 2, 1]
 
 
-SAID = {"q1:": "bad", "q2:": "good", "q3:": "good", "q4:": "bad",
-        "q1 bad:": "best", "q2 good:": " good", "q3 good:": "bad", "q4 bad:": "good"}
+REWARD = {"bad": 0.0, "good": 1.0, " good": 1.0, "best": 3.0}
+TASK = SimpleNamespace(
+    held_out_queries=["q1", "q2", "q3"],
+    pioneer_prompts=lambda queries: [f"{query}:" for query in queries],
+    observer_prompts=lambda queries, texts: [f"{query} {text}:" for query, text in zip(queries, texts)],
+    reward=lambda queries, texts: torch.tensor([REWARD[text] for text in texts]))
+# the response to each prompt; the observer copies the pioneer in q2 alone
+BY_TWO = {
+    "q1:": "bad", "q2:": "good", "q3:": "good",
+    "q1 bad:": "best", "q2 good:": " good", "q3 good:": "bad"}
+# the last reads the second; what it says in q2 and q3 is what the first has said, which is no copy
+BY_THREE = {
+    "q1:": "good", "q2:": "good", "q3:": "good",
+    "q1 good:": "bad", "q2 good:": "bad", "q3 good:": "bad",
+    "q1 bad:": "best", "q2 bad:": "good", "q3 bad:": "good"}
 
 
-@pytest.mark.parametrize("method, said, expected", [
-    # copies: q2 alone
-    (Cory, SAID, {"observer_copies": 0.25, "pioneer_reward": 0.5, "observer_reward": 1.25}),
-    # the last reads the second alone, and is compared with it
-    (Three, {f"q{i}{shown}:": text for i in range(1, 5)
-             for shown, text in (("", "good"), (" good", "bad"), (" bad", "good"))},
-     {"pioneer_reward": 1, "observer_reward": 0, "last_reward": 1, "last_copies": 0})])
-def test_the_team_is_measured_by_hand(method, said, expected, monkeypatch):
-    asked = []
+@pytest.mark.parametrize("method_class, responses, expected", [
+    # the observer's rewards are 3, 1, 0
+    (Cory, BY_TWO, {"pioneer_reward": 2 / 3, "observer_reward": 4 / 3, "observer_copies": 1 / 3}),
+    # the last role's are 3, 1, 1
+    (Three, BY_THREE, {"pioneer_reward": 1, "observer_reward": 0, "last_reward": 5 / 3, "last_copies": 0})])
+def test_team_metrics_by_hand(method_class, responses, expected, monkeypatch):
+    """Each role has another seed: with one seed, equal agents would respond alike."""
+    players = []
+    seeds = []
 
-    def responses(model, prompts, queries, length, seed):
-        asked.append((model, seed))
-        return SimpleNamespace(query=queries, text=[said[prompt] for prompt in prompts])
+    def sample_responses(model, prompts, queries, length, seed):
+        players.append(model)
+        seeds.append(seed)
+        return SimpleNamespace(query=queries, text=[responses[prompt] for prompt in prompts])
 
-    monkeypatch.setattr(evaluate, "sample_responses", responses)
-    TASK.cfg = settings()
-    assert evaluate.evaluate_team(method(TASK.cfg, TASK), method.roles) == pytest.approx(expected)
-    # with one seed, like agents would agree by chance
-    assert asked == [(role, seed) for seed, role in enumerate(method.roles, start=1)]
+    monkeypatch.setattr(evaluate, "sample_responses", sample_responses)
+    method = method_class(settings(), TASK)
+    assert evaluate.evaluate_team(method, method.roles) == pytest.approx(expected)
+    assert players == [*method.roles]
+    assert seeds == [*range(1, len(players) + 1)]

@@ -2,6 +2,7 @@
 import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 import pytest
@@ -12,14 +13,19 @@ from cory.__main__ import main
 from cory.run import report
 
 GREY = to_hex(report.BASE["color"])
+PPO = report.COLORS["ppo"]
+CORY = report.COLORS["cory"]
 
 
 def write_run(folder: Path, reward=1.0, base=0.0, last=12, **changes) -> Path:
     """`last` iterations, exchanges after 4 and 8. LLM1 ends at held-out `reward`, LLM2 0.1 above it; in the
     iteration before, both are at 0.2. combined_reward is the reward less 1.
     """
-    config = {"config_class": "cory.config:ImdbConfig", "agents": {"llm1": "base", "llm2": "base"}, "seed": 0,
-              "method": "cory", "preset": "tiny", "learning_rate": 0.1} | changes
+    config = {
+        "config_class": "cory.config:ImdbConfig",
+        "agents": {"llm1": "base", "llm2": "base"},
+        "seed": 0, "method": "cory", "preset": "tiny", "learning_rate": 0.1}
+    config |= changes
     rows = []
     for i in range(1, last + 1):
         pioneer = (i - 1) // 4 % 2 + 1
@@ -29,7 +35,8 @@ def write_run(folder: Path, reward=1.0, base=0.0, last=12, **changes) -> Path:
             "train/kl/llm1": i / 3, "train/kl/llm2": i / 3 + 1,
             "train/score/llm1": i, "train/grad_norm/llm1": i,
             "train/observer_copies/team": 0, "train/spread/team": i})
-    for i, llm1, llm2 in ((0, 0.5, 0.01), (last - 1, 0.2, 0.2), (last, reward, reward + 0.1)):
+    evaluations = {0: (0.5, 0.01), last - 1: (0.2, 0.2), last: (reward, reward + 0.1)}
+    for i, (llm1, llm2) in evaluations.items():
         rewards = {"base": base, "llm1": llm1, "llm2": llm2, "mean": (llm1 + llm2) / 2}
         row = {"iteration": i}
         for who, x in rewards.items():
@@ -45,17 +52,26 @@ def write_run(folder: Path, reward=1.0, base=0.0, last=12, **changes) -> Path:
     rows.sort(key=lambda row: row["iteration"])
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps(row) for row in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
-def lines_of(figure, title: str) -> dict[str, tuple]:
-    """The points, style and colour of each line in a panel, by label."""
+class Line(NamedTuple):
+    points: dict[float, float]              # y by x, in the order in which they are joined
+    style: str
+    color: str
+
+
+def lines_of(figure, metric: str) -> dict[str, Line]:
+    """The lines in the panel of a metric, or in one of this title, by label."""
+    title = report.PANELS.get(metric, metric)
     (ax,) = [ax for ax in figure.axes if ax.get_title() == title]
     lines = {}
     for line in ax.lines:
-        points = line.get_xydata().tolist()
-        lines[line.get_label()] = points, line.get_linestyle(), to_hex(line.get_color())
+        points = dict(line.get_xydata().tolist())
+        color = to_hex(line.get_color())
+        lines[line.get_label()] = Line(points, line.get_linestyle(), color)
     return lines
 
 
@@ -67,28 +83,34 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     """`observer_copies` and `accuracy` are constant, `seconds` and `grad_norm` technical."""
     figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    with_title = ["task_reward", "kl", "combined_reward", "score", "observer_reward"]
-    titles = [report.PANELS[name] for name in with_title]
-    assert [ax.get_title() for ax in figure.axes] == [*titles, "spread", "held-out reward against KL"]
+    metrics = ["task_reward", "kl", "combined_reward", "score", "observer_reward"]
+    titles = [report.PANELS[metric] for metric in metrics]
+    titles += ["spread", "held-out reward against KL"]
+    assert [ax.get_title() for ax in figure.axes] == titles
     assert {*legend_of(figure)} == {
         "base", "llm1, eval", "llm2, eval", "llm1, greedy", "llm2, greedy", "llm1, train", "llm2, train",
         "team, eval", "team, train", "base_team", "exchange of roles"}
-    rewards = lines_of(figure, report.PANELS["task_reward"])
-    assert rewards["llm1, greedy"] == ([[0, 1], [11, 0.7], [12, 1.5]], "--", report.COLORS["cory"])
-    assert rewards["llm1, eval"][0] == [[0, 0.5], [11, 0.2], [12, 1]]
-    combined = lines_of(figure, report.PANELS["combined_reward"])
-    assert combined["llm1, eval"][0] == [[0, -0.5], [11, -0.8], [12, 0]]
-    kl = lines_of(figure, report.PANELS["kl"])
+    rewards = lines_of(figure, "task_reward")
+    assert rewards["llm1, greedy"] == ({0: 1, 11: 0.7, 12: 1.5}, "--", CORY)
+    assert rewards["llm1, eval"].points == {0: 0.5, 11: 0.2, 12: 1}
+    combined = lines_of(figure, "combined_reward")
+    assert combined["llm1, eval"].points == {0: -0.5, 11: -0.8, 12: 0}
+    kl = lines_of(figure, "kl")
     assert kl.keys() == {"base", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train",
                          "exchange of roles"}                                       # without the mean
-    assert kl["llm1, eval"] == ([[0, 5], [11, 2], [12, 10]], "-", report.COLORS["cory"])
-    assert kl["base"] == ([[0, 0], [11, 0], [12, 0]], "-", GREY)
-    points, style, color = kl["llm2, train"]
-    assert points[1:-1] == [[i, pytest.approx(i / 3 + 1)] for i in range(2, 12)]
-    assert style == ":"
-    assert color == kl["llm2, eval"][2] != report.COLORS["cory"]
-    assert lines_of(figure, "spread")["base_team"] == ([[0, 0.1], [11, 0.1], [12, 0.1]], "--", GREY)
-    assert lines_of(figure, report.PANELS["observer_reward"])["team, eval"][0] == [[0, 20], [11, 31], [12, 32]]
+    assert kl["llm1, eval"] == ({0: 5, 11: 2, 12: 10}, "-", CORY)
+    assert kl["base"] == ({0: 0, 11: 0, 12: 0}, "-", GREY)
+    training = kl["llm2, train"]
+    assert training.points.keys() == {*range(1, 13)}
+    for i in range(2, 12):
+        assert training.points[i] == pytest.approx(i / 3 + 1)
+    assert training.style == ":"
+    assert training.color == kl["llm2, eval"].color
+    assert training.color != CORY
+    spread = lines_of(figure, "spread")
+    assert spread["base_team"] == ({0: 0.1, 11: 0.1, 12: 0.1}, "--", GREY)
+    observer_reward = lines_of(figure, "observer_reward")
+    assert observer_reward["team, eval"].points == {0: 20, 11: 31, 12: 32}
     against_kl = [line.get_xydata().tolist() for line in figure.axes[-1].lines]
     assert [[0.1, 0.01], [2, 0.2], [11, 1.1]] in against_kl
 
@@ -102,21 +124,24 @@ def test_roles_are_exchanged_before_the_iterations_that_have_others(tmp_path):
 
 def test_training_curves_are_running_means_over_a_twentieth():
     """Of 60 iterations: over 3. An infinite value is left out. What is trained in two has two points."""
-    every = pd.Series({i: float("inf") if i == 30 else i % 3 for i in range(1, 61)})
-    curve = report.running_mean(every, 60)
+    values = pd.Series({i: i % 3 for i in range(1, 61)}, dtype=float)
+    values[30] = float("inf")
+    curve = report.running_mean(values, 60)
     assert curve.tolist()[:3] == pytest.approx([1.5, 1, 1])
     assert len(curve) == 59
-    assert report.running_mean(pd.Series({5: 5, 9: 9}), 60).to_dict() == {5: 5, 9: 9}
+    two = pd.Series({5: 6, 9: 8})
+    assert report.running_mean(two, 60).to_dict() == {5: 6, 9: 8}
 
 
 def test_a_table_has_means_and_sample_std():
     """Of 1 and 2: 1.5 and 1 / sqrt(2). Teams have a table of their own; a mean of one agent is left out."""
-    rows = [("A", {"task_reward": 1.0, "kl": 0.5, "gap": 1e-6}),
-            ("B", {"task_reward": 0.126, "kl": 15.0}),
-            ("A", {"task_reward": 2.0, "kl": 0.5, "big": 1234.5}),
-            ("team", {"score": 0.5, "kl": 0.25}),
-            ("mean", {"task_reward": 0.126, "kl": 15.0})]
-    frame = pd.DataFrame([row for _, row in rows], index=[who for who, _ in rows])
+    rows = [
+        {"task_reward": 1.0, "kl": 0.5, "gap": 1e-6},
+        {"task_reward": 0.126, "kl": 15.0},
+        {"task_reward": 2.0, "kl": 0.5, "big": 1234.5},
+        {"score": 0.5, "kl": 0.25},
+        {"task_reward": 0.126, "kl": 15.0}]
+    frame = pd.DataFrame(rows, index=["A", "B", "A", "team", "mean"])
     assert report.tables(frame, ["A", "B", "A", "A", "mean"]) == (
         "held-out               A     B\n"
         "runs                   2     1\n"
@@ -157,9 +182,11 @@ def test_runs_that_differ_in_more_than_the_seed_are_groups(base_of_cory, tmp_pat
     """
     runs = []
     for seed in (0, 1):
-        runs.append(write_run(tmp_path / f"ppo{seed}", 1 + seed, 0.0, method="ppo", seed=seed))
-        runs.append(write_run(tmp_path / f"cory{seed}", 3 + seed, base_of_cory, last=12 + 8 * seed,
-                              seed=seed, kl_target=6.0, device="cuda"))
+        ppo = write_run(tmp_path / f"ppo{seed}", 1 + seed, 0.0, method="ppo", seed=seed)
+        cory = write_run(
+            tmp_path / f"cory{seed}", 3 + seed, base_of_cory, 12 + 8 * seed,
+            seed=seed, kl_target=6.0, device="cuda")
+        runs += [ppo, cory]
     out = tmp_path / "new/c.pdf"
     figure, (labels, seeds, reward, *_) = compare(runs, out, monkeypatch, capsys)
     bases = ["cory base", "ppo base"] if base_of_cory else ["base"]
@@ -169,38 +196,46 @@ def test_runs_that_differ_in_more_than_the_seed_are_groups(base_of_cory, tmp_pat
     assert by_label["cory"] == "3.55 ± 0.71"
     assert by_label["ppo"] == "1.55 ± 0.71"
     assert {*legend_of(figure)} == {"ppo", "cory", *bases}
-    lines = lines_of(figure, report.PANELS["task_reward"])
-    assert lines["ppo"] == ([[0, 0.255], [11, 0.2], [12, pytest.approx(1.55)]], "--", report.COLORS["ppo"])
-    assert lines["cory"] == ([[0, 0.255]], "-", report.COLORS["cory"])
-    assert lines[bases[0]][2] == GREY
-    combined = lines_of(figure, report.PANELS["combined_reward"])
-    assert combined["ppo"][0] == [[0, 0.255 - 1], [11, -0.8], [12, pytest.approx(0.55)]]
+    lines = lines_of(figure, "task_reward")
+    ppo_points = {0: 0.255, 11: 0.2, 12: pytest.approx(1.55)}
+    assert lines["ppo"] == (ppo_points, "--", PPO)
+    assert lines["cory"] == ({0: 0.255}, "-", CORY)
+    assert lines[bases[0]].color == GREY
+    combined = lines_of(figure, "combined_reward")
+    assert combined["ppo"].points == {0: 0.255 - 1, 11: -0.8, 12: pytest.approx(0.55)}
     against_kl = lines_of(figure, "reward against KL")
-    assert [[2.55, 0.255], [2, 0.2], [pytest.approx(15.5), pytest.approx(1.55)]] in [
-        points for points, _, _ in against_kl.values()]
-    bands = [band.get_paths()[0].get_extents().y1 for band in figure.axes[1].collections]
-    assert pytest.approx(1.55 + 12.706 / 2, abs=1e-3) in bands
+    joined = [[*line.points.items()] for line in against_kl.values()]
+    end = (pytest.approx(15.5), pytest.approx(1.55))
+    assert [(2.55, 0.255), (2, 0.2), end] in joined
+    bands = [band.get_paths()[0] for band in figure.axes[1].collections]
+    tops = [band.get_extents().y1 for band in bands]
+    assert pytest.approx(1.55 + 12.706 / 2, abs=1e-3) in tops              # 0.71 / sqrt(2) = 1 / 2
     assert out.read_bytes()[:4] == b"%PDF"
 
 
 def test_teams_of_bases_with_other_roles_are_no_group(tmp_path, capsys):
-    runs = [write_run(tmp_path / method, method=method) for method in ("cory", "my:Method")]
-    log = runs[1] / "metrics.jsonl"
+    cory = write_run(tmp_path / "cory")
+    custom = write_run(tmp_path / "custom", method="my:Method")
+    log = custom / "metrics.jsonl"
     log.write_text(log.read_text().replace("eval/spread", "eval/other"))
-    main(["report", *map(str, runs), "--out", str(tmp_path / "c.png")])
+    main(["report", str(cory), str(custom), "--out", str(tmp_path / "c.png")])
     printed = capsys.readouterr().out
     assert "cory base_team" in printed
     assert "my:Method base_team" in printed
 
 
 def test_groups_are_named_by_the_settings_in_which_runs_differ(tmp_path):
-    runs = [write_run(tmp_path / f"{rate}", method=method, learning_rate=rate)
-            for method, rate in (("my:Method", 1.0), ("cory", 2), ("cory", 1))]
-    groups = report.groups_of(runs)
+    custom = write_run(tmp_path / "custom", method="my:Method", learning_rate=1.0)
+    faster = write_run(tmp_path / "faster", learning_rate=2)
+    slower = write_run(tmp_path / "slower", learning_rate=1)
+    groups = report.groups_of([custom, faster, slower])
     assert groups.group.tolist() == [
-        "cory, learning_rate 1.0", "cory, learning_rate 2.0", "my:Method, learning_rate 1.0"]
+        "cory, learning_rate 1.0",
+        "cory, learning_rate 2.0",
+        "my:Method, learning_rate 1.0"]
     longer = write_run(tmp_path / "longer", learning_rate=1, iterations=200)
-    assert report.groups_of([runs[2], longer]).settings.tolist() == [", iterations 100", ", iterations 200"]
+    groups = report.groups_of([slower, longer])
+    assert groups.settings.tolist() == [", iterations 100", ", iterations 200"]
 
 
 def test_runs_that_differ_in_their_code_alone_are_named_by_their_folders(tmp_path):
@@ -209,17 +244,17 @@ def test_runs_that_differ_in_their_code_alone_are_named_by_their_folders(tmp_pat
 
 
 def test_groups_have_a_line_for_each_method_and_a_shade_for_each_setting():
-    rows = []
-    for method in ("cory", "my:Method"):
-        for i in range(7):
-            rows.append({"method": method, "settings": f", rate {i}", "group": f"{method}, rate {i}"})
-    styles = report.styles_of_groups(pd.DataFrame(rows))
-    assert to_hex(styles["cory, rate 0"]["color"]) == report.COLORS["cory"]
-    assert len({tuple(style["color"]) for style in styles.values()}) == 14
-    of_cory = {style["linestyle"] for group, style in styles.items() if group.startswith("cory")}
-    others = {style["linestyle"] for group, style in styles.items() if group.startswith("my")}
-    assert of_cory == {"-"}
-    assert others == {"--"}
+    groups = pd.DataFrame({
+        "method": ["cory"] * 7 + ["my:Method"] * 7,
+        "settings": [f", rate {i}" for i in range(7)] * 2})
+    groups["group"] = groups.method + groups.settings
+    styles = report.styles_of_groups(groups)
+    assert to_hex(styles["cory, rate 0"]["color"]) == CORY
+    colors = {tuple(style["color"]) for style in styles.values()}
+    assert len(colors) == 14
+    for group, style in styles.items():
+        expected = "-" if group.startswith("cory") else "--"
+        assert style["linestyle"] == expected, group
 
 
 def test_a_folder_without_a_run_is_named(capsys):

@@ -48,46 +48,52 @@ def copy(saved, tmp_path) -> Path:
 
 
 class Remembering(Cory):
-    """Trained on rewards less their mean so far; it draws, too. Each agent adds up its own scores."""
+    """Its scores are rewards less the mean so far, plus a random number. Each agent sums its scores."""
 
     def scores(self, rollouts, rewards):
         means = self.memory.setdefault("means", [0.0])
         means.append(rewards[0].mean().item())
-        drawn = random.random() + np.random.rand() + torch.rand(1).item()
+        drawn = random.random() + np.random.rand()
+        drawn += torch.rand(1).item()
         return [reward_B - fmean(means) + drawn for reward_B in rewards]
 
     def update(self, role, agent, rollout, score):
-        agent.memory["sum"] = agent.memory.get("sum", 0.0) + score.mean().item()
-        return super().update(role, agent, rollout, score) | {"sum": agent.memory["sum"]}
+        agent.memory.setdefault("sum", 0.0)
+        agent.memory["sum"] += score.mean().item()
+        return super().update(role, agent, rollout, score) | agent.memory
 
     def team_metrics(self, rollouts, rewards):
         return {"remembered": len(self.memory.get("means", []))}
 
 
 class Harder(Imdb):
-    """It draws, and subtracts from each reward what has been earned so far."""
+    """It subtracts from each reward what has been earned so far, and a random number."""
+
+    @property
+    def earned(self):
+        return self.memory.get("earned", 0.0)
 
     def on_iteration_end(self, rollouts, rewards):
-        self.memory["earned"] = self.memory.get("earned", 0.0) + rewards[0].mean().item()
+        self.memory["earned"] = self.earned + rewards[0].mean().item()
 
     def metrics(self, queries, responses):
-        return {"earned": self.memory.get("earned", 0.0)}
+        return {"earned": self.earned}
 
     def compute_rewards(self, queries, responses):
-        less = self.memory.get("earned", 0.0) + random.random()
+        less = self.earned + random.random()
         return [reward - less for reward in super().compute_rewards(queries, responses)]
 
 
-LORA = ["--lora_rank", "2", "--learning_rate", "0.02"]
-OWN = ["--method", "test_resume:Remembering", "--task", "test_resume:Harder"]
-RUNS = {"cory-lora": LORA, "own": OWN}
+RUNS = {
+    "cory-lora": ["--lora_rank", "2", "--learning_rate", "0.02"],
+    "custom": ["--method", "test_resume:Remembering", "--task", "test_resume:Harder"]}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags, tmp_path):
     """CORY exchanges roles after iteration 2, the last one that is saved."""
     whole = finished(small_flags, tmp_path / "whole", *RUNS[name], "--iterations", 3, "--eval_every", 1,
-                "--lr_schedule", "linear")
+                     "--lr_schedule", "linear")
     part = stopped(whole, tmp_path / "part")
     (part / "checkpoints" / "writing").write_bytes(b"PK")
     for file in ("metrics.jsonl", "samples.jsonl"):
@@ -95,39 +101,45 @@ def test_a_run_killed_while_it_saves_resumes_to_the_same_bits(name, small_flags,
             log.write('{"iteration": 3, "half of')
     resume(part)
     require_same_runs(whole, part)
-    ends = [saved_tensors(checkpoints_of(run_dir)[0]) for run_dir in (whole, part)]
-    assert same_tensors(*ends) and any("/adam/" in key for key in ends[0])
-    if name == "own":
+    tensors = saved_tensors(checkpoints_of(whole)[0])
+    assert same_tensors(tensors, saved_tensors(checkpoints_of(part)[0]))
+    assert any("/adam/" in key for key in tensors)
+    if name == "custom":
         first, second, _ = training(whole)
-        assert first["train/earned/llm1"] == 0                # it learns after the iteration
+        assert first["train/earned/llm1"] == 0                  # it learns after the iteration
         assert second["train/earned/llm1"] == pytest.approx(first["train/task_reward/llm1"])
-        held_out = read(whole / "eval.json")        # the base, too, by the reward that was learned meanwhile
-        assert held_out["base"]["earned"] == held_out["llm1"]["earned"] != 0
+        held_out = read(whole / "eval.json")
+        earned = held_out["llm1"]["earned"]
+        assert earned != 0
+        assert held_out["base"]["earned"] == earned             # the base is measured by the same reward
         evaluated = evaluations(whole)
         assert [row["eval/remembered/team"] for row in evaluated] == [0, 2, 3, 4]
 
 
-def test_a_finished_run_is_finished_again_but_not_lengthened(copy, capsys):
-    """It goes on with its W&B run, and saves at its end, whatever `--save_every`."""
-    before, whole = read(copy / "eval.json"), rows(copy)
+def test_a_finished_run_can_be_finished_again_but_not_lengthened(copy, capsys):
+    """It continues its W&B run, and saves at its end, whatever `--save_every`."""
+    held_out = read(copy / "eval.json")
+    whole = rows(copy)
     newest, older = checkpoints_of(copy)
     newest.unlink()
     torch.save(torch.load(older, weights_only=True) | {"wandb_id": "same"}, older)
     resume(copy, "--save_every", 4)
     assert torch.load(newest, weights_only=True)["wandb_id"] == "same"
     resume(copy)
-    assert read(copy / "eval.json") == before and rows(copy) == whole
+    assert read(copy / "eval.json") == held_out
+    assert rows(copy) == whole
     assert "iterations is 3: the run has 2" in refusal(["--resume"], copy, capsys, "--iterations", 3)
 
 
-def test_a_run_that_goes_on_is_unfinished_until_it_ends_again(copy, monkeypatch):
+def test_a_resumed_run_counts_as_unfinished_until_it_ends_again(copy, monkeypatch):
     def killed(*_):
         raise SystemExit
 
     monkeypatch.setattr(Ppo, "train", killed)
     with pytest.raises(SystemExit):
         resume(copy)
-    assert (copy / "final").exists() and not (copy / "eval.json").exists()
+    assert (copy / "final").exists()
+    assert not (copy / "eval.json").exists()
 
 
 def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, capsys):
@@ -139,18 +151,22 @@ def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, caps
     assert rows(copy) == whole
 
 
-def test_what_comes_back_is_saved_and_all_else_is_refused(tmp_path):
-    """What is refused takes no other checkpoint's place."""
-    agent, other = agent_of(bigram()), agent_of(bigram(seed=1))
-    agent.memory, kept = {"of two": torch.ones(2)}, {"x": [(1, 2.5), {"a"}, {1: torch.ones(2)}, None]}
-    method, again = (SimpleNamespace(memory=x, task=SimpleNamespace(memory={})) for x in (kept, {}))
+def test_checkpoints_restore_memory_of_plain_values_and_refuse_other_objects(tmp_path):
+    """A refused checkpoint replaces no earlier one."""
+    agent = agent_of(bigram())
+    agent.memory = {"tensor": torch.ones(2)}
+    memory = {"x": [(1, 2.5), {"a"}, {1: torch.ones(3)}, None]}
+    method = SimpleNamespace(memory=memory, task=SimpleNamespace(memory={}))
     for iteration in (1, 2, 3):
         save_checkpoint(tmp_path, iteration, [agent], method, "id")
-    assert load_checkpoint(tmp_path, [other], again) == (3, "id") and str(again.memory) == str(kept)
-    assert same_tensors(other.memory, agent.memory)
-    assert same_tensors(other.trainable_parameters(), agent.trainable_parameters())
+    resumed_agent = agent_of(bigram(seed=1))
+    resumed = SimpleNamespace(task=SimpleNamespace())
+    assert load_checkpoint(tmp_path, [resumed_agent], resumed) == (3, "id")
+    assert str(resumed.memory) == str(memory)
+    assert same_tensors(resumed_agent.memory, agent.memory)
+    assert same_tensors(resumed_agent.trainable_parameters(), agent.trainable_parameters())
+    method.memory = {"x": [Path()]}
     with pytest.raises(UnpicklingError, match="GLOBAL pathlib"):
-        method.memory = {"x": [Path()]}
         save_checkpoint(tmp_path, 4, [], method, "id")
     assert [path.stem for path in checkpoints_of(tmp_path)] == ["iteration_000003"]
 
@@ -160,7 +176,7 @@ def test_a_folder_that_holds_a_run_is_refused(copy, small_flags, capsys):
 
 
 def test_a_folder_in_use_is_refused_until_its_run_ends(copy, capsys):
-    """The lock is another process's, which is then killed; it leaves no file."""
+    """Another process holds the lock, and is then killed; the lock leaves no file."""
     before = {path.name for path in copy.iterdir()}
     fork = multiprocessing.get_context("fork")
     ready = fork.Event()
@@ -178,10 +194,10 @@ def test_a_folder_in_use_is_refused_until_its_run_ends(copy, capsys):
     other.join()
     assert {path.name for path in copy.iterdir()} == before
     resume(copy)
-    resume(copy)                                    # a run that has ended in this process holds none
+    resume(copy)                                    # the run that just ended here has freed its lock
 
 
-def test_ctrl_c_says_how_to_go_on(small_flags, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_prints_the_command_that_resumes_the_run(small_flags, tmp_path, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 

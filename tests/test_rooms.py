@@ -1,4 +1,4 @@
-"""What may import what: a room stands above all that it imports."""
+"""What may import what: a room of the package stands above all that it imports."""
 import re
 from pathlib import Path
 
@@ -11,6 +11,6 @@ def test_no_room_imports_one_above_it():
     for path in package.rglob("*.py"):
         room = path.relative_to(package).with_suffix("").parts[0]
         if room in ROOMS:
-            lower = ROOMS[:ROOMS.index(room) + 1]
-            found = re.findall(r"^ *from cory[. ](?:import )?(\w+)", path.read_text(), re.MULTILINE)
-            assert {*found} <= {*lower}, path
+            allowed = ROOMS[:ROOMS.index(room) + 1]
+            imported = re.findall(r"^ *from cory[. ](?:import )?(\w+)", path.read_text(), re.MULTILINE)
+            assert {*imported} <= {*allowed}, path

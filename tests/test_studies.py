@@ -12,86 +12,120 @@ from toys import EXPERIMENTS, close, finished, read, settings
 from cory.config import parse
 from docs.studies import collapse, figures, grid, methods, table
 
+# Ends a run that is resumed, and fails in a new one.
+SCRIPT = """
+import sys
+"--resume" in sys.argv or wrong
+open(sys.argv[-1] + "/eval.json", "w")
+"""
+
 
 def test_a_grid_skips_resumes_and_reports(tmp_path, monkeypatch, capsys):
-    study = {"seeds": [3], "flags": "", "tasks": {"imdb": {"variants": dict.fromkeys("abcd", "")}}}
-    script = 'import sys\n"--resume" in sys.argv or wrong\nopen(sys.argv[-1] + "/eval.json", "w")'
+    variants = dict.fromkeys(["done", "diverged", "interrupted", "new"], "")
+    tasks = {"imdb": {"variants": variants}}
+    study = {"seeds": [3], "flags": "", "tasks": tasks}
     (tmp_path / "studies.json").write_text(json.dumps({"few": study}))
-    (tmp_path / "train_imdb.py").write_text(script)
+    (tmp_path / "train_imdb.py").write_text(SCRIPT)
     monkeypatch.setattr(grid, "HERE", tmp_path)
     monkeypatch.setattr(grid, "ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
-    done, far, cut, new = grid.plan(study, Path("studies/few").resolve())
-    for run in (done, far, cut):
+    runs = grid.plan(study, Path("studies/few").resolve())
+    for run in runs[:3]:
         run.folder.mkdir(parents=True)
         (run.folder / "config.json").write_text('{"agents": {"llm1": "base"}, "alike": 1}')
         (run.folder / "metrics.jsonl").write_text('{"iteration": 0, "eval/task_reward/llm1": 1}\n{"cut off')
+    done, diverged, _, _ = runs
     (done.folder / "eval.json").touch()
-    Path(f"{far.folder}.log").write_text("c0ffee\nerror: grad_norm is nan: llm1 has diverged\n")
+    Path(f"{diverged.folder}.log").write_text("c0ffee\nerror: grad_norm is nan: llm1 has diverged\n")
     assert grid.main(["few", "--jobs", "1"]) == 1
-    out, rows = capsys.readouterr().out, pd.read_csv("studies/few/rows.csv.gz")
-    assert "1 of 2: finished\n2 of 2: failed" in out and "name 'wrong' is not defined" in out
-    assert [run.state for run in (done, far, cut, new)] == ["finished", "diverged", "finished", "not started"]
-    assert list(rows.diverged) == [False, True, False] and set(rows.reward) == {1} and "alike" not in rows
+    printed = capsys.readouterr().out
+    assert "1 of 2: finished\n2 of 2: failed" in printed
+    assert "name 'wrong' is not defined" in printed
+    assert [run.state for run in runs] == ["finished", "diverged", "finished", "not started"]
+    rows = pd.read_csv("studies/few/rows.csv.gz")
+    assert rows.diverged.tolist() == [False, True, False]
+    assert rows.reward.tolist() == [1, 1, 1]
+    assert "alike" not in rows
 
 
 def test_rows_of_a_run_of_the_frontier(small_flags, tmp_path):
     folder = finished(small_flags, tmp_path / "run", "--method", "docs.studies.methods:FrontierCory")
-    rows = pd.DataFrame(grid.rows_of(grid.GridRun("imdb", "cory", 0, [], folder)))
+    run = grid.GridRun("imdb", "cory", 0, [], folder)
+    rows = pd.DataFrame(grid.rows_of(run))
     end = read(folder / "eval.json")
-    assert list(rows.iteration) == [0, 0, 2, 2, 4, 4, 5, 5] and set(rows.kl[:2]) == {0}
-    assert list(rows.kl[-2:]) == [end["llm1"]["kl"], end["llm2"]["kl"]]
-    assert set(rows.observer_copies[-2:]) == {end["team"]["observer_copies"]}
+    for agent in ("llm1", "llm2"):
+        points = rows[rows.agent == agent]
+        first, *_, last = points.kl
+        assert points.iteration.tolist() == [0, 2, 4, 5]
+        assert first == 0
+        assert last == end[agent]["kl"]
+        assert points.observer_copies.iloc[-1] == end["team"]["observer_copies"]
 
 
-def test_studies_are_made_of_flags_that_there_are():
+def test_studies_have_flags_that_exist():
     for study in read(grid.HERE / "studies.json").values():
-        for run in grid.plan(study | {"seeds": [0]}, Path("out")) if "flags" in study else []:
-            parse(*EXPERIMENTS[run.task], run.flags)
+        if "flags" in study:
+            for run in grid.plan(study | {"seeds": [0]}, Path("out")):
+                parse(*EXPERIMENTS[run.task], run.flags)
 
 
-def test_pictures_are_drawn(tmp_path, monkeypatch):
+def test_figures_are_drawn(tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.update({path.name: figure}))
+
+    def save(figure, path):
+        drawn[path.name] = figure
+    monkeypatch.setattr(figures, "save", save)
     figures.main(tmp_path / "studies")
-    assert {*drawn} == {"hero.png", "drift.png", "collapse.png"}
-    (base, *_), *_ = (line.get_xydata() for line in drawn["hero.png"].axes[1].lines)
-    assert base[0] == 0                                     # the line of a method starts at the base
+    assert drawn.keys() == {"hero.png", "drift.png", "collapse.png"}
+    line = drawn["hero.png"].axes[1].lines[0]
+    assert line.get_xdata()[0] == 0                         # the line of a method starts at the base
 
 
-def test_a_difference_on_a_page_is_made_of_the_rows(capsys):
+def differences(text: str) -> tuple[np.ndarray, np.ndarray]:
+    """The three numbers and the mark of each difference in a text, `+0.12 [-0.34, +0.56]*`."""
+    number = r"([+-]\d+\.\d\d)"
+    pattern = rf"{number} \[{number}, {number}\]\\?([*†]?)"
+    found = np.array(re.findall(pattern, " ".join(text.split())))
+    return found[:, :3].astype(float), found[:, 3]
+
+
+def test_the_differences_on_the_pages_are_those_of_the_rows(capsys):
     """Takes 6 s, for all tables of all studies."""
     table.main()
     collapse.main()
-    number = r"[+-]\d+\.\d\d"
-
-    def differences(text):
-        found = re.findall(rf"({number}) \[({number}), ({number})\]\\?([*†]?)", " ".join(text.split()))
-        return [(np.array(values, dtype=float), mark) for *values, mark in found]
-    made = differences(capsys.readouterr().out)
+    numbers, marks = differences(capsys.readouterr().out)
     for page in ("../results.md", "details.md"):
         on_page = differences((table.HERE / page).read_text())
-        assert len(on_page) > 20
-        for values, mark in on_page:                        # processors round the second digit differently
-            assert mark in {known for x, known in made if np.abs(x - values).max() < 0.011}, (page, values)
+        assert len(on_page[0]) > 20
+        for triple, mark in zip(*on_page):
+            distance = np.abs(numbers - triple).max(axis=1)
+            same = distance < 0.011                         # processors round the second digit differently
+            assert mark in marks[same], (page, triple)
 
 
 def test_rewards_of_strangers_change_the_scores_alone():
-    rewards = [torch.tensor([1.0, 2, 6]), torch.tensor([0.0, 10, 20])]
-    scores = methods.StrangersCory(settings(), None).scores([], rewards)
-    close(torch.stack(scores), [[11, 22, 6], [2, 16, 21]])
+    rewards = torch.tensor([[1.0, 2, 6], [0, 10, 20]])
+    llm1, llm2 = methods.StrangersCory(settings(), None).scores([], rewards)
+    close(llm1, [11, 22, 6])                                # 1 + 10, 2 + 20, 6 + 0
+    close(llm2, [2, 16, 21])                                # 0 + 2, 10 + 6, 20 + 1
 
 
-def test_an_agent_collapses_at_the_first_limit_that_it_passes():
+@pytest.mark.parametrize("expected, changes", [
+    (("", 6, 3), {}),
+    (("repetition", 5, 2.5), {"distinct_2": [1, 1, 0.75, 0.25]}),
+    (("perplexity", 3, 1.5), {"base_perplexity": [1, 1, 9, 9]}),
+    (("length", 2.5, 1.25),
+     {"length": [9, 4, 0, 0],
+      "base_perplexity": [1, 1, 1, 99]}),
+    (("reward", 2, 5), {"reward": [0, 5, 2, 3.9]}),
+    (("", 6, 5), {"reward": [0, 5, 2, 4.1]})])
+def test_an_agent_collapses_at_the_first_limit_that_it_passes(expected, changes):
     """By hand: distinct_2 passes 0.5 halfway between its third and fourth evaluation, where reward is 2.5;
     perplexity 3 at log 3 / log 9 = half of the way; the length 3 at a quarter.
     """
-    sound = {"iteration": [0, 2, 4, 6], "reward": [0.0, 1, 2, 3], "length": [9.0] * 4}
-    sound |= {"distinct_2": [1.0] * 4, "base_perplexity": [1.0] * 4}
-    for found, changed in {
-            ("", 6, 3): {},
-            ("repetition", 5, 2.5): {"distinct_2": [1, 1, 0.75, 0.25]},
-            ("perplexity", 3, 1.5): {"base_perplexity": [1, 1, 9, 9]},
-            ("length", 2.5, 1.25): {"length": [9, 4, 0, 0], "base_perplexity": [1, 1, 1, 99]},
-            ("reward", 2, 5): {"reward": [0, 5, 2, 3.9]}, ("", 6, 5): {"reward": [0, 5, 2, 4.1]}}.items():
-        assert collapse.collapse(pd.DataFrame(sound | changed), collapse.Limits()) == pytest.approx(found)
+    points = pd.DataFrame({
+        "iteration": [0, 2, 4, 6],
+        "reward": [0, 1, 2, 3]})
+    sound = points.assign(length=9, distinct_2=1, base_perplexity=1)
+    found = collapse.collapse(sound.assign(**changes), collapse.Limits())
+    assert found == pytest.approx(expected)

@@ -33,28 +33,38 @@ RUNS = {
 
 def metrics_of(name: str, folder: Path) -> dict[str, list[float]]:
     """By key, its values in the rows that have it, rounded."""
-    script = {"imdb": train_imdb, "gsm8k": train_gsm8k}[name.partition("-")[0]]
+    task = name.partition("-")[0]
+    script = {"imdb": train_imdb, "gsm8k": train_gsm8k}[task]
+    flags = f"{QUICK} {RUNS[name]}"
     with float64():
-        script.main([*QUICK.split(), *RUNS[name].split(), "--run_dir", str(folder)])
-    found = {}
+        script.main([*flags.split(), "--run_dir", str(folder)])
+    metrics = {}
     for row in rows(folder):
         for key, value in row.items():
-            found.setdefault(key, []).append(round(value, 10) + 0.0)            # never -0.0
-    return found
+            values = metrics.setdefault(key, [])
+            values.append(round(value, 10) + 0.0)                       # + 0.0 makes 0.0 of -0.0
+    return metrics
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_metrics_are_those_stored(name, tmp_path):
-    found, stored = metrics_of(name, tmp_path / "r"), read(STORED)[name]
-    assert found.keys() == stored.keys()
-    moved = {key: (values, found[key]) for key, values in stored.items()
-             if found[key] != pytest.approx(values, rel=1e-6, abs=1e-9)}
-    assert not moved
+    metrics = metrics_of(name, tmp_path / "r")
+    stored = read(STORED)[name]
+    assert metrics.keys() == stored.keys()
+    for key, values in stored.items():
+        assert metrics[key] == pytest.approx(values, rel=1e-6, abs=1e-9), key
+
+
+def to_text(runs: dict) -> str:
+    """JSON with a line for each metric."""
+    blocks = []
+    for name, metrics in runs.items():
+        lines = [f'  "{key}": {json.dumps(values)}' for key, values in metrics.items()]
+        blocks.append(f' "{name}": {{\n' + ",\n".join(lines))
+    return "{\n" + "\n },\n".join(blocks) + "\n }\n}\n"
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: metrics_of(name, Path(folder) / name) for name in RUNS}
-    lines = [f' "{name}": {{\n' + ",\n".join(f'  "{key}": {json.dumps(values)}' for key, values in of.items())
-             for name, of in runs.items()]
-    STORED.write_text("{\n" + "\n },\n".join(lines) + "\n }\n}\n")
+    STORED.write_text(to_text(runs))

@@ -22,18 +22,23 @@ from cory.run.checkpoint import checkpoints_of
 
 EXPERIMENTS = {"imdb": (ImdbConfig, train_imdb.PRESETS), "gsm8k": (Gsm8kConfig, train_gsm8k.PRESETS)}
 LETTERS = "abcdef."                     # ids 0..6; "." is EOS
+PROMPTS = ["a", "abcdef", "dd", "fedcba"] * 2
 
 
 class LetterTokenizer:
     """One id per letter; "." is EOS, as a real tokenizer's EOS text would be."""
     eos_token_id = 6
 
-    def __call__(self, texts, add_special_tokens=False, split_special_tokens=False):
-        encode = lambda text: [max(0, LETTERS.find(letter)) for letter in text]
-        return {"input_ids": encode(texts) if isinstance(texts, str) else [encode(text) for text in texts]}
+    def __call__(self, texts, **_):
+        if isinstance(texts, str):
+            return {"input_ids": [max(0, LETTERS.find(letter)) for letter in texts]}
+        return {"input_ids": [self(text)["input_ids"] for text in texts]}
 
     def batch_decode(self, rows, skip_special_tokens=True, **_):
-        return ["".join(LETTERS[i] for i in row if i != 6 or not skip_special_tokens) for row in rows]
+        texts = ["".join(LETTERS[i] for i in row) for row in rows]
+        if skip_special_tokens:
+            return [text.replace(".", "") for text in texts]
+        return texts
 
 
 class Body(nn.Module):
@@ -44,8 +49,7 @@ class Body(nn.Module):
         self.vocab = vocab
         self.zero = nn.Parameter(torch.zeros(1))            # without a parameter there would be no gradient
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None,
-                use_cache=None):
+    def forward(self, input_ids, past_key_values=None, **_):
         hidden = nn.functional.one_hot(input_ids, self.vocab) + 0 * self.zero
         return SimpleNamespace(last_hidden_state=hidden, past_key_values=past_key_values)
 
@@ -55,10 +59,12 @@ class BigramLM(nn.Module):
 
     def __init__(self, logits_UV):
         super().__init__()
-        self.base_model = Body(len(logits_UV))
-        self.head = nn.Linear(len(logits_UV), len(logits_UV), bias=False)
+        vocab = len(logits_UV)
+        self.base_model = Body(vocab)
+        self.head = nn.Linear(vocab, vocab, bias=False)
         self.head.weight.data = logits_UV.float().T.contiguous()
-        self.device, self.config = torch.device("cpu"), PretrainedConfig()
+        self.device = torch.device("cpu")
+        self.config = PretrainedConfig()
         self.generation_config = GenerationConfig()
 
     def get_output_embeddings(self):
@@ -75,16 +81,18 @@ def bigram(logits_UV=None, seed=0) -> LanguageModel:
 
 def tiny_gpt2(seed=4, **changes) -> LanguageModel:
     """A frozen random GPT-2 over the letters, with dropout in its config. Responses end at all lengths."""
-    sizes = dict(vocab_size=7, n_positions=40, n_embd=8, n_layer=2, n_head=2, bos_token_id=6, eos_token_id=6,
-                 initializer_range=0.3)
+    sizes = dict(
+        vocab_size=7, n_positions=40, n_embd=8, n_layer=2, n_head=2,
+        bos_token_id=6, eos_token_id=6, initializer_range=0.3)
     torch.manual_seed(seed)
     lm = GPT2LMHeadModel(GPT2Config(**sizes | changes))
     return LanguageModel(lm.requires_grad_(False), LetterTokenizer())
 
 
-def all_logits(model: LanguageModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def all_logits(model: LanguageModel, ids: torch.Tensor, mask=None) -> torch.Tensor:
     """The logits (B, L, V) after each token of rows that are padded on the left."""
-    mask = torch.ones_like(ids) if mask is None else mask
+    if mask is None:
+        mask = torch.ones_like(ids)
     hidden_BLH, _ = model.hidden_states(ids, mask, positions(mask))
     return model.logits(hidden_BLH.flatten(0, 1)).unflatten(0, ids.shape)
 
@@ -94,15 +102,14 @@ def generator(seed=0) -> torch.Generator:
 
 
 def settings(**changes) -> ImdbConfig:
-    small = dict(batch_size=8, mini_batch_size=8, learning_rate=0.05, kl_target=0.0, eval_queries=8)
-    return ImdbConfig(**(small | changes))
+    small = dict(
+        batch_size=8, mini_batch_size=8, learning_rate=0.05,
+        kl_target=0.0, eval_queries=8)
+    return ImdbConfig(**small | changes)
 
 
 def agent_of(model: LanguageModel, **changes) -> Agent:
     return Agent("llm1", model, settings(**changes), 0)
-
-
-PROMPTS = ["a", "abcdef", "dd", "fedcba"] * 2           # of letters
 
 
 def moved(agent: Agent) -> Agent:
@@ -110,6 +117,11 @@ def moved(agent: Agent) -> Agent:
     for p in agent.trainable_parameters().values():
         p.data += 0.1 * torch.randn(p.shape, generator=generator(2))
     return agent
+
+
+def double(x):
+    """The argument of a function of PyTorch's, with float64 for float32."""
+    return torch.float64 if x is torch.float32 else x
 
 
 class InFloat64(TorchFunctionMode):
@@ -122,9 +134,11 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__name__", "") == "__get__":      # an attribute, as shapes are, has no dtype
             return function(*args)
-        double = lambda x: torch.float64 if x is torch.float32 else x
-        function = torch.Tensor.double if function is torch.Tensor.float else function
-        result = function(*map(double, args), **{name: double(x) for name, x in (kwargs or {}).items()})
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = [double(x) for x in args]
+        kwargs = {name: double(x) for name, x in (kwargs or {}).items()}
+        result = function(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.is_floating_point():
             self.used.add(result.dtype)
         return result
@@ -134,7 +148,10 @@ class InFloat64(TorchFunctionMode):
 def float64():
     """Models are loaded and all is computed in float64."""
     load = PreTrainedModel.from_pretrained.__func__
-    load_in_float64 = lambda *args, **kwargs: load(*args, **kwargs | {"dtype": torch.float64})
+
+    def load_in_float64(*args, **kwargs):
+        kwargs["dtype"] = torch.float64
+        return load(*args, **kwargs)
     with pytest.MonkeyPatch.context() as patch, InFloat64() as calls:
         patch.setattr(PreTrainedModel, "from_pretrained", classmethod(load_in_float64))
         torch.set_default_dtype(torch.float64)
@@ -146,19 +163,24 @@ def float64():
 
 
 def close(x, expected, tolerance=1e-6) -> None:
-    x, expected = (torch.as_tensor(values, dtype=torch.float32) for values in (x, expected))
+    x = torch.as_tensor(x, dtype=torch.float32)
+    expected = torch.as_tensor(expected, dtype=torch.float32)
     torch.testing.assert_close(x, expected, atol=tolerance, rtol=tolerance)
 
 
+PROGRESS_BAR = re.compile(r"[^\r\n]*\| \d+/\d+ \[[^]]*\]")
+
+
 def error_line(main, flags: list, capsys) -> str:
-    """The one line, beside a progress bar, that a command with bad input ends in; its exit status is 2."""
-    capsys.readouterr()                     # of what came before
+    """The line in which a command with bad input ends: the only one beside progress bars; exit status 2."""
+    capsys.readouterr()                     # discards what was printed before
     with pytest.raises(SystemExit) as stop:
         main([str(word) for word in flags])
-    err = capsys.readouterr().err
-    lines = [line for line in re.split("[\r\n]", err)
-             if "error: " in line or line.strip() and not re.search(r"\| \d+/\d+ \[", line)]
-    assert stop.value.code == 2 and len(lines) == 1 and "error: " in lines[0], err
+    assert stop.value.code == 2
+    err = PROGRESS_BAR.sub("", capsys.readouterr().err)
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert len(lines) == 1, err
+    assert "error: " in lines[0]
     return lines[0]
 
 
@@ -172,24 +194,27 @@ def resume(run_dir: Path, *more) -> None:
 
 
 def refusal(flags: list[str], folder: Path, capsys, *more) -> str:
-    """The one line in which a run ends."""
+    """The one line in which a run that is refused ends."""
     return error_line(train_imdb.main, [*flags, "--run_dir", folder, *more], capsys)
 
 
 def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
-    """Of a run's file, without the times, which no two runs share."""
-    lines = [json.loads(line) for line in Path(run_dir, file).open()]
-    timing = re.compile("seconds")
-    return [{key: value for key, value in row.items() if not timing.match(key)} for row in lines]
+    """The rows of a run's file, without the times, which differ between any two runs."""
+    rows = []
+    for line in Path(run_dir, file).open():
+        row = json.loads(line)
+        untimed = {key: x for key, x in row.items() if not key.startswith("seconds")}
+        rows.append(untimed)
+    return rows
 
 
 def training(run_dir: Path) -> list[dict]:
-    """The rows of training."""
+    """The rows of metrics.jsonl that have training metrics."""
     return [row for row in rows(run_dir) if "train/role/llm1" in row]
 
 
 def evaluations(run_dir: Path) -> list[dict]:
-    """The rows of held-out evaluation."""
+    """The rows of metrics.jsonl that have held-out metrics."""
     return [row for row in rows(run_dir) if "eval/kl/llm1" in row]
 
 
@@ -198,7 +223,7 @@ def read(path: Path) -> dict:
 
 
 def stopped(run_dir: Path, copy: Path) -> Path:
-    """A copy of a finished run as if it had been killed before its last checkpoint: its log knows more."""
+    """A copy of a finished run as if it had been killed before its last checkpoint: its log goes further."""
     shutil.copytree(run_dir, copy)
     shutil.rmtree(copy / "final")
     (copy / "eval.json").unlink()
@@ -209,22 +234,36 @@ def stopped(run_dir: Path, copy: Path) -> Path:
 def saved_tensors(checkpoint: Path) -> dict:
     """The agents' weights and Adam's moments, by AGENT/tensors/NAME and AGENT/adam/NAME/MOMENT."""
     flat = {}
-    for agent, saved in torch.load(checkpoint, weights_only=True)["agents"].items():
-        flat |= {f"{agent}/tensors/{name}": x for name, x in saved["tensors"].items()}
-        flat |= {f"{agent}/adam/{name}/{moment}": x
-                 for name, moments in saved["adam"].items() for moment, x in moments.items()}
+    agents = torch.load(checkpoint, weights_only=True)["agents"]
+    for agent, saved in agents.items():
+        for name, x in saved["tensors"].items():
+            flat[f"{agent}/tensors/{name}"] = x
+        for name, moments in saved["adam"].items():
+            for moment, x in moments.items():
+                flat[f"{agent}/adam/{name}/{moment}"] = x
     return flat
 
 
 def same_tensors(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    if a.keys() != b.keys():
+        return False
+    return all(torch.equal(x, b[key]) for key, x in a.items())
+
+
+def final_models(run_dir: Path) -> dict[str, dict]:
+    """The tensors of each weights file under final/, by its path there."""
+    final = run_dir / "final"
+    paths = final.rglob("*.safetensors")
+    return {path.relative_to(final): load_file(path) for path in paths}
 
 
 def require_same_runs(a: Path, b: Path) -> None:
     """Metrics, samples, held-out metrics and final weights, bit for bit."""
-    assert rows(a) == rows(b) and rows(a, "samples.jsonl") == rows(b, "samples.jsonl")
+    assert rows(a) == rows(b)
+    assert rows(a, "samples.jsonl") == rows(b, "samples.jsonl")
     assert read(a / "eval.json") == read(b / "eval.json")
-    finals = sorted(path.relative_to(a) for path in a.glob("final/*/*.safetensors"))
-    assert finals == sorted(path.relative_to(b) for path in b.glob("final/*/*.safetensors"))
-    for path in finals:
-        assert same_tensors(load_file(a / path), load_file(b / path)), path
+    models_a = final_models(a)
+    models_b = final_models(b)
+    assert models_a.keys() == models_b.keys()
+    for path, tensors in models_a.items():
+        assert same_tensors(tensors, models_b[path]), path

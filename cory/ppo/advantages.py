@@ -103,7 +103,7 @@ def grpo(reward_BT, mask_BT, group_B, **_) -> Estimate:
 
 def group_sum(x_B, group_B) -> Tensor:
     """(B,): for each row the sum over its group."""
-    _, number_B = group_B.unique(return_inverse=True)
+    _, number_B = group_B.unique(return_inverse=True)               # 0, 1, ..., whatever the groups' numbers
     return torch.zeros_like(x_B).index_add(0, number_B, x_B)[number_B]
 
 

@@ -125,8 +125,8 @@ class LanguageModel:
     def logprobs(self, hidden_NH) -> Tensor:
         """(N, V) log-probabilities of the next token, in nats; differentiable."""
         logits_NV = self.logits(hidden_NH)
-        reused = None if logits_NV.requires_grad else logits_NV     # no second (N, V)
-        return torch.log_softmax(logits_NV, -1, out=reused)
+        in_place = None if logits_NV.requires_grad else logits_NV   # without a gradient: no second (N, V)
+        return torch.log_softmax(logits_NV, -1, out=in_place)
 
     def logp_and_entropy(self, hidden_NH, token_N) -> tuple[Tensor, Tensor]:
         """(log pi(token), entropy of pi), each (N,) in nats, differentiable."""

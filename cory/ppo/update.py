@@ -42,10 +42,9 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict:
             for name, x in backward(agent, micro_batch, divisor).items():
                 sums[name] += x
         grad_norms.append(optimizer_step(agent))
-    local_totals = torch.stack([*sums.values()])
-    totals = processes().sum(local_totals).tolist()
-    tokens = cfg.num_ppo_epochs * mask_BT.sum().item()      # each epoch has every token once
-    means = {name: total / tokens for name, total in zip(sums, totals, strict=True)}
+    tokens = cfg.num_ppo_epochs * mask_BT.sum()             # each epoch has every token once
+    local_means = torch.stack([*sums.values()]) / tokens
+    means = dict(zip(sums, processes().sum(local_means).tolist(), strict=True))
     metrics = {"score": formulas.score_of_responses(score, mask_BT).mean().item(),
                "kl_coef": agent.kl_coef,
                "grad_norm": fmean(grad_norms),

@@ -79,7 +79,6 @@ def held_out_metrics(method, agents: Sequence[EvaluatedAgent], players: Sequence
     `out`: a folder for the responses.
     """
     task = method.task
-    task.training = False
     bases = {agent.base.name: as_base(agent) for agent in agents}
     metrics = {}
     for agent in [*bases.values(), *agents]:

@@ -14,7 +14,7 @@ from cory.run.log import read_jsonl
 PANELS = {
     "task_reward": "task reward",
     "kl": "KL from the base (nats per response)",
-    "combined_reward": "combined reward: reward - eta KL",
+    "combined_reward": "combined reward: reward - initial eta x KL",
     "score": "score: what agents are trained on",
     "entropy": "entropy (nats per token)",
     "explained_variance": "explained variance of the critic",
@@ -278,7 +278,8 @@ def compare(run_dirs: list[Path], out: Path, over: str) -> None:
         sampled = metrics[metrics.metric == "sampled_tokens"]
         tokens = sampled.groupby("iteration").value.sum().cumsum().rename("tokens")
         frames[run_dir, group] = held_out(metrics).join(tokens, on="iteration").fillna({"tokens": 0})
-    rows = pd.concat(frames, names=["run", "group"]).query("who.str.match('mean$|team$|base')")
+    rows = pd.concat(frames, names=["run", "group"])
+    rows = rows.query("who.str.match('mean$|team$|base')")          # not single agents
     last = rows.drop(columns="tokens").groupby(["run", "who"], sort=False).tail(1)
     values = last.round(3).groupby("who").nunique(dropna=False)
     is_shared = (values == 1).all(axis=1)                       # a base that all runs have

@@ -37,8 +37,11 @@ class Gsm8k(Task):
                 for query, response in zip(queries, responses, strict=True)]
 
     def read_answer(self, response: str) -> Decimal | None:
-        """What `--checker` reads in a response: a number, its text, or None; not whether it is right."""
-        return decimal(str(self.checker(response)))
+        """The number that `--checker` reads in a response, or None; not whether it is right."""
+        answer = self.checker(response)
+        if answer is None:
+            return None
+        return decimal(str(answer))
 
     def compute_rewards(self, queries, responses):
         return [float(self.read_answer(response) == self.gold[query])

@@ -19,8 +19,8 @@ class Task:
     """
     columns: ClassVar[list[str]] = ["text"]     # what is read from each row of the data set
     greedy: ClassVar[bool] = False              # whether held-out evaluation also responds greedily
-    iteration = 0                               # the present one; set by the training loop
-    training = False                            # set by the training loop and by held-out evaluation
+    iteration = 0                               # the present one; set by the training loop, as is `training`
+    training = False                            # whether responses are trained on; not in held-out evaluation
 
     def __init__(self, cfg: Config, data: Data, model: LanguageModel):
         self.cfg = cfg
