@@ -1,161 +1,150 @@
-"""Each file of examples/ runs for two iterations by the commands in its docstring, and computes what it says."""
-import ast
-import importlib
-import json
+"""Each file of examples/ runs for two iterations by the commands in its docstring. Some of them by hand."""
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from toys import close, finished, read, settings
+from test_example_methods import Team, numbers, require
+from toys import agent_of, bigram, close, finished, read, rows, settings
 
+from cory.config import import_name
 from cory.ppo.model import LanguageModel, Policy
-from cory.ppo.rollout import Rollout
-from cory.run.evaluate import evaluate_run
-from examples.methods.credit import Credit
-from examples.methods.dense import Dense
-from examples.methods.dynamic import Dynamic
-from examples.methods.merit import Merit
-from examples.methods.together import Together
-from examples.methods.two_turns import TwoTurns
-from examples.parts import controllers, losses
-from examples.parts.advantages import whitened_by_group
-from examples.tasks import crossplay, mention
+from cory.ppo.sampling import collect_rollout
 
 HOME = Path(__file__).parents[1]
-FILES = sorted(HOME.glob("examples/*/*.py"))
-PAGE = (HOME / "examples/README.md").read_text()
-BEST = re.search("```python\n(# best.py\n.*?)```\n\n    (python .*?)\n", (HOME / "README.md").read_text(), re.DOTALL)
-# of a flag that is given twice the last one holds
-SHORT = "--iterations 2 --batch_size 8 --eval_every 0 --save_every 2".split()
+FILES = {path: path.read_text() for path in HOME.glob("examples/*/*.py")}
+COMMANDS = re.findall(r"^    python ((?:.*\\\n)*.*)", "".join(FILES.values()), re.MULTILINE)
+TRAINING = [command for command in COMMANDS if "--method" in command]
+README = (HOME / "README.md").read_text()
+BEST, BEST_COMMAND = re.search("```python\n(.*?)```\n\n    python (.*?)\n", README, re.DOTALL).groups()
+SHORT = ("--iterations 2 --batch_size 8 --mini_batch_size 4 --gradient_accumulation_steps 1 "
+         "--max_response_length 3 --eval_every 0 --save_every 2").split()
 pytestmark = pytest.mark.usefixtures("read_once")
 
 
-def docstrings(path: Path) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            found.append(ast.get_docstring(node) or "")
-    return found
-
-
-COMMANDS = []
-for path in FILES:
-    COMMANDS += re.findall("^ *(python .*)", docstrings(path)[0], re.MULTILINE)
-TRAINING = [command for command in COMMANDS if "--method" in command]
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch, small_flags, problem_flags):
-    """Runs a command of training, and evaluates what it has trained."""
+@pytest.mark.parametrize("command", [*sorted(TRAINING), BEST_COMMAND])
+def test_a_command_trains(command, tmp_path, monkeypatch, small_flags, problem_flags):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Policy, "logits", LanguageModel.logits)         # which an example changes
-
-    def run(command):
-        _, name, *words = shlex.split(command.replace("-m ", ""))
-        small = problem_flags if "gsm8k" in name else small_flags
-        run_dir = tmp_path / "run"
-        main = importlib.import_module(name.removesuffix(".py")).main
-        main([*small, *words, *SHORT, "--run_dir", str(run_dir)])
-        assert "base" in read(run_dir / "eval.json")
-    return run
-
-
-@pytest.mark.parametrize("command", TRAINING)
-def test_an_example_trains_and_its_run_can_be_evaluated(command, train):
+    Path("best.py").write_text(BEST)
     if "mention" in command:
-        mention.main()
-    train(command)
+        import_name("examples.tasks.mention:main")()                    # writes its data
+    script, *words = shlex.split(command.replace("\\\n", "").removeprefix("-m "))
+    small = problem_flags if "gsm8k" in script else small_flags
+    main = import_name(script.removesuffix(".py") + ":main")
+    main([*small, *words, *SHORT, "--run_dir", "run"])                  # the last value of a flag holds
+    assert "base" in read(Path("run/eval.json"))
 
 
-def test_the_class_of_readme_trains(train, monkeypatch):
-    text, command = BEST.groups()
-    Path("best.py").write_text(text)
-    monkeypatch.syspath_prepend(".")
-    train(command)
+def test_files_are_short_have_a_command_and_are_linked():
+    page = (HOME / "examples/README.md").read_text()
+    links = re.findall(r"\]\(([^):]+)\)", page)
+    linked = {(HOME / "examples" / link).resolve() for link in links}
+    assert FILES.keys() <= linked and all(path.exists() for path in linked)
+    for path, text in FILES.items():
+        assert "\n\n    python " in text and len(re.findall(r"\S.*", text)) <= 45, path
+        for docstring in re.findall('"""(.*?)"""', text, re.DOTALL):
+            paragraph, *_ = docstring.strip().split("\n\n")
+            assert paragraph.count("\n") < 4, path
 
 
-def test_each_file_is_short_has_a_command_and_is_linked():
-    for path in FILES:
-        assert "\n    python " in docstrings(path)[0], path
-        assert len(path.read_text().splitlines()) <= 45, path
-        for text in docstrings(path):
-            assert len(text.replace("\n\n", "\n").splitlines()) <= 4, path
-    linked = {(HOME / "examples" / link).resolve() for link in re.findall(r"\]\(([^)#]*)", PAGE)}
-    assert all(path.exists() for path in linked)
-    assert {path for path in linked if "examples" in path.parts} == {*FILES}
+def test_crossplay_of_a_run_with_itself_is_its_team(tmp_path, small_flags, capsys):
+    finished([*small_flags, *SHORT], tmp_path, "--lora_rank", 2)
+    import_name("examples.tasks.crossplay:main")([str(tmp_path), f"{tmp_path}/."])
+    reward = read(tmp_path / "eval.json")["team"]["observer_task_reward"]
+    assert capsys.readouterr().out.count(f" llm2: {reward:.3f}\n") == 4
 
 
-def test_mention_writes_its_data_and_rewards_the_word(tmp_path, monkeypatch):
+# --- by hand ---
+def test_mention(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    mention.main()
-    rows = [json.loads(line) for line in Path("runs/mention.jsonl").open()]
-    assert [row["word"] for row in rows[:4]] == ["good", "story", "time", "good"]
-    assert len(rows) == 9000 and all(len(row["opening"].split()) <= 4 for row in rows)
-    queries = [mention.Mention.query(None, row, None) for row in (["It is", "good"], ["It is", "time"])]
-    assert mention.Mention.compute_rewards(None, queries, [" Good!", " good."]) == [1.0, 0.0]
+    import_name("examples.tasks.mention:main")()
+    assert rows("runs", "mention.jsonl")[1] == {"opening": "The movie reactes almost", "word": "story"}
+    task = import_name("examples.tasks.mention:Mention")
+    assert task.compute_rewards(None, ["good: It", "bad: It"], [" Good!", " good"]) == [1, 0]
 
 
-def test_a_run_that_plays_with_itself_is_its_team(tmp_path, monkeypatch, small_flags, capsys):
-    monkeypatch.chdir(tmp_path)
-    for seed in "12":
-        finished([*small_flags, *SHORT], Path(seed), "--lora_rank", 2, "--seed", seed)
-    crossplay.main("12")
-    said = capsys.readouterr().out
-    assert "1 llm1, 2 llm2: " in said and "2 llm1, 1 llm2: " in said
-    for seed in "12":
-        reward = read(Path(seed, "eval.json"))["team"]["observer_task_reward"]
-        assert f"{seed} llm1, {seed} llm2: {reward:.3f}\n" in said
-
-
-# --- numbers by hand ---
 def test_scores():
-    rewards = [torch.tensor([1.0, 2.0]), torch.tensor([4.0, 8.0])]
-    cfg = settings(partner_reward=0.5)
-    close(torch.stack(Credit(cfg, None).scores(None, rewards)), [[3, 6], [4, 8]])
-    rollout = SimpleNamespace(mask_BT=torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
-    dense = Dense(cfg, None).scores([rollout, rollout], rewards)            # of [3, 6] and [4.5, 9]
-    close(torch.stack(dense), [[[1.49, 1.49], [5.99, 0]], [[2.24, 2.24], [8.99, 0]]])
-    task = SimpleNamespace(reward=lambda queries, texts: torch.tensor([float(text) for text in texts]))
-    both = [SimpleNamespace(query=None, text=["1", "2"]), SimpleNamespace(text=["3", "5"])]
-    close(torch.stack(Together(cfg, task).scores(both, rewards)), [[13, 25], [13, 25]])
-    assert Together(cfg, task).team_metrics(both, rewards) == {"joint_reward": 19}
+    both = "1 2 3 4 5 6", "7 8 9 10 11 12"
+    Team("credit:Credit", *both, partner_reward=0.5).require_scores("4.5 6 7.5 9 10.5 12", both[1])
+    team = Team("together:Together", *both)
+    team.require_scores(*["17 28 39 410 511 612"] * 2)                  # 1 and 7 are joined to 17
+    assert team.metrics() == {"joint_reward": 269.5}                    # 1617 / 6
+    team = Team("dense:Dense", *both)
+    team.rollouts[0].mask_BT[1, 1] = 0
+    first, _ = team.method.scores(team.rollouts, team.rewards)          # of 8, 10, 12, ...
+    require(first[:3], "3.99 3.99 9.99 0 5.99 5.99")
 
 
 def test_merit():
-    merit = Merit(settings(), None)
-    for pioneer, observer, next_pioneer in ((1, 0, "llm1"), (0, 1, "llm2"), (1, 1, "llm2"), (0, 2, "llm1")):
-        merit.scores(None, [torch.tensor([float(pioneer)]), torch.tensor([float(observer)])])
-        assert merit.assign_roles(["llm1", "llm2"], 1)[0] == next_pioneer
-    assert merit.memory == {"exchanges": 2}
-
-
-def rollout_of(texts: list[str]) -> Rollout:
-    one_B1 = torch.ones(len(texts), 1)
-    return Rollout(texts, texts, one_B1, one_B1, one_B1, one_B1, one_B1, one_B1[:, 0])
+    merit = Team("merit:Merit", "1 1 1 1 1 1", "2 2 2 2 2 2").method
+    assert merit.assign_roles([1, 2], 2) == [2, 1]
+    merit.scores(None, [numbers("3"), numbers("2")])
+    assert merit.memory == {"exchanges": 1}
+    merit.scores(None, [numbers("2"), numbers("3")])
+    assert merit.assign_roles([1, 2], 4) == [1, 2]
 
 
 def test_two_turns(monkeypatch):
-    updates = []
-    monkeypatch.setattr("cory.train.ppo_update", lambda *update: updates.append(update))
-    method = TwoTurns(settings(), None)
-    for i, role in enumerate(method.roles):
-        method.update(role, None, rollout_of([role]), torch.tensor([i]))
-    trained = [(rollout.text, score.tolist()) for _, rollout, score in updates]
-    assert trained == [(["observer"], [1]), (["pioneer", "reviser"], [0, 2])]
+    monkeypatch.setattr("cory.train.ppo_update", lambda *given: given)
+    team = Team("two_turns:TwoTurns", "1 2 3 4 5 6", "0 0 0 0 0 0", "7 8 9 10 11 12", partner_reward=0.0)
+    assert team.update(0) == {}
+    _, rollout, score_B = team.update(2)
+    require(score_B, "1 2 3 4 5 6 7 8 9 10 11 12")
+    require(numbers(" ".join(rollout.text)), "1 2 3 4 5 6 7 8 9 10 11 12")
+    require(rollout.group_B, "0 0 0 1 1 1 0 0 0 1 1 1")
 
 
-@pytest.mark.parametrize("iteration, kept, asked", [
-    (1, ["c0", "d1", "e1", "f0"], [1, 11]), (2, ["i0", "j0", "k0", "l0"], [2, 12, 22, 32])])
-def test_dynamic_sampling(iteration, kept, asked):
-    batches = {1: ["a0", "b0", "c0", "d1"], 11: ["e1", "f0", "g0", "h0"]}
-    batch_of, calls = lambda i: batches.get(i, ["i0", "j0", "k0", "l0"]), []
-    task = SimpleNamespace(
-        iteration=iteration, training=True, pioneer_prompts=None or (lambda queries: queries),
-        batch=lambda i: calls.append(i) or (batch_of(i), 6),
-        reward=lambda queries, texts: torch.tensor([float(text[1]) for text in texts]))
-    method = Dynamic(settings(iterations=10, responses_per_query=2), task)
-    (rollout,) = method.respond([None], batch_of(iteration), lambda player, prompts, queries: rollout_of(queries))
-    assert rollout.text == kept and rollout.group_B.tolist() == [0, 0, 1, 1] and calls == asked
+def test_dynamic_sampling():
+    """Two responses to a query, each with its reward after a letter. A fourth batch is not asked for."""
+    batches = {1: "a0 b0 c0 d0", 10: "e1 f0 g1 h1", 19: "i0 j1 k0 l0"}
+    task = SimpleNamespace(iteration=1, training=True, pioneer_prompts=lambda queries: queries)
+    task.batch = lambda iteration: (batches[iteration].split(), 2)
+    task.reward = lambda queries, texts: numbers(" ".join(text[1] for text in texts))
+    agent = agent_of(bigram())
+    sample = lambda _, prompts, queries: replace(collect_rollout(agent, prompts, queries, 2), text=queries)
+    cfg = settings(iterations=9, responses_per_query=2)
+    method = import_name("examples.methods.dynamic:Dynamic")(cfg, task)
+    (rollout,) = method.respond([agent], batches[1].split(), sample)
+    assert " ".join(rollout.text) == "e1 f0 i0 j1"
+    require(rollout.group_B, "0 0 1 1")
+
+
+@pytest.mark.parametrize("name, loss", [
+    ("gspo", "-1.1 -1.1 0.9 0"),                    # ratios exp(0.2) and exp(-0.5), both clipped
+    ("clip_higher", "-1.28 -1.1051709 0.9 0"),      # exp(0.3) is above 1.28, exp(0.1) below
+    ("entropy_bonus", "-1.115 -1.1225 0.87 0")])    # 1.1, 1.1 and 0.9, and 0.01 * 3 / 4 of 2, 3 and 4 nats
+def test_losses(name, loss):
+    """Two responses, of two tokens and of one, with the advantages 1 and -1."""
+    mask_BT = numbers("1 1 1 0").view(2, 2)
+    logp_BT = numbers("-1 -2 -3 0").view(2, 2)
+    advantage_BT = numbers("1 1 -1 0").view(2, 2)
+    rollout = SimpleNamespace(mask_BT=mask_BT, logp_BT=logp_BT, advantage_BT=advantage_BT)
+    agent = SimpleNamespace(cfg=settings(iterations=4, cliprange=0.1), iteration=2)
+    new_logp_BT = logp_BT + numbers("0.3 0.1 -0.5 0").view(2, 2)
+    entropy_BT = numbers("2 3 4 0").view(2, 2)
+    loss_BT, _ = import_name(f"examples.parts.losses:{name}")(agent, rollout, new_logp_BT, entropy_BT, None)
+    require(loss_BT * mask_BT, loss)
+
+
+def test_whitening_by_group():
+    estimate = import_name("examples.parts.advantages:whitened_by_group")
+    reward_BT = numbers("0 1 4 0 0 10 0 30").view(4, 2)
+    mask_BT = numbers("1 1 1 0 1 1 1 1").view(4, 2)
+    given = dict(reward_BT=reward_BT, value_BT=0 * mask_BT, gamma=1.0, lam=1.0)
+    advantage_BT, return_BT = estimate(mask_BT, numbers("0 0 1 1"), **given)
+    require(advantage_BT[:2] * 2**0.5, "-1 -1 2 0")         # 1, 1 and 4 have the mean and the variance 2
+    require(advantage_BT[2:], "-1 -1 1 1")
+    require(return_BT, "1 1 4 0 10 10 30 30")
+
+
+def test_controllers():
+    cfg = settings(iterations=4, init_kl_coef=0.2, kl_target=3.0)
+    agent = SimpleNamespace(cfg=cfg, iteration=3, kl_coef=0.02)
+    close(import_name("examples.parts.controllers:linear")(agent, None), 0.05)
+    dual = import_name("examples.parts.controllers:dual")
+    close(dual(agent, numbers("5 7")), 0.05)                # 0.02 + 0.01 * (6 - 3)
+    assert dual(agent, numbers("0 0")) == 0

@@ -17,7 +17,7 @@ class Distill(Cory):
     needs = {"share_weights": False}
 
     def is_late(self, iteration):
-        return iteration > 2 / 3 * self.cfg.iterations
+        return 3 * iteration > 2 * self.cfg.iterations
 
     def assign_roles(self, agents, iteration):
         if self.is_late(iteration):

@@ -1,5 +1,6 @@
 """Dr. MAS (arXiv:2602.08847, langfengQ/DrMAS): scores are normalized over each agent's responses to a query.
-`Pooled`, its baseline, normalizes over those of all agents; in the authors' code a trajectory counts once.
+`Pooled`, its baseline, normalizes over those of all agents; the authors' code counts a trajectory once.
+With --partner_reward 1 all agents have the same scores, and the two hardly differ.
 
     python train_gsm8k.py --method examples.methods.drmas:DrMas --responses_per_query 4 \
         --advantage examples.methods.drmas:given --kl_in loss
@@ -25,7 +26,7 @@ class DrMas(Cory):
 
     def update(self, role, agent, rollout, score):
         metrics = super().update(role, agent, rollout, score)
-        return metrics | {"score": self.plain[role].mean().item()}      # as before
+        return metrics | {"score": self.plain[role].mean().item()}      # not normalized
 
 
 class Pooled(DrMas):
