@@ -141,15 +141,15 @@ def test_a_table_has_means_and_sample_std():
         {"task_reward": 2.0, "kl": 0.5, "big": 1234.5},
         {"score": 0.5, "kl": 0.25},
         {"task_reward": 0.126, "kl": 15.0}]
-    frame = pd.DataFrame(rows, index=["A", "B", "A", "team", "mean"])
-    assert report.tables(frame, ["A", "B", "A", "A", "mean"]) == (
-        "held-out               A     B\n"
+    frame = pd.DataFrame(rows, index=["C", "B", "C", "team", "mean"])
+    assert report.tables(frame, ["C", "B", "C", "C", "mean"]) == (
+        "held-out               C     B\n"
         "runs                   2     1\n"
         "task_reward  1.50 ± 0.71  0.13\n"
         "kl             0.5 ± 0.0  15.0\n"
         "big                    –     –\n"
         "\n"
-        "held-out      A\n"
+        "held-out      C\n"
         "kl        0.250\n"
         "score     0.500")
 

@@ -86,7 +86,7 @@ def queries_of(task: Task, iterations: tuple) -> list[str]:
     return queries
 
 
-def test_an_epoch_visits_every_row_once_in_an_order_of_its_own():
+def test_each_epoch_visits_every_row_once_in_a_new_order():
     """24 rows are 3 batches of 8; of 16, the second batch reaches into the second epoch."""
     first = queries_of(letters(), (1, 2, 3))
     second = queries_of(letters(), (4, 5, 6))
@@ -97,10 +97,12 @@ def test_an_epoch_visits_every_row_once_in_an_order_of_its_own():
 
 
 def test_a_batch_depends_on_seed_and_iteration_alone():
-    batch = letters(method="cory").batch(6)
+    queries, limit = letters(method="cory").batch(6)
     random.seed(5)
-    assert letters(method="ppo").batch(6) == batch
-    assert letters(seed=1).batch(6) != batch
+    assert letters(method="ppo").batch(6) == (queries, limit)
+    other_queries, other_limit = letters(seed=1).batch(6)
+    assert other_queries != queries
+    assert other_limit != limit
 
 
 def test_an_iteration_has_one_length_limit_drawn_uniformly_from_the_range_with_both_ends():
