@@ -109,8 +109,11 @@ def read_once():
     """In the files that ask for it a model is read once, which takes as long as to train it does."""
     load = cache(loading.load_pretrained)
 
-    def load_copy(*args, **kwargs):
-        return deepcopy(load(*args, **kwargs))
+    def load_copy(auto_class, name, **kwargs):
+        if Path(name).exists():
+            name = str(Path(name).resolve())            # tests may have folders of the same name
+        return deepcopy(load(auto_class, name, **kwargs))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load_pretrained", load_copy)
         patch.setattr(imdb, "load_pretrained", load_copy)

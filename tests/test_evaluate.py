@@ -97,7 +97,7 @@ def test_evaluate_repeats_held_out_metrics_and_adds_best_of_n(method, rank, smal
     main(["evaluate", str(run), "--samples", "8"])
     printed = capsys.readouterr().out
     assert "\npass@8 " in printed
-    assert "\nobserver_reward " in printed
+    assert "\nobserver_task_reward " in printed
     results = read(run / "evaluation" / "results.json")
     for team in ("base_team", "team"):                      # in the roles played, by the same random numbers
         assert results[team] == pytest.approx(held_out[team], rel=1e-4)

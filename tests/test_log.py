@@ -8,6 +8,7 @@ import pytest
 import wandb
 from toys import settings
 
+from cory.errors import UserError
 from cory.run.log import Logger, read_jsonl
 
 TRAINING = {"llm1": {"task_reward": 1.0, "kl": 2.5}, "llm2": {"kl": 3.0}, "team": {"copies": 0.5}}
@@ -115,8 +116,16 @@ def test_without_a_network_a_run_is_offline_and_wandbs_variables_apply(folder, m
         assert log.wandb is None
 
 
+def test_an_iteration_is_logged_once(folder):
+    """As by `super().train` called twice."""
+    with new_log(folder) as log, pytest.raises(UserError, match="iteration 2 is logged already"):
+        for i in (1, 2, 2):
+            log.log_training(i, TRAINING, 4.0, [])
+
+
 def test_a_sampling_gap_beyond_rounding_is_printed_once(folder, capsys):
     with new_log(folder) as log:
-        for i, gap in enumerate([0.0, 0.1, 0.2]):
-            log.log_training(i, {"llm2": {"sampling_gap": gap}}, 1.0, [])
+        for i, gap in enumerate([0.0, 0.1, 0.2], start=1):
+            metrics = {"llm2": {"sampling_gap": gap}, "team": {"copies": 0.5}}
+            log.log_training(i, metrics, 1.0, [])
     assert capsys.readouterr().out.count("sampling_gap exceeds rounding") == 1

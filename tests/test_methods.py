@@ -1,6 +1,5 @@
 """The methods: PPO, CORY, and custom ones."""
 import random
-import re
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -27,6 +26,7 @@ from cory.__main__ import main
 from cory.ppo.model import LanguageModel, Policy
 from cory.run import evaluate
 from cory.run.checkpoint import checkpoints_of
+from cory.run.turn import Turn, sample_rows
 from cory.tasks.imdb import Imdb
 from cory.train import Cory
 
@@ -133,21 +133,54 @@ def test_one_model_can_play_both_roles(small_flags, tmp_path):
     assert second["train/kl_coef/llm1"] < 0.147
 
 
-class Frozen(Cory):
-    frozen = ("llm2",)
+class TrainsOne(Cory):
+    """llm2 is never trained, whichever role it plays."""
+
+    def update(self, role, agent, rollout, score):
+        if agent.name == "llm2":
+            return {}
+        return super().update(role, agent, rollout, score)
 
 
-def test_a_frozen_agent_keeps_its_eta_and_is_in_no_mean_or_count(small_flags, tmp_path, capsys):
-    folder = finished(small_flags, tmp_path / "run", "--iterations", 2, "--method", "test_methods:Frozen")
+def test_an_agent_that_is_never_trained_keeps_its_eta_and_is_in_no_mean(small_flags, tmp_path):
+    """Before training, the mean is over all agents; `evaluate` knows who was trained."""
+    folder = finished(small_flags, tmp_path / "run", "--iterations", 2, "--method", "test_methods:TrainsOne")
     held_out = read(folder / "eval.json")
     assert held_out["mean"] == held_out["llm1"]
     assert held_out["mean"] != held_out["llm2"]
     agents = torch.load(checkpoints_of(folder)[0], weights_only=True)["agents"]
     assert agents["llm2"]["kl_coef"] == 0.15
     assert agents["llm1"]["kl_coef"] != 0.15
-    (count,) = re.findall("([0-9,]+) trainable parameters", capsys.readouterr().out)
-    tensors = agents["llm1"]["tensors"].values()
-    assert count == f"{sum(p.numel() for p in tensors):,}"
+    main(["evaluate", str(folder), "--samples", "1"])
+    results = read(folder / "evaluation/results.json")
+    assert results["mean"]["kl"] == results["llm1"]["kl"] > 0
+
+
+def test_samples_pair_the_responses_that_were_read_together():
+    """Two queries with three responses each. The observer has read the pioneer's row 2 in all rows of q1, and
+    its row 4 in those of q2.
+    """
+    turns = []
+    policy = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: f"prompt {ids[0]}"))
+    agent = SimpleNamespace(name="llm1", policy=policy, cfg=settings(batch_size=24, responses_per_query=3))
+    for role, read_B in (("pioneer", None), ("observer", torch.tensor([2, 2, 2, 4, 4, 4]))):
+        rollout = SimpleNamespace(
+            query=["q1"] * 3 + ["q2"] * 3, text=[f"{role} {i}" for i in range(6)], read_B=read_B,
+            prompt_BP=torch.arange(6)[:, None], prompt_mask_BP=torch.ones(6, 1))
+        turns.append(Turn(role, agent, rollout, torch.arange(6.0), {}))
+    first, second = sample_rows(7, turns)
+    assert (first["query"], first["pioneer"], first["observer"]) == ("q1", "pioneer 2", "observer 0")
+    assert (first["pioneer_reward"], first["pioneer_prompt"]) == (2, "prompt 2")
+    assert (second["query"], second["pioneer"], second["observer"]) == ("q2", "pioneer 4", "observer 3")
+
+
+class NeedsRloo(Cory):
+    needs = {"advantage": "rloo"}
+
+
+def test_a_setting_other_than_a_method_needs_is_refused(small_flags, tmp_path, capsys):
+    line = refusal(small_flags, tmp_path / "r", capsys, "--method", "test_methods:NeedsRloo")
+    assert "advantage is 'gae': test_methods:NeedsRloo needs rloo" in line
 
 
 class Careless(Cory):
@@ -260,8 +293,9 @@ def test_a_custom_method_is_trained_evaluated_and_resumed(small_flags, tmp_path)
     first, *_, last = evaluated
     for who in ("base", "base_llm2", "llm1", "llm2"):           # before training, each is its base
         assert first[f"eval/kl/{who}"] == pytest.approx(0, abs=1e-6)
-    base_reward = first["eval/observer_reward/base_team"]
-    assert first["eval/observer_reward/team"] == pytest.approx(base_reward, abs=1e-5)
+    for metric in ("observer_task_reward", "observer_kl"):
+        of_bases = first[f"eval/{metric}/base_team"]
+        assert first[f"eval/{metric}/team"] == pytest.approx(of_bases, abs=1e-5)
     assert first["eval/base_perplexity/base"] != first["eval/base_perplexity/base_llm2"]
     for agent in ("llm1", "llm2"):
         require_combined_reward(last, "eval", agent)
@@ -280,9 +314,8 @@ def test_a_module_that_does_not_exist_is_refused_before_a_model_is_loaded(
 @pytest.mark.parametrize("name, value", [
     ("agent_names", ("llm1", "llm1")),
     ("agent_names", ("llm1", "base")),
-    ("frozen", ("observer",)),
     ("roles", ("pioneer", "observer", "pioneer"))])
-def test_repeated_names_and_an_unknown_frozen_agent_are_refused(
+def test_repeated_names_are_refused(
         name, value, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Cory, name, value)
     assert str(value) in refusal(small_flags, tmp_path / "r", capsys)
@@ -310,40 +343,52 @@ def test_two_agents_alternate_in_three_roles():
     assert method.assign_roles([1, 2], 3) == [1, 2, 1]
 
 
-REWARD = {"bad": 0.0, "good": 1.0, " good": 1.0, "best": 3.0}
+REWARD = {"bad": 0.0, "good": 1.0, "best": 3.0}
 TASK = SimpleNamespace(
     held_out_queries=["q1", "q2", "q3"],
     pioneer_prompts=lambda queries: [f"{query}:" for query in queries],
     observer_prompts=lambda queries, texts: [f"{query} {text}:" for query, text in zip(queries, texts)],
+    metrics=lambda queries, texts: {},
     reward=lambda queries, texts: torch.tensor([REWARD[text] for text in texts]))
-# the response to each prompt; the observer copies the pioneer in q2 alone
+# the response to each prompt
 BY_TWO = {
     "q1:": "bad", "q2:": "good", "q3:": "good",
-    "q1 bad:": "best", "q2 good:": " good", "q3 good:": "bad"}
-# the last reads the second; what it says in q2 and q3 is what the first has said, which is no copy
+    "q1 bad:": "best", "q2 good:": "good", "q3 good:": "bad"}
+# the last reads the second
 BY_THREE = {
     "q1:": "good", "q2:": "good", "q3:": "good",
     "q1 good:": "bad", "q2 good:": "bad", "q3 good:": "bad",
     "q1 bad:": "best", "q2 bad:": "good", "q3 bad:": "good"}
 
 
-@pytest.mark.parametrize("method_class, responses, expected", [
+@pytest.mark.parametrize("method_class, responses, rewards", [
     # the observer's rewards are 3, 1, 0
-    (Cory, BY_TWO, {"pioneer_reward": 2 / 3, "observer_reward": 4 / 3, "observer_copies": 1 / 3}),
+    (Cory, BY_TWO, {"pioneer": 2 / 3, "observer": 4 / 3}),
     # the last role's are 3, 1, 1
-    (Three, BY_THREE, {"pioneer_reward": 1, "observer_reward": 0, "last_reward": 5 / 3, "last_copies": 0})])
-def test_team_metrics_by_hand(method_class, responses, expected, monkeypatch):
-    """Each role has another seed: with one seed, equal agents would respond alike."""
-    players = []
+    (Three, BY_THREE, {"pioneer": 1, "observer": 0, "last": 5 / 3})])
+def test_team_metrics_by_hand(method_class, responses, rewards, monkeypatch):
+    """Role i has i nats of KL, and eta is i / 10. Each has another seed: with one seed, equal agents would
+    respond alike.
+    """
     seeds = []
 
-    def sample_responses(model, prompts, queries, length, seed):
-        players.append(model)
+    def sample_responses(model, prompts, queries, length, seed, reference):
         seeds.append(seed)
-        return SimpleNamespace(query=queries, text=[responses[prompt] for prompt in prompts])
+        assert reference == f"base of {model}"
+        nats = 1.0 + method_class.roles.index(model)
+        return SimpleNamespace(
+            query=queries, text=[responses[prompt] for prompt in prompts], kl_B=torch.full((3,), nats),
+            mask_BT=torch.ones(3, 2), truncated_B=torch.zeros(3), sampling_gap=0.0)
 
     monkeypatch.setattr(evaluate, "sample_responses", sample_responses)
-    method = method_class(settings(), TASK)
-    assert evaluate.evaluate_team(method, method.roles) == pytest.approx(expected)
-    assert players == [*method.roles]
+    players = []
+    expected = {}
+    for i, role in enumerate(method_class.roles, start=1):
+        cfg = settings(init_kl_coef=i / 10)
+        players.append(evaluate.EvaluatedAgent(f"llm{i}", role, f"base of {role}", cfg))
+        expected[f"{role}_task_reward"] = rewards[role]
+        expected[f"{role}_kl"] = i
+        expected[f"{role}_combined_reward"] = rewards[role] - i / 10 * i
+    metrics = evaluate.evaluate_team(method_class(settings(), TASK), players)
+    assert metrics == pytest.approx(expected)
     assert seeds == [*range(1, len(players) + 1)]

@@ -34,7 +34,8 @@ def write_run(folder: Path, reward=1.0, base=0.0, last=12, **changes) -> Path:
             "train/role/llm0": 2, f"train/role/llm{pioneer}": 0,
             "train/kl/llm1": i / 3, "train/kl/llm2": i / 3 + 1,
             "train/score/llm1": i, "train/grad_norm/llm1": i,
-            "train/observer_copies/team": 0, "train/spread/team": i})
+            "train/sampled_tokens/llm1": 100, "train/sampled_tokens/llm2": 50 * (i % 2),
+            "train/constant/team": 0, "train/spread/team": i})
     evaluations = {0: (0.5, 0.01), last - 1: (0.2, 0.2), last: (reward, reward + 0.1)}
     for i, (llm1, llm2) in evaluations.items():
         rewards = {"base": base, "llm1": llm1, "llm2": llm2, "mean": (llm1 + llm2) / 2}
@@ -45,7 +46,7 @@ def write_run(folder: Path, reward=1.0, base=0.0, last=12, **changes) -> Path:
             row[f"eval/combined_reward/{who}"] = x - 1
             row[f"eval/accuracy/{who}"] = 0.5
             row[f"eval/greedy_task_reward/{who}"] = x + 0.5
-        row["eval/observer_reward/team"] = 20 + i
+        row["eval/observer_task_reward/team"] = 20 + i
         row["eval/spread/team"] = i + 0.1
         row["eval/spread/base_team"] = 0.1
         rows.append(row)
@@ -80,18 +81,17 @@ def legend_of(figure) -> list[str]:
 
 
 def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
-    """`observer_copies` and `accuracy` are constant, `seconds` and `grad_norm` technical."""
+    """`constant` and `accuracy` do not vary, `grad_norm` is technical, greedy metrics are in tables alone."""
     figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    metrics = ["task_reward", "kl", "combined_reward", "score", "observer_reward"]
+    metrics = ["task_reward", "kl", "combined_reward", "score", "observer_task_reward"]
     titles = [report.PANELS[metric] for metric in metrics]
     titles += ["spread", "held-out reward against KL"]
     assert [ax.get_title() for ax in figure.axes] == titles
     assert {*legend_of(figure)} == {
-        "base", "llm1, eval", "llm2, eval", "llm1, greedy", "llm2, greedy", "llm1, train", "llm2, train",
+        "base", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train",
         "team, eval", "team, train", "base_team", "exchange of roles"}
     rewards = lines_of(figure, "task_reward")
-    assert rewards["llm1, greedy"] == ({0: 1, 11: 0.7, 12: 1.5}, "--", CORY)
     assert rewards["llm1, eval"].points == {0: 0.5, 11: 0.2, 12: 1}
     combined = lines_of(figure, "combined_reward")
     assert combined["llm1, eval"].points == {0: -0.5, 11: -0.8, 12: 0}
@@ -109,7 +109,7 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     assert training.color != CORY
     spread = lines_of(figure, "spread")
     assert spread["base_team"] == ({0: 0.1, 11: 0.1, 12: 0.1}, "--", GREY)
-    observer_reward = lines_of(figure, "observer_reward")
+    observer_reward = lines_of(figure, "observer_task_reward")
     assert observer_reward["team, eval"].points == {0: 20, 11: 31, 12: 32}
     against_kl = [line.get_xydata().tolist() for line in figure.axes[-1].lines]
     assert [[0.1, 0.01], [2, 0.2], [11, 1.1]] in against_kl
@@ -162,12 +162,12 @@ def test_a_table_of_zeros_has_its_rows():
         "pioneer_reward  0.000")
 
 
-def compare(runs: list[Path], out: Path, monkeypatch, capsys) -> tuple:
+def compare(runs: list[Path], out: Path, monkeypatch, capsys, *flags: str) -> tuple:
     """The figure, and the lines that `report` prints, each as its cells."""
     figures = []
     draw = report.draw_comparison
     monkeypatch.setattr(report, "draw_comparison", lambda *given: figures.append(draw(*given)))
-    main(["report", *map(str, runs), "--out", str(out)])
+    main(["report", *map(str, runs), "--out", str(out), *flags])
     printed = capsys.readouterr().out.splitlines()
     return figures[0], [re.split(" {2,}", line) for line in printed]
 
@@ -211,6 +211,17 @@ def test_runs_that_differ_in_more_than_the_seed_are_groups(base_of_cory, tmp_pat
     tops = [band.get_extents().y1 for band in bands]
     assert pytest.approx(1.55 + 12.706 / 2, abs=1e-3) in tops              # 0.71 / sqrt(2) = 1 / 2
     assert out.read_bytes()[:4] == b"%PDF"
+
+
+def test_a_comparison_can_be_drawn_over_sampled_tokens(tmp_path, capsys, monkeypatch):
+    """Each iteration has 100 tokens of llm1, and each odd one 50 of llm2. Tables have no tokens."""
+    runs = [write_run(tmp_path / method, method=method) for method in ("ppo", "cory")]
+    figure, printed = compare(runs, tmp_path / "c.png", monkeypatch, capsys, "--over", "tokens")
+    lines = lines_of(figure, "task_reward")
+    assert lines["cory"].points == {0: 0.255, 1400: 0.2, 1500: pytest.approx(1.05)}
+    assert lines["base"].points.keys() == {0, 1400, 1500}
+    assert figure.axes[0].get_xlabel() == "tokens"
+    assert "tokens" not in [row[0] for row in printed]
 
 
 def test_teams_of_bases_with_other_roles_are_no_group(tmp_path, capsys):

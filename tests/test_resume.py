@@ -154,17 +154,20 @@ def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, caps
 def test_checkpoints_restore_memory_of_plain_values_and_refuse_other_objects(tmp_path):
     """A refused checkpoint replaces no earlier one."""
     agent = agent_of(bigram())
+    agent.critic.register_buffer("count", torch.tensor(5.0))
     agent.memory = {"tensor": torch.ones(2)}
     memory = {"x": [(1, 2.5), {"a"}, {1: torch.ones(3)}, None]}
     method = SimpleNamespace(memory=memory, task=SimpleNamespace(memory={}))
     for iteration in (1, 2, 3):
         save_checkpoint(tmp_path, iteration, [agent], method, "id")
     resumed_agent = agent_of(bigram(seed=1))
+    resumed_agent.critic.register_buffer("count", torch.tensor(0.0))
     resumed = SimpleNamespace(task=SimpleNamespace())
     assert load_checkpoint(tmp_path, [resumed_agent], resumed) == (3, "id")
     assert str(resumed.memory) == str(memory)
     assert same_tensors(resumed_agent.memory, agent.memory)
-    assert same_tensors(resumed_agent.trainable_parameters(), agent.trainable_parameters())
+    assert same_tensors(resumed_agent.tensors(), agent.tensors())
+    assert resumed_agent.critic.count == 5
     method.memory = {"x": [Path()]}
     with pytest.raises(UnpicklingError, match="GLOBAL pathlib"):
         save_checkpoint(tmp_path, 4, [], method, "id")

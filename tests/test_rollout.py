@@ -54,6 +54,17 @@ def test_a_base_responds_in_place_of_its_agent_by_new_random_numbers_each_time()
     assert first.kl_BT.abs().max() == 0
 
 
+def test_an_agent_counts_all_tokens_that_it_samples_in_an_iteration():
+    """Also those that nobody is trained on."""
+    agent = agent_of(tiny_gpt2())
+    agent.begin(2)
+    first = collect_rollout(agent, PROMPTS, PROMPTS, 12)
+    second = collect_rollout(agent, PROMPTS[:3], PROMPTS[:3], 5, policy=agent.base)
+    assert agent.sampled_tokens == first.mask_BT.sum() + second.mask_BT.sum()
+    agent.begin(3)
+    assert agent.sampled_tokens == 0
+
+
 @dataclass(frozen=True)
 class CustomRollout(Rollout):
     bonus_B: torch.Tensor | None = None

@@ -59,7 +59,7 @@ def test_rows_of_a_run_of_the_frontier(small_flags, tmp_path):
         assert points.iteration.tolist() == [0, 2, 4, 5]
         assert first == 0
         assert last == end[agent]["kl"]
-        assert points.observer_copies.iloc[-1] == end["team"]["observer_copies"]
+        assert points.observer_kl.iloc[-1] == end["team"]["observer_kl"]
 
 
 def test_studies_have_flags_that_exist():

@@ -79,6 +79,22 @@ def letters(**changes) -> Task:
     return Task(settings(**changes), data, bigram())
 
 
+class Showing(Task):
+    def pioneer_prompts(self, queries):
+        return [f"{query}:" for query in queries]
+
+    def observer_prompts(self, queries, responses):
+        return [f"{query} {response}:" for query, response in zip(queries, responses, strict=True)]
+
+
+@pytest.mark.parametrize("transfer, prompts", [(True, ["a b:", "c d:"]), (False, ["a:", "c:"])])
+def test_without_knowledge_transfer_an_observer_reads_what_the_pioneer_does(transfer, prompts):
+    """Whichever method asks the task for its prompts."""
+    data = Data(WORDS[:24], [], WORDS[24:])
+    task = Showing(settings(knowledge_transfer=transfer), data, bigram())
+    assert task.observer_prompts(["a", "c"], ["b", "d"]) == prompts
+
+
 def queries_of(task: Task, iterations: tuple) -> list[str]:
     queries = []
     for i in iterations:

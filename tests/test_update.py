@@ -224,6 +224,16 @@ def test_a_warning_names_the_network_without_a_gradient():
         ppo_update(agent, rollout, SCORE)
 
 
+def test_a_warning_names_a_custom_parameter_that_no_optimizer_has():
+    """Here the policy's logits have a bias that was added after the agent was made."""
+    agent, rollout = ragged()
+    policy = agent.policy
+    policy.bias = torch.nn.Parameter(torch.zeros(7))
+    policy.logits = lambda hidden_NH: policy.head(hidden_NH) + policy.bias
+    with pytest.warns(UserWarning, match="llm1's bias has a gradient, but no optimizer"):
+        ppo_update(agent, rollout, SCORE)
+
+
 def falling(progress):
     return -1.0
 
@@ -283,6 +293,16 @@ def test_an_estimator_sees_the_rollout_and_may_give_the_critics_target():
     assert torch.equal(estimated.advantage_BT, rollout.response_BT)
     assert torch.equal(estimated.return_BT, 3 * rollout.mask_BT)
     assert agent.critic is not None
+
+
+def test_loss_weights_that_a_method_has_set_are_kept():
+    agent, rollout = ragged()
+    weight_BT = rollout.mask_BT * ~rollout.truncated_B[:, None]             # leaves out truncated responses
+    masked = update.add_advantages(replace(rollout, weight_BT=weight_BT), SCORE, agent)
+    assert torch.equal(masked.weight_BT, weight_BT)
+    computed = update.add_advantages(rollout, SCORE, agent)
+    assert torch.equal(computed.weight_BT, rollout.mask_BT)
+    assert torch.equal(computed.divisor_B, masked.divisor_B)
 
 
 def test_token_scores_are_summed_over_responses_and_other_shapes_are_refused():

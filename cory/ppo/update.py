@@ -49,7 +49,7 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict:
                "kl_coef": agent.kl_coef,
                "grad_norm": fmean(grad_norms),
                "learning_rate": agent.optimizer.param_groups[0]["lr"]}
-    if rollout.value_BT is not None:
+    if rollout.return_BT is not None:
         real = mask_BT.bool()
         value_N = rollout.value_BT[real]
         metrics["explained_variance"] = formulas.explained_variance(value_N, rollout.return_BT[real])

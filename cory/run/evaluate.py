@@ -200,8 +200,7 @@ def evaluate_team(method, players: Sequence[EvaluatedAgent]) -> dict[str, float]
     length = method.cfg.max_response_length
     seeds = count(1)                    # with one seed, identical agents would respond identically
 
-    def sample(player: EvaluatedAgent, prompts: list[str], queries: list[str],
-               policy: LanguageModel | None = None) -> Rollout:
+    def sample(player, prompts, queries, policy=None):          # as the training loop's
         model = policy or player.policy
         return sample_responses(model, prompts, queries, length, next(seeds), player.base)
 

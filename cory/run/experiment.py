@@ -36,8 +36,8 @@ class Experiment:
         for name, agent_cfg in self.configs.items():
             require_agent(name, agent_cfg, cfg)
             for setting, value in method_class.needs.items():
-                is_met = getattr(agent_cfg, setting) == value
-                agent_cfg.require(setting, is_met, f"{cfg.method} needs {value}")
+                agent_cfg.require(setting, getattr(agent_cfg, setting) == value,
+                                  f"{cfg.method} needs {value}")
         if (run_dir / "config.json").exists():
             require_settings_of(run_dir, cfg, self.configs, free)
         print(f"{cfg.method} on {cfg.task}: preset {cfg.preset}, {cfg.dtype} on {self.device}, in {run_dir}\n"
