@@ -126,11 +126,10 @@ def resume_flags(tmp_path) -> list[str]:
 
 def test_a_resumed_run_keeps_its_settings_when_its_preset_has_changed(resume_flags, monkeypatch):
     monkeypatch.setitem(train_imdb.PRESETS["tiny"], "vf_coef", 9.0)
-    cfg = imdb([*resume_flags, "--iterations", "99", "--wandb", "offline"])
+    cfg = imdb([*resume_flags, "--iterations", "99"])
     assert cfg.learning_rate == 3e-5
     assert cfg.vf_coef == 0.1
     assert cfg.iterations == 99
-    assert cfg.wandb == "offline"
 
 
 def test_a_resumed_run_refuses_other_settings(tmp_path, resume_flags, capsys):
