@@ -73,7 +73,7 @@ def test_held_out_metrics_by_hand(tmp_path):
         "repeated_tokens": 0.6,                                 # 3 of 5
         "base_perplexity": 7.0, "sampling_gap": 0}, rel=1e-4)
     logits_UV[1, [2, 6]] = torch.tensor([-99.0, 99])
-    metrics = evaluate.evaluate(evaluated_agent(logits_UV, 2), NoReward(), tmp_path / "b.jsonl")
+    metrics = evaluate.evaluate(evaluated_agent(logits_UV, 2), NoReward(), tmp_path)
     assert metrics["truncated"] == 0                            # two tokens are the limit, but EOS is one
     assert metrics["pass@2"] == 0                               # a reward of 0 is no solution
 

@@ -139,7 +139,7 @@ def test_a_table_has_means_and_sample_std():
         {"task_reward": 1.0, "kl": 0.5, "gap": 1e-6},
         {"task_reward": 0.126, "kl": 15.0},
         {"task_reward": 2.0, "kl": 0.5, "big": 1234.5},
-        {"score": 0.5, "kl": 0.25},
+        {"score": -0.5, "kl": 0.25},
         {"task_reward": 0.126, "kl": 15.0}]
     frame = pd.DataFrame(rows, index=["C", "B", "C", "team", "mean"])
     assert report.tables(frame, ["C", "B", "C", "C", "mean"]) == (
@@ -149,9 +149,9 @@ def test_a_table_has_means_and_sample_std():
         "kl             0.5 ± 0.0  15.0\n"
         "big                    –     –\n"
         "\n"
-        "held-out      C\n"
-        "kl        0.250\n"
-        "score     0.500")
+        "held-out       C\n"
+        "kl         0.250\n"
+        "score     -0.500")
 
 
 def test_a_table_of_zeros_has_its_rows():

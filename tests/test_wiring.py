@@ -237,7 +237,8 @@ EFFECTS = {                 # settings, by base run and by the stages that they 
     ("ppo", "held out, -"): "eval_split=validation eval_queries=3 eval_samples=2",
     ("loss", "update 1"): "init_kl_coef=3",
     ("loss", "update 2"): "kl_target=0",
-    ("cory", "held out, responses 1"): "knowledge_transfer=false",
+    # without it, the observer's prompts are another draw of the toy task
+    ("cory", "held out, draws 1, responses 1"): "knowledge_transfer=false",
     ("cory", "responses 1"): "share_weights=true",
     ("cory", "scores 1"): "partner_reward=0.5 method=ppo",
     ("cory", "responses 2"): "role_exchange_every=0",

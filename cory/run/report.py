@@ -100,13 +100,12 @@ def cell(values: pd.Series, largest: float) -> str:
 
 # --- one run ---
 def panels_of(metrics: pd.DataFrame) -> list[str]:
-    """The metrics that vary, in order. Reward and KL have a panel in any case."""
+    """The metrics that vary, in order."""
     varies = metrics.groupby("metric").value.nunique() > 1
     panels = []
     for metric in dict.fromkeys([*PANELS, *metrics.metric]):
-        is_shown = metric in ("task_reward", "kl") or varies.get(metric, False)
         has_none = metric in WITHOUT_PANEL or metric.startswith("greedy_")
-        if is_shown and not has_none:
+        if varies.get(metric, False) and not has_none:
             panels.append(metric)
     return panels
 
