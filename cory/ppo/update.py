@@ -142,7 +142,8 @@ def backward(agent: Agent, batch: Rollout, divisor: Tensor) -> dict:
     loss_BT, metrics = loss_function(agent, batch, logp_BT, entropy_BT, value_BT)
     loss_N = loss_BT[real] * batch.weight_BT[real]
     (loss_N.sum() / divisor).backward()
-    warn_of_idle_parameters(agent)
+    if not agent.is_trained:
+        warn_of_idle_parameters(agent)
     sums = {}
     for name, x_BT in metrics.items():
         sums[name] = x_BT.detach()[real].double().sum()
