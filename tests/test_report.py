@@ -89,17 +89,17 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     titles += ["spread", "held-out reward against KL"]
     assert [ax.get_title() for ax in figure.axes] == titles
     assert {*legend_of(figure)} == {
-        "base", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train",
-        "team, eval", "team, train", "base_team", "exchange of roles"}
+        "base, eval", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train",
+        "team, eval", "team, train", "base_team, eval", "exchange of roles"}
     rewards = lines_of(figure, "task_reward")
     assert rewards["llm1, eval"].points == {0: 0.5, 11: 0.2, 12: 1}
     combined = lines_of(figure, "combined_reward")
     assert combined["llm1, eval"].points == {0: -0.5, 11: -0.8, 12: 0}
     kl = lines_of(figure, "kl")
-    assert kl.keys() == {"base", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train",
+    assert kl.keys() == {"base, eval", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train",
                          "exchange of roles"}                                       # without the mean
     assert kl["llm1, eval"] == ({0: 5, 11: 2, 12: 10}, "-", CORY)
-    assert kl["base"] == ({0: 0, 11: 0, 12: 0}, "-", GREY)
+    assert kl["base, eval"] == ({0: 0, 11: 0, 12: 0}, "-", GREY)
     training = kl["llm2, train"]
     assert training.points.keys() == {*range(1, 13)}
     for i in range(2, 12):
@@ -108,7 +108,7 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     assert training.color == kl["llm2, eval"].color
     assert training.color != CORY
     spread = lines_of(figure, "spread")
-    assert spread["base_team"] == ({0: 0.1, 11: 0.1, 12: 0.1}, "--", GREY)
+    assert spread["base_team, eval"] == ({0: 0.1, 11: 0.1, 12: 0.1}, "--", GREY)
     observer_reward = lines_of(figure, "observer_task_reward")
     assert observer_reward["team, eval"].points == {0: 20, 11: 31, 12: 32}
     against_kl = [line.get_xydata().tolist() for line in figure.axes[-1].lines]

@@ -164,8 +164,7 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
             curve = line.set_index("iteration").value
             if split == "train":
                 curve = running_mean(curve, metrics.iteration.max())
-            label = who if who.startswith("base") else f"{who}, {split}"
-            ax.plot(curve, label=label, **styles[who] | SPLITS[split])
+            ax.plot(curve, label=f"{who}, {split}", **styles[who] | SPLITS[split])
         for iteration in exchanges(metrics):
             ax.axvline(iteration - 0.5, color="0.8", linewidth=0.8, zorder=0, label="exchange of roles")
     ax = figure.add_subplot(height, 4, len(panels) + 1)
