@@ -43,7 +43,7 @@ def import_name(name: str):
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    sys.modules.setdefault(script_name(), sys.modules["__main__"])          # it is not run again
+    sys.modules.setdefault(script_name(), sys.modules["__main__"])      # found there, not run a second time
     try:
         return getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:                # any other error of the module keeps its traceback
@@ -288,8 +288,9 @@ def base_names(configs: dict[str, Config]) -> dict[str, str]:
     """By agent, the name of its base. Agents whose model and temperature are the same share a base."""
     names = {}
     for agent, cfg in configs.items():
-        new = f"base_{agent}" if names else "base"
-        names.setdefault((cfg.model, cfg.temperature), new)
+        key = cfg.model, cfg.temperature
+        if key not in names:
+            names[key] = f"base_{agent}" if names else "base"
     return {agent: names[cfg.model, cfg.temperature] for agent, cfg in configs.items()}
 
 

@@ -34,7 +34,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
                                     quantization_config=quantization, device_map=device_map)
     lm.requires_grad_(False)
     model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
-    ends = model.end_ids
+    ends = model.end_ids                # which read generation_config, also the new one below
     if cfg.chat_template:
         # a Jinja macro hides transformers' function of that name: prompts do not depend on the day
         today = "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"

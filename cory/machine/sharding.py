@@ -53,7 +53,7 @@ def whole_on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def shard_like(x: Tensor, parameter: nn.Parameter) -> Tensor:
     """The part of a whole tensor that this process holds of `parameter`."""
-    if not is_sharded(parameter) or x.shape != parameter.shape:
+    if not is_sharded(parameter) or x.shape != parameter.shape:         # Adam's step is a number
         return x
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(x.to(parameter.device), parameter.device_mesh, parameter.placements,

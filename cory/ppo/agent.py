@@ -78,7 +78,9 @@ class Agent:
         return np.random.default_rng((self.cfg.seed, self.index, self.rng_count))
 
     def begin(self, iteration: int) -> None:
-        """Begins iteration 1, 2, ..., with learning rates `rate * schedule((iteration - 1) / iterations)`."""
+        """Begins iteration 1, 2, ..., with learning rates `rate * schedule((iteration - 1) / iterations)` and
+        no tokens sampled yet.
+        """
         cfg = self.cfg
         self.iteration = iteration
         self.sampled_tokens = 0

@@ -33,7 +33,7 @@ class Rollout:
     sampling_logp_BT: Tensor    # log-probability with which a_t was drawn, nats
     truncated_B: Tensor         # whether the length limit has cut a response
     group_B: Tensor | None = None       # responses with the same number are compared (RLOO, GRPO)
-    read_B: Tensor | None = None        # row of the role before that the prompt shows; None: the same row
+    read_B: Tensor | None = None        # the row of the previous role that a prompt shows; None: the same row
     # by `add_logprobs`
     logp_BT: Tensor | None = None       # log pi_old(a_t | s_t), nats; None without a reference
     ref_logp_BT: Tensor | None = None   # log pi0(a_t | s_t), nats
@@ -43,7 +43,7 @@ class Rollout:
     advantage_BT: Tensor | None = None  # whitened, if the estimator asks for it
     return_BT: Tensor | None = None     # what the critic learns, units of reward; None without one
     weight_BT: Tensor | None = None     # of each token's loss, 0 on padding
-    divisor_B: Tensor | None = None     # the weighted sum of a step's losses is divided by their sum
+    divisor_B: Tensor | None = None     # a step's weighted loss is divided by its rows' sum of these
 
     @property
     def kl_B(self) -> Tensor:
@@ -144,7 +144,7 @@ def micro_batches(rollout: Rollout, model: LanguageModel, max_rows: int) -> list
 def require_queries(rollouts: list[Rollout], queries: list[str]) -> None:
     """Raises `UserError` unless each rollout responds to these queries, in this order."""
     if any(rollout.query != queries for rollout in rollouts):
-        raise UserError("respond gave roles different queries, or (not self.training) others than it got")
+        raise UserError("respond gave roles different queries, or in evaluation others than it was given")
 
 
 def max_length(mask: Tensor) -> int:

@@ -107,7 +107,7 @@ def draw(logp_BV, uniform_B: Tensor | None) -> tuple[Tensor, Tensor]:
 
     In float64, because float32 would miss the many tokens with p below 6e-8.
     """
-    p_BV = logp_BV.softmax(-1)              # softmax(log p) = p; an edit, as for top-k, may have any sum
+    p_BV = logp_BV.softmax(-1)              # softmax(log p) = p; if you edit p here, it may have any sum
     cumulative_BV = p_BV.cumsum(-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:]
     if uniform_B is None:
@@ -192,7 +192,7 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
 def add_logprobs(rollout: Rollout, policy: LanguageModel, reference: LanguageModel, kl_penalty: str,
                  max_rows: int, critic: nn.Module | None = None) -> Rollout:
     """Adds logp_BT, ref_logp_BT, kl_BT and, with a critic, value_BT, in micro-batches of at most `max_rows`
-    rows. With as many as the update's, rounding is similar: initial ratios are nearly 1 even in bfloat16.
+    rows. If the update has the same limit, rounding is similar: initial ratios are nearly 1 even in bfloat16.
     """
     logp_BT = torch.zeros_like(rollout.mask_BT)
     ref_logp_BT = torch.zeros_like(logp_BT)

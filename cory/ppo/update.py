@@ -142,7 +142,7 @@ def backward(agent: Agent, batch: Rollout, divisor: Tensor) -> dict:
     loss_BT, metrics = loss_function(agent, batch, logp_BT, entropy_BT, value_BT)
     loss_N = loss_BT[real] * batch.weight_BT[real]
     (loss_N.sum() / divisor).backward()
-    if not agent.is_trained:
+    if not agent.is_trained:                                # before the first optimizer step
         warn_of_idle_parameters(agent)
     sums = {}
     for name, x_BT in metrics.items():
@@ -158,12 +158,14 @@ def warn_of_idle_parameters(agent: Agent) -> None:
         if all(p.grad is None for p in group["params"]):
             network = "critic" if group["is_critic"] else "policy"
             warnings.warn(f"no weight of {agent.name}'s {network} has a gradient", stacklevel=2)
-    parts = vars(agent.policy)
-    for name, part in vars(agent.policy).items():
-        if isinstance(part, nn.Module):
-            parts = parts | dict(part.named_parameters(prefix=name))
-    for name, p in parts.items():
-        if isinstance(p, nn.Parameter) and p.grad is not None and p not in optimized:
+    parameters = {}
+    for name, x in vars(agent.policy).items():
+        if isinstance(x, nn.Parameter):
+            parameters[name] = x
+        if isinstance(x, nn.Module):
+            parameters |= x.named_parameters(prefix=name)
+    for name, p in parameters.items():
+        if p.grad is not None and p not in optimized:
             warnings.warn(f"{agent.name}'s {name} has a gradient, but no optimizer", stacklevel=2)
 
 

@@ -18,7 +18,7 @@ from cory.ppo.agent import Agent
 
 
 def run_folder(cfg: Config) -> Path:
-    """The folder of a run that is resumed, or one without a run: `cfg.run_dir`, or a new one under runs/."""
+    """`cfg.run_dir`, or a new folder under runs/. It must hold no run, unless that is to be resumed."""
     what = f"{cfg.task}-{cfg.method}-{cfg.preset}-seed{cfg.seed}".replace(":", "-").lower()
     new = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     names = processes().gather([cfg.run_dir or new])

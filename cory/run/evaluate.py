@@ -24,7 +24,7 @@ from cory.run.log import Metrics, read_jsonl, write_jsonl, write_text
 from cory.run.report import tables
 from cory.tasks.task import Task
 
-EVALUATION_SEED = 20_241_006    # on one device, the same random numbers for all models, seeds, iterations
+EVALUATION_SEED = 20_241_006    # the same random numbers for all models, run seeds and iterations
 
 
 class EvaluatedAgent(NamedTuple):
@@ -113,7 +113,7 @@ def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str
     with unsharded(model, reference):
         rollout = generate(model, prompts, queries, length, uniform_TB, reference, kl_penalty="full",
                            max_rows=len(prompts))
-    group_B = torch.arange(len(prompts), device=model.device)
+    group_B = torch.arange(len(prompts), device=model.device)       # for methods: each response is alone
     rollout = replace(rollout, group_B=group_B)
     if not isinstance(model, Policy):
         model.response_cache[key] = rollout
@@ -158,7 +158,8 @@ def diversity_metrics(rollout: Rollout) -> dict[str, float]:
 
 def evaluate(agent: EvaluatedAgent, task: Task, out: Path | None = None) -> dict[str, float]:
     """Metrics of `eval_samples` responses to each held-out query; of greedy ones as greedy_NAME, if the task
-    asks for them. With `out`, a folder for responses, also of greedy ones, and of the best of 1, 2, 4 ...
+    asks for them. With `out`, greedy ones for any task, pass@k and the best of k; the responses are written
+    into that folder.
     """
     set_seed(EVALUATION_SEED)               # for tasks that draw
     queries = task.held_out_queries
@@ -166,12 +167,12 @@ def evaluate(agent: EvaluatedAgent, task: Task, out: Path | None = None) -> dict
     repeated = []
     for query in queries:
         repeated += [query] * samples
-    sampled, reward_B, metrics = respond_alone(agent, task, repeated, 0)
+    sampled, reward_B, metrics = respond_alone(agent, task, repeated, seed=0)
     metrics = merge_metrics(metrics, diversity_metrics(sampled))
     if not task.greedy and not out:
         return metrics
 
-    greedy, greedy_reward_Q, greedy_metrics = respond_alone(agent, task, queries, None)
+    greedy, greedy_reward_Q, greedy_metrics = respond_alone(agent, task, queries, seed=None)
     for name, x in greedy_metrics.items():
         metrics[f"greedy_{name}"] = x
     if not out:

@@ -52,7 +52,7 @@ class Experiment:
     def load_bases(self) -> None:
         self.models = {}
         self.bases = {}
-        by_name = {}
+        by_name = {}                # by the base's name
         for agent, name in base_names(self.configs).items():
             agent_cfg = self.configs[agent]
             if agent_cfg.model not in self.models:

@@ -67,8 +67,8 @@ def tables(frame: pd.DataFrame, labels: list[str] | None = None) -> str:
 
 
 def table(frame: pd.DataFrame) -> str:
-    """Mean ± sample std over rows of the same label. Left out are the mean of one agent, and, unless all
-    would be, metrics that are 0.
+    """Mean ± sample std over rows of the same label. Left out are metrics that are 0, unless all are, and the
+    mean of one agent, which repeats the agent's row.
     """
     is_mean = frame.index == "mean"
     is_mean_of_one = is_mean & frame.duplicated(keep=False)
@@ -206,7 +206,7 @@ def groups_of(run_dirs: list[Path]) -> pd.DataFrame:
         values = configs[name].map(str).unique()
         if len(values) > 1 and name not in NOT_IN_NAMES:
             differ.append(name)
-    if configs.duplicated(["method", *differ, "seed"]).any():       # as two runs of different code
+    if configs.duplicated(["method", *differ, "seed"]).any():       # the code may differ: named by folder
         differ.append("run_dir")
     configs = configs.sort_values(["method", *differ, "seed"])
     settings = []
@@ -276,7 +276,7 @@ def compare(run_dirs: list[Path], out: Path, over: str) -> None:
         sampled = metrics[metrics.metric == "sampled_tokens"]
         tokens = sampled.groupby("iteration").value.sum().cumsum().rename("tokens")
         frames[run_dir, group] = held_out(metrics).join(tokens, on="iteration").fillna({"tokens": 0})
-    rows = pd.concat(frames, names=["run", "group"])
+    rows = pd.concat(frames, names=["run", "group"])                # index: run, group, iteration, who
     rows = rows.query("who.str.match('mean$|team$|base')")          # not single agents
     last = rows.drop(columns="tokens").groupby(["run", "who"], sort=False).tail(1)
     values = last.round(3).groupby("who").nunique(dropna=False)

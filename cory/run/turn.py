@@ -51,8 +51,8 @@ def training_metrics(agents: list[Agent], turns: list[Turn], task: Task, team: d
 
 
 def sample_rows(iteration: int, turns: list[Turn]) -> list[dict]:
-    """A few queries, with each role's prompt, response, agent and reward. A role's response is the one that
-    the next role has read.
+    """A few queries, with each role's prompt, response, agent and reward: those of the last role, and before
+    it, by `read_B`, what the next role has read.
     """
     rows = []
     queries = turns[0].rollout.query

@@ -26,7 +26,7 @@ class Task:
         self.cfg = cfg
         self.memory = {}
         self.train_rows = data.train
-        if not cfg.knowledge_transfer:                      # whatever a method asks for
+        if not cfg.knowledge_transfer:                      # for all methods: they ask for these prompts
             self.observer_prompts = lambda queries, responses: self.pioneer_prompts(queries)
         self.tokenizer = model.tokenizer
         self.device = model.device
@@ -67,6 +67,7 @@ class Task:
         """Called after the updates of an iteration; rewards: (B,) of each rollout. What the task learns from
         them belongs in `memory`.
         """
+
     def metrics(self, queries: list[str], responses: list[str]) -> dict:
         """Further means over the responses, by name."""
         return {}
