@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -186,10 +187,14 @@ def test_code_is_also_found_in_the_current_folder(tmp_path, monkeypatch):
         ImdbConfig(advantage="nowhere:x").resolve("advantage")
 
 
-def test_a_script_is_not_imported_again_by_its_name(monkeypatch):
+@pytest.mark.parametrize("spec, name", [
+    (None, "myscript"),                                                     # python myscript.py
+    (SimpleNamespace(name="examples.tasks.my"), "examples.tasks.my")])      # python -m examples.tasks.my
+def test_a_script_is_not_imported_again_by_its_name(spec, name, monkeypatch):
+    script = SimpleNamespace(__spec__=spec, x=7)
     monkeypatch.setattr(sys, "argv", ["/there/myscript.py"])
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
-    assert config.import_name("myscript:__name__") == "__main__"
+    monkeypatch.setattr(sys, "modules", sys.modules | {"__main__": script})
+    assert config.import_name(f"{name}:x") == 7
 
 
 def test_the_documented_sweep_has_flags_and_a_metric_that_exist():
