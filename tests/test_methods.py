@@ -294,8 +294,8 @@ def test_a_custom_method_is_trained_evaluated_and_resumed(small_flags, tmp_path)
     for who in ("base", "base_llm2", "llm1", "llm2"):           # before training, each is its base
         assert first[f"eval/kl/{who}"] == pytest.approx(0, abs=1e-6)
     for metric in ("observer_task_reward", "observer_kl"):
-        of_bases = first[f"eval/{metric}/base_team"]
-        assert first[f"eval/{metric}/team"] == pytest.approx(of_bases, abs=1e-5)
+        base_team = first[f"eval/{metric}/base_team"]
+        assert first[f"eval/{metric}/team"] == pytest.approx(base_team, abs=1e-5)
     assert first["eval/base_perplexity/base"] != first["eval/base_perplexity/base_llm2"]
     for agent in ("llm1", "llm2"):
         require_combined_reward(last, "eval", agent)
