@@ -24,7 +24,8 @@ NAMED = {
     "method": {"ppo": "cory.train:Ppo", "cory": "cory.train:Cory"},
     "advantage": {name: f"cory.ppo.advantages:{name}"
                   for name in ("gae", "rloo", "grpo", "reinforce")},
-    "checker": {"last_number": "cory.tasks.gsm8k:last_number"},
+    "checker": {name: f"cory.tasks.gsm8k:{name}" for name in ("last_number", "final_answer")},
+    "sampler": {"cory": "cory.ppo.sampling:sample_tokens"},
     "loss": {"ppo": "cory.ppo.update:losses"},
     "critic": {"linear": "cory.ppo.model:Critic"},
     "lr_schedule": {name: f"cory.ppo.agent:{name}" for name in ("constant", "linear")},
@@ -113,8 +114,14 @@ class Config:
         15, "maximum length of responses, in tokens (paper: not stated; released code for IMDB: 15)", min=1)
     temperature: float = agent_setting(
         1.0, "divides the logits, in sampling and in all log-probabilities alike (paper: 1)", above=0)
+    sampler: str = agent_setting(
+        "cory", "what samples responses in training: cory (this code), or your own, given as "
+        "module:function")
     chat_template: bool = setting(
         False, "put each prompt into the model's chat template, as a user's message")
+    chat_template_kwargs: str = setting(
+        "{}", 'arguments of the chat template, as JSON: {"enable_thinking": false} for Qwen3 and SmolLM3')
+    system_prompt: str = setting("", "system message before each prompt in the chat template")
     # the update
     advantage: str = agent_setting(
         "gae", "advantage estimator: gae (paper), rloo, grpo, reinforce, or your own, given as "
@@ -208,11 +215,16 @@ class Config:
                     holds = rules["above"] < value <= rules["max"]
                     low = f"above {rules['above']}"
                 self.require(f.name, holds, f"must be {low} and at most {rules['max']}")
+        self.require("min_response_length", self.min_response_length <= self.max_response_length,
+                     f"must be at most max_response_length = {self.max_response_length}")
         rows = self.rows_per_optimizer_step
         self.require("batch_size", self.batch_size % rows == 0,
                      f"must be a multiple of mini_batch_size x gradient_accumulation_steps = {rows}")
         self.require("responses_per_query", self.batch_size % self.responses_per_query == 0,
                      f"must divide batch_size = {self.batch_size}")
+        for name in ("chat_template_kwargs", "system_prompt"):
+            is_default = getattr(self, name) in ("{}", "")
+            self.require(name, self.chat_template or is_default, "needs --chat_template true")
         self.require("advantage", self.advantage != "grpo" or self.kl_in == "loss" or self.init_kl_coef == 0,
                      "would also divide the KL penalty by its group's standard deviation; add --kl_in loss")
 
@@ -230,8 +242,8 @@ class ImdbConfig(Config):
 @dataclass(frozen=True)
 class Gsm8kConfig(Config):
     task: str = setting("gsm8k", "gsm8k, or your own class, given as module:Class")
-    checker: str = setting("last_number", "how an answer is read: last_number (paper), or your own, given as "
-                           "module:function")
+    checker: str = setting("last_number", "how an answer is read: last_number (paper), final_answer (in "
+                           "\\boxed{} or after ####), or your own, given as module:function")
     one_shot: bool = setting(True, "put the paper's worked example before the question (paper: yes)")
 
 
@@ -280,7 +292,10 @@ def parse(config_class: type[Config], presets: dict, argv: list | None = None) -
     if given.resume:
         chosen = asdict(load_config(Path(given.run_dir)))
     parser.set_defaults(**chosen)
-    return config_class(**vars(parser.parse_args(argv)))
+    cfg = config_class(**vars(parser.parse_args(argv)))
+    if cfg.preset == "tiny" and cfg.model != chosen["model"]:
+        print(f"preset tiny has settings for another model than {cfg.model}; --preset names others")
+    return cfg
 
 
 # --- config.json ---

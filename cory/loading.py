@@ -1,5 +1,8 @@
 """Language models and classifiers from a local folder or the Hub."""
+import json
 import os
+import re
+from functools import partial
 
 import torch
 import transformers
@@ -12,6 +15,7 @@ from cory.errors import UserError, as_user_error
 from cory.ppo.model import LanguageModel, positions
 
 PROBE_TEXT = "a good film"
+END_OF_SETTINGS = "{# end of settings #}"
 NF4 = transformers.BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
@@ -36,9 +40,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
     model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
     ends = model.end_ids                # which read generation_config, also the new one below
     if cfg.chat_template:
-        # a Jinja macro hides transformers' function of that name: prompts do not depend on the day
-        today = "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
-        tokenizer.chat_template = today + tokenizer.get_chat_template().removeprefix(today)
+        tokenizer.chat_template = with_settings(tokenizer.get_chat_template(), cfg)
         ends.update(end_of_message(tokenizer))
     # In place of its authors' sampling settings. With these `final/` generates as it was evaluated.
     lm.generation_config = transformers.GenerationConfig(
@@ -59,12 +61,15 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     if not os.path.exists(place):
         place, _, revision = place.partition("@")
     where = {"revision": revision or "main", "trust_remote_code": False}
+    found = partial(cached_file, place, _raise_exceptions_for_missing_entries=False, **where)
+    if found("adapter_config.json") and not found("config.json"):
+        raise UserError("model", name, "an adapter; merge it with its base, as in docs/settings.md")
     with as_user_error(f"model {name}"):
         config = transformers.AutoConfig.from_pretrained(place, **where)
         if getattr(config, "activation_function", None) == "gelu_new":
             config.activation_function = "gelu_pytorch_tanh"    # the same, in one operation instead of eight
         tokenizer = AutoTokenizer.from_pretrained(place, **where)
-        if cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **where):
+        if found("tokenizer.json"):
             # its own class may take only the vocabulary from that file, and split numbers in another way
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
                 place, **tokenizer.special_tokens_map, model_input_names=tokenizer.model_input_names, **where)
@@ -78,13 +83,31 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     return model, tokenizer
 
 
+def with_settings(template: str, cfg: Config) -> str:
+    """A chat template, also that of `final/`, after what is set for it: its arguments, the system message, and
+    a fixed date, so that prompts do not depend on the day.
+    """
+    _, _, own = template.rpartition(END_OF_SETTINGS)
+    # the macro hides transformers' function of that name
+    settings = "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
+    with as_user_error("chat_template_kwargs"):
+        values = dict(json.loads(cfg.chat_template_kwargs))
+    for name, value in values.items():
+        cfg.require("chat_template_kwargs", re.search(rf"\b{name}\b", own),
+                    f"the chat template does not read {name}; leave it out")
+        settings += f"{{% set {name} = {value!r} %}}"
+    if cfg.system_prompt:
+        system = {"role": "system", "content": cfg.system_prompt}
+        settings += f"{{% set messages = [{system}] + messages %}}"
+    return settings + END_OF_SETTINGS + own
+
+
 def end_of_message(tokenizer) -> list[int]:
-    """The first special token that the chat template puts after an assistant's message, if any."""
+    """The first added token that the chat template puts after an assistant's message, if any."""
     chat = [{"role": "user", "content": PROBE_TEXT}, {"role": "assistant", "content": "ANSWER"}]
     _, _, after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("ANSWER")
-    special = {token for token, text in tokenizer.added_tokens_decoder.items() if text.special}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-    return [token for token in ids if token in special][:1]
+    return [token for token in ids if token in tokenizer.added_tokens_decoder][:1]
 
 
 @torch.no_grad()
@@ -96,7 +119,12 @@ def require_usable(model: LanguageModel, name: str) -> None:
     kinds = getattr(config, "layer_types", None) or []
     if model.lm._is_stateful or {*kinds} - {"full_attention", "sliding_attention"}:
         raise UserError("model", name, "layers other than full or sliding attention are not supported")
-    ids_1L = torch.tensor([model.tokenizer(PROBE_TEXT)["input_ids"]], device=model.device)
+    if config.model_type == "gpt_oss":
+        raise UserError("model", name, "responses in channels, as those of gpt-oss, are not supported")
+    ids = model.tokenizer(PROBE_TEXT)["input_ids"]
+    if ids[-1] in model.end_ids:
+        raise UserError("model", name, "its tokenizer puts an end token after each text")
+    ids_1L = torch.tensor([ids], device=model.device)
     padded = nn.functional.pad(ids_1L, (3, 0))
     mask = nn.functional.pad(torch.ones_like(ids_1L), (3, 0))
     out = model.lm.base_model(input_ids=padded, attention_mask=mask, position_ids=positions(mask))

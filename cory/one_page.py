@@ -211,7 +211,8 @@ SMALL = dict(iterations=6, batch_size=8, mini_batch_size=4, learning_rate=1e-4) 
 FIXED = dict(                                                                       # not varied here
     device="cpu", dtype="float32", shard=False, lora_rank=0, share_weights=False,
     advantage="gae", critic="linear", loss="ppo", loss_mean="tokens", max_grad_norm=0,
-    kl_in="reward", kl_controller="adaptive", chat_template=False, save_every=0, wandb="disabled")
+    kl_in="reward", kl_controller="adaptive", sampler="cory", chat_template=False, save_every=0,
+    wandb="disabled")
 
 
 def main(argv):

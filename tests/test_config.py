@@ -71,6 +71,16 @@ def test_a_flag_overrides_the_preset_and_leaves_the_rest(monkeypatch):
     assert imdb(["--preset", "gpt2", *flags.split()]) == expected
 
 
+def test_a_model_of_ones_own_with_the_smallest_preset_is_noted(capsys):
+    """Its responses are short, and its problems generated."""
+    imdb(["--model", "gpt2"])
+    assert capsys.readouterr().out == (
+        "preset tiny has settings for another model than gpt2; --preset names others\n")
+    imdb([])
+    imdb(["--preset", "smollm2", "--model", "gpt2"])
+    assert capsys.readouterr().out == ""
+
+
 def test_help_shows_the_defaults_of_the_preset(capsys):
     with pytest.raises(SystemExit):
         imdb(["--preset", "gpt2-xl", "--help"])
@@ -86,6 +96,8 @@ BAD = {                                 # one of each kind
     "--batch_size 100 --mini_batch_size 32": "batch_size is 100: must be a multiple",
     "--responses_per_query 3": "must divide batch_size",
     "--advantage grpo --responses_per_query 4": "add --kl_in loss",
+    "--system_prompt Hello": "system_prompt is 'Hello': needs --chat_template true",
+    """--chat_template_kwargs {"a":1}""": "needs --chat_template true",
 }
 
 

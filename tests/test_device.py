@@ -1,9 +1,11 @@
 """What a run computes on and in which precision; and that a GPU trains as a CPU does."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from toys import finished, rows, settings
 
-from cory.machine.device import choose_device
+from cory.machine.device import choose_device, per_pass
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 3)          # the fourth of several
@@ -28,6 +30,14 @@ def test_auto_is_the_best_that_the_machine_has(
     cfg, place = choose_device(settings(device=device, dtype=dtype))
     assert place == expected_device
     assert cfg.dtype == expected_dtype
+
+
+@pytest.mark.parametrize("gib, tokens", [(24, 1536), (48, 3072), (141, 4096)])
+def test_on_a_smaller_gpu_less_is_computed_at_once(gib, tokens, monkeypatch):
+    card = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: card)
+    assert per_pass({"cpu": 100, "cuda": 4096}, CUDA) == tokens
+    assert per_pass({"cpu": 100, "cuda": 4096}, CPU) == 100
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, or no TEST_GPU=1: it was not checked")

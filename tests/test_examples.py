@@ -6,13 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from test_example_methods import Team, numbers, require
 from toys import agent_of, bigram, close, finished, read, rows, settings
 
 from cory.config import import_name
+from cory.loading import load_language_model
 from cory.ppo.model import LanguageModel, Policy
 from cory.ppo.sampling import collect_rollout
 
+CPU = torch.device("cpu")
 HOME = Path(__file__).parents[1]
 FILES = {path: path.read_text() for path in HOME.glob("examples/*/*.py")}
 COMMANDS = re.findall(r"^    python ((?:.*\\\n)*.*)", "".join(FILES.values()), re.MULTILINE)
@@ -128,6 +131,27 @@ def test_losses(name, loss):
     entropy_BT = numbers("2 3 4 0").view(2, 2)
     loss_BT, _ = import_name(f"examples.parts.losses:{name}")(agent, rollout, new_logp_BT, entropy_BT, None)
     require(loss_BT * mask_BT, loss)
+
+
+def test_another_engine_samples_from_the_policy(small):
+    """A response has the log-probability that the policy gives it."""
+    base = load_language_model(str(small), settings(), CPU)
+    base.lm.generation_config.eos_token_id = [*range(0, 257, 9)]                # so that rows end
+    agent = agent_of(base, sampler="examples.parts.engine:by_generate")
+    rollout = collect_rollout(agent, ["a", "a longer prompt"] * 4, [*"abcdefgh"], 6)
+    assert 0 < rollout.truncated_B.sum() < 8
+    assert 0 < rollout.sampling_gap < 1e-5
+
+
+def test_truncated_importance_sampling():
+    """Ratios of policy and engine of 1/2 and of 5, which counts as 2."""
+    mask_BT = numbers("1 1").view(1, 2)
+    batch = SimpleNamespace(mask_BT=mask_BT, logp_BT=numbers("0.5 5").log().view(1, 2),
+                            sampling_logp_BT=0 * mask_BT, advantage_BT=numbers("3 -7").view(1, 2))
+    agent = SimpleNamespace(cfg=settings())
+    loss = import_name("examples.parts.engine:truncated_importance")
+    loss_BT, _ = loss(agent, batch, batch.logp_BT, mask_BT, None)
+    require(loss_BT, "-1.5 14")
 
 
 def test_whitening_by_group():

@@ -1,9 +1,13 @@
 """The GSM8K task: prompts, rewards, the answers in its data, and the forms in which models write numbers."""
+import json
+import re
+
 import pytest
 from toys import bigram
 
 from cory.config import Gsm8kConfig
-from cory.tasks.gsm8k import EXAMPLE, Gsm8k, gold_answer, last_number
+from cory.errors import UserError
+from cory.tasks.gsm8k import EXAMPLE, Gsm8k, final_answer, gold_answer, last_number
 
 
 def gsm8k(**changes) -> Gsm8k:
@@ -16,6 +20,8 @@ def test_prompts_are_the_papers():
     assert task.pioneer_prompts(["How many?"]) == [EXAMPLE + "Question: How many? Answer:"]
     (observer,) = task.observer_prompts(["How many?"], [" 1 + 1 = 2.\n"])
     assert observer == EXAMPLE + "Question: How many? Reference: 1 + 1 = 2. Answer:"
+    (after_thought,) = task.observer_prompts(["How many?"], ["<think>\n2?\n</think>\n\n1."])
+    assert after_thought == EXAMPLE + "Question: How many? Reference: 1. Answer:"
     without_example = gsm8k(one_shot=False)
     assert without_example.pioneer_prompts(["How many?"]) == ["Question: How many? Answer:"]
 
@@ -72,6 +78,25 @@ def test_the_last_number_of_a_response(response):
     assert last_number(response) == LAST_NUMBERS[response]
 
 
+FINAL_ANSWERS = {
+    r"\boxed{18} dollars for 7 days": 18,
+    r"$\boxed{\text{\$}1{,}234 \text{ a day}}$ (9 x 2)": 1234,
+    r"\boxed{1} or \boxed{2}": 2,
+    "2 + 2\n#### 4\nThat is 5.": 4,
+    r"\boxed{3} #### $-4": -4,
+    r"<think>\boxed{1}</think> 2": None,
+    "<think>So 9 + 9 = 18": None,
+    r"the answer is \boxed{1": None,
+    r"\boxed{no}": None,
+    "5": None,
+}
+
+
+@pytest.mark.parametrize("response", FINAL_ANSWERS)
+def test_the_final_answer_of_a_chat_model_is_the_one_that_it_marks(response):
+    assert final_answer(response) == FINAL_ANSWERS[response]
+
+
 GOLD_ANSWERS = {
     "5 + 4 = 9. #### 9": 9, "#### 1,000,000": 1000000,
     "#### -3": -3, "#### 0.5": 0.5, "#### 1 #### 2": 2,
@@ -80,9 +105,14 @@ GOLD_ANSWERS = {
 
 @pytest.mark.parametrize("solution", GOLD_ANSWERS)
 def test_the_gold_answer_of_a_solution(solution):
-    assert gold_answer(solution) == GOLD_ANSWERS[solution]
+    assert gold_answer(solution, "data") == GOLD_ANSWERS[solution]
 
 
-def test_a_solution_without_a_gold_answer_is_refused():
-    with pytest.raises(TypeError):
-        gold_answer("9")
+@pytest.mark.parametrize("answer", ["9", "####", "#### 1.234.567", "#### $18", "#### 18%", "#### 1/2", 9,
+                                    None])
+def test_an_answer_that_cannot_be_read_is_named(answer, tmp_path):
+    """Responses without a number would otherwise be right."""
+    file = tmp_path / "problems.jsonl"
+    file.write_text(json.dumps({"question": "How many?", "answer": answer}))
+    with pytest.raises(UserError, match=re.escape(f"an answer in {file} is {answer!r}: must end in ####")):
+        Gsm8k.load_data(Gsm8kConfig(dataset=str(file)))

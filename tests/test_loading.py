@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, save_model
+from conftest import END, byte_tokenizer, save_model
 from safetensors.torch import load_file, save_file
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 from toys import agent_of, all_logits, close, generator, read, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,6 +78,19 @@ def test_layers_other_than_attention_are_refused(kind, tmp_path):
     require_refused(folder, "layers other than full or sliding")
 
 
+def test_a_tokenizer_that_ends_each_text_is_refused(tmp_path):
+    """As after supervised fine-tuning: all would be sampled after an end token."""
+    tokenizer = byte_tokenizer()
+    ending = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, 256)])
+    tokenizer.backend_tokenizer.post_processor = ending
+    require_refused(save_model("gpt2", tmp_path, tokenizer), "puts an end token after each text")
+
+
+def test_a_model_that_responds_in_channels_is_refused(tmp_path):
+    folder = save_model("gpt_oss", tmp_path, head_dim=8, num_local_experts=4)
+    require_refused(folder, "responses in channels")
+
+
 def edit_json(file: Path, **values) -> None:
     file.write_text(json.dumps(read(file) | values))
 
@@ -142,10 +155,13 @@ def chat(after: str, before: str = "<|im_start|>") -> str:
 @pytest.mark.parametrize("template, ends", [
     (chat("<|im_end|>"), {256, 258}),
     (chat("{% if loop.last %}<|endoftext|>{% endif %}"), {256}),
+    (chat("<|turn_end|>"), {256, 259}),                         # added, though not special
     (chat("", before=""), {256})])
 def test_a_response_ends_where_the_chat_template_ends_a_message(template, ends, tmp_path):
     """Whatever generation_config.json names: here EOS alone."""
-    save_model("gpt2", tmp_path, chat_tokenizer(template), vocab_size=259)
+    tokenizer = chat_tokenizer(template)
+    tokenizer.add_tokens(["<|turn_end|>"])
+    save_model("gpt2", tmp_path, tokenizer, vocab_size=260)
     assert load(tmp_path, chat_template=True).end_ids == ends
     assert load(tmp_path).end_ids == {256}
 
@@ -189,6 +205,51 @@ def test_a_policy_has_the_template_and_the_temperature_of_its_base(lora_rank, tm
         text = model.tokenizer.decode(ids)
         assert text == "08 Oct 2024<|im_start|>user\na film<|im_end|>\n"
         close(all_logits(model, any_ids), 2 * all_logits(plain, any_ids), 1e-5)
+
+
+def test_arguments_and_system_message_of_the_chat_template(tmp_path):
+    """Plain transformers applies them to a final model, too. Loaded again, this has those of its new run."""
+    template = chat("<|im_end|>") + "{% if enable_thinking is false %}<think>{% endif %}"
+    folder = save_model("gpt2", tmp_path / "lm", chat_tokenizer(template), vocab_size=259)
+    system_prompt = 'é "\'%} 😀\n'
+    changes = dict(chat_template=True, system_prompt=system_prompt,
+                   chat_template_kwargs='{"enable_thinking": false}')
+    final = tmp_path / "final"
+    save_models(final, [agent_of(load(folder, **changes))])
+    system = f"<|im_start|>system\n{system_prompt}<|im_end|>\n"
+    question = "<|im_start|>user\na film<|im_end|>\n"
+    for place in (folder, final / "llm1"):
+        model = load(place, **changes)
+        (ids,) = model.encode(["a film"])
+        assert model.tokenizer.decode(ids) == f"{system}{question}<think>"
+        assert model.end_ids == {256, 258}
+        bare = load(place, chat_template=True)
+        (ids,) = bare.encode(["a film"])
+        assert bare.tokenizer.decode(ids) == question
+    plain = AutoTokenizer.from_pretrained(final / "llm1")
+    messages = [{"role": "user", "content": "a film"}]
+    assert plain.apply_chat_template(messages, tokenize=False) == f"{system}{question}<think>"
+
+
+def test_a_prompt_may_be_a_list_of_messages(tmp_path):
+    model = load(save_model("gpt2", tmp_path, chat_tokenizer(chat("<|im_end|>")), vocab_size=259),
+                 chat_template=True)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "c"}]
+    ids = model.encode([messages, "d"])
+    turns = ""
+    for message in messages:
+        turns += "<|im_start|>{role}\n{content}<|im_end|>\n".format(**message)
+    assert model.tokenizer.batch_decode(ids) == [turns, "<|im_start|>user\nd<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("words, says", [('{"thinking": false}', "does not read thinking"),
+                                         ("{", "chat_template_kwargs cannot be read"),
+                                         ("[1]", "chat_template_kwargs cannot be read")])
+def test_arguments_that_the_chat_template_does_not_read_are_refused(words, says, tmp_path):
+    folder = save_model("gpt2", tmp_path, chat_tokenizer(chat("<|im_end|>")), vocab_size=259)
+    with pytest.raises(UserError, match=says):
+        load(folder, chat_template=True, chat_template_kwargs=words)
 
 
 def test_a_final_model_generates_what_was_evaluated(tmp_path):

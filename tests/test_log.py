@@ -78,7 +78,9 @@ def test_a_log_writes_its_files_and_goes_to_wandb(folder, monkeypatch):
     assert run.offline
     assert run.config["method"] == "chain:Chain"
     assert run.config["llm2/lam"] == 0.5
+    logged.clear()
     with new_log(folder, 2, first.wandb_id) as resumed:
+        assert logged[1] == {"iteration": 1} | TRAINING_ROW | HELD_OUT_ROW      # once more, to be uploaded
         assert resumed.bar.n == 2
         assert resumed.wandb.id == run.id
         add(resumed, 3)

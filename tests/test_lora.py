@@ -9,6 +9,7 @@ from peft import AutoPeftModelForCausalLM
 from toys import all_logits, moved, read, settings
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from cory.errors import UserError
 from cory.loading import load_language_model
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel
@@ -106,6 +107,24 @@ def test_a_final_adapter_names_the_revision_of_its_base(tmp_path, monkeypatch):
         final = tmp_path / "final" / agent.name
         require_same_logits(AutoPeftModelForCausalLM.from_pretrained(final), agent)
         require_same_logits(AutoModelForCausalLM.from_pretrained(final, revision="v1"), agent)
+
+
+def test_another_run_starts_from_an_adapter_that_was_merged_with_its_base(folder, tmp_path):
+    """As docs/settings.md says. The adapters of that run name the merged model as their base."""
+    _, (first, _) = two_agents(folder)
+    save_models(tmp_path, [moved(first)])
+    final = tmp_path / "llm1"
+    with pytest.raises(UserError, match="an adapter; merge it with its base"):
+        two_agents(final)
+    merged = tmp_path / "merged"
+    lm = AutoPeftModelForCausalLM.from_pretrained(final, dtype=torch.float32).merge_and_unload()
+    lm.save_pretrained(merged)
+    first.policy.tokenizer.save_pretrained(merged)
+    base, (second, _) = two_agents(merged)
+    require_same_logits(AutoModelForCausalLM.from_pretrained(merged), first)
+    require_same_logits(base.lm, first)
+    save_models(tmp_path / "second", [moved(second)])
+    require_same_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "second/llm1"), second)
 
 
 def dequantize(lm, quantized_lm) -> None:

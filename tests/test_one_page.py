@@ -160,8 +160,9 @@ def test_the_page_reads_or_refuses_each_setting():
     """A new setting must be read by the page or by a task, or be among those that the page refuses."""
     tasks = SOURCE.parent / "tasks"
     code = "".join(path.read_text() for path in (SOURCE, *tasks.glob("*.py")))
-    # read by `parse`, or without effect where there is no LoRA, evaluation, run folder or W&B
-    others = {"preset", "load_in_4bit", "eval_samples", "resume", "wandb_project", "eval_every", "run_dir"}
+    # read by `parse`, or without effect where there is no LoRA, template, evaluation, run folder or W&B
+    others = {"preset", "load_in_4bit", "chat_template_kwargs", "system_prompt", "eval_samples", "resume",
+              "wandb_project", "eval_every", "run_dir"}
     for config_class, _ in EXPERIMENTS.values():
         names = {field.name for field in fields(config_class)}
         for name in names - one_page.FIXED.keys() - others:

@@ -145,8 +145,9 @@ def test_a_resumed_run_counts_as_unfinished_until_it_ends_again(copy, monkeypatc
 def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, capsys):
     whole = rows(copy)
     shutil.rmtree(copy / "checkpoints")
-    assert "holds a run that is finished and has no checkpoint" in refusal(["--resume"], copy, capsys)
+    assert "holds a run without a checkpoint" in refusal(["--resume"], copy, capsys)
     (copy / "eval.json").unlink()
+    assert "holds a run without a checkpoint" in refusal(["--resume"], copy, capsys, "--save_every", 0)
     resume(copy)
     assert rows(copy) == whole
 
@@ -200,12 +201,15 @@ def test_a_folder_in_use_is_refused_until_its_run_ends(copy, capsys):
     resume(copy)                                    # the run that just ended here has freed its lock
 
 
-def test_ctrl_c_prints_the_command_that_resumes_the_run(small_flags, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_ctrl_c_prints_the_command_that_resumes_the_run(save_every, small_flags, tmp_path, monkeypatch, capsys):
+    """If there is one: without checkpoints it would only empty the logs."""
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Ppo, "scores", interrupted)
     with pytest.raises(SystemExit) as stop:
-        finished(small_flags, tmp_path / "run", *PPO)
+        finished(small_flags, tmp_path / "run", *PPO, "--save_every", save_every)
     assert stop.value.code == 130
-    assert capsys.readouterr().out.endswith(f" --resume --run_dir {tmp_path / 'run'}\n")
+    advice = capsys.readouterr().out.endswith(f" --resume --run_dir {tmp_path / 'run'}\n")
+    assert advice == bool(save_every)

@@ -3,6 +3,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from toys import LETTERS, agent_of, bigram, close, generator, tiny_gpt2
 from transformers import GenerationConfig
 
@@ -51,6 +52,8 @@ def test_mask_and_text_of_responses(prompt, limit, ids, text):
 def test_a_prompt_must_leave_the_response_room():
     model = tiny_gpt2(n_positions=40)
     encode_prompts(model, ["a" * 34], 6)
+    with pytest.raises(UserError, match="0 tokens"):
+        encode_prompts(model, ["a", ""], 6)
     with pytest.raises(UserError, match="35 tokens .* 6 of response exceed the model's context of 40"):
         encode_prompts(model, ["a", "a" * 35], 6)
 
@@ -134,6 +137,21 @@ def test_a_row_is_sampled_as_if_it_were_alone(interval, monkeypatch):
         alone = sample_tokens(model, prompt, prompt, limit, uniform_TB[:, [row]])
         assert torch.equal(alone.response_BT[0], drawn.response_BT[real])
         close(alone.sampling_logp_BT[0], drawn.sampling_logp_BT[real], 1e-5)
+
+
+def test_no_token_copies_the_keys_and_values_of_those_before_it():
+    class Concatenations(TorchDispatchMode):
+        shapes = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **kwargs or {})
+            if function is torch.ops.aten.cat.default:
+                self.shapes.append(tuple(result.shape))
+            return result
+
+    with Concatenations() as concatenations:
+        sampled(tiny_gpt2(), ["ab", "a"], 5)
+    assert all(len(shape) < 4 for shape in concatenations.shapes)
 
 
 def test_rows_that_have_ended_are_dropped():

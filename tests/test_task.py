@@ -27,10 +27,13 @@ def test_a_byte_order_mark_and_a_blank_last_line_are_skipped(tmp_path):
 
 
 def test_a_folder_has_a_jsonl_file_for_each_split(tmp_path):
-    for name in ("train", "test", "other"):
+    for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
     rows = load_columns(str(tmp_path), ["text"])
     assert rows == {"train": ["train"], "test": ["test"]}
+    (tmp_path / "dev.jsonl").write_text("")
+    with pytest.raises(UserError, match="contains dev.jsonl; name it"):
+        load_columns(str(tmp_path), ["text"])
 
 
 def test_other_formats_are_read_by_datasets(tmp_path):

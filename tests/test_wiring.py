@@ -251,6 +251,7 @@ ELSEWHERE = {
     "wandb_project": "test_log", "resume": "test_resume",
     "save_every": "test_resume",
     "eval_every": "test_methods", "shard": "test_distributed",
+    "sampler": "test_examples", "chat_template_kwargs": "test_loading", "system_prompt": "test_loading",
     "device": "needs a GPU", "load_in_4bit": "needs bitsandbytes"}
 effects = []
 for (base, where), settings in EFFECTS.items():

@@ -132,7 +132,7 @@ def greedy_accuracy(model: LanguageModel, prompts: list[str], problems: list[Pro
 
 
 def is_right(answer: str, made: Problem) -> bool:
-    return last_number(answer) == gold_answer(made.answer)
+    return last_number(answer) == gold_answer(made.answer, "a made problem")
 
 
 def use_of_references(model: LanguageModel, problems: list[Problem], samples: int = 8) -> dict[str, float]:

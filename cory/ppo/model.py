@@ -83,13 +83,17 @@ class LanguageModel:
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
-    def encode(self, prompts: list[str]) -> list[list[int]]:
-        """Token ids of each prompt, or of it as a message in the chat template. A control token that a prompt
-        spells out, as `<|im_end|>` in a response of the other agent, is read as text.
+    def encode(self, prompts: list) -> list[list[int]]:
+        """Token ids of each prompt. In the chat template a prompt is a user's message, or a list of messages.
+        A control token that it spells out, as `<|im_end|>` in the other agent's response, is read as text.
         """
         if not self.chat_template:
             return self.tokenizer(prompts, split_special_tokens=True)["input_ids"]
-        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        chats = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                prompt = [{"role": "user", "content": prompt}]
+            chats.append(prompt)
         return self.tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False,
                                                   sanitize_control_tokens=True)
 

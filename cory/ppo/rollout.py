@@ -7,12 +7,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from cory.errors import UserError
+from cory.machine.device import per_pass
 from cory.ppo.model import LanguageModel
 
 # How rows are divided into micro-batches affects results only by rounding.
 # Tokens per pass, padding included; the CPU's value was the fastest measured on 2 cores.
 MAX_TOKENS_PER_PASS = {"cpu": 3 * 2**9, "cuda": 2**12}
-# Logits per pass; an update holds up to five such tensors, of 48 MiB on a CPU and 512 on a GPU.
+# Logits per pass; an update holds up to seven such tensors, of 48 MiB on a CPU and 512 on a large GPU.
 MAX_LOGITS_PER_PASS = {"cpu": 3 * 2**22, "cuda": 2**27}
 
 
@@ -115,8 +116,8 @@ def micro_batches(rollout: Rollout, model: LanguageModel, max_rows: int) -> list
     """Indices of the rows of each micro-batch, by their length, to keep padding low: at most `max_rows`
     rows, `MAX_TOKENS_PER_PASS` tokens and `MAX_LOGITS_PER_PASS` logits, or one row.
     """
-    max_tokens = MAX_TOKENS_PER_PASS[model.device.type]
-    max_logits = MAX_LOGITS_PER_PASS[model.device.type]
+    max_tokens = per_pass(MAX_TOKENS_PER_PASS, model.device)
+    max_logits = per_pass(MAX_LOGITS_PER_PASS, model.device)
     V = model.head.out_features
     prompt_B = rollout.prompt_mask_BP.sum(1)
     response_B = rollout.mask_BT.sum(1).long()

@@ -4,13 +4,15 @@ Shapes as in `cory.ppo.model`.
 """
 from dataclasses import replace
 from functools import partial
+from typing import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from cory.errors import UserError
+from cory.machine.device import per_pass
 from cory.machine.distributed import processes
 from cory.machine.sharding import unsharded
 from cory.ppo import formulas
@@ -35,15 +37,16 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
     with unsharded(policy, agent.base):
         rollout = generate(policy, prompts, queries, max_new_tokens, uniform_TB, agent.base,
-                           kl_penalty=cfg.kl_penalty, max_rows=cfg.mini_batch_size, critic=agent.critic)
+                           cfg.resolve("sampler"), kl_penalty=cfg.kl_penalty, max_rows=cfg.mini_batch_size, critic=agent.critic)
     agent.sampled_tokens += int(rollout.mask_BT.sum())
     group_B = torch.arange(B, device=policy.device) // cfg.responses_per_query
     return replace(rollout, group_B=group_B)
 
 
 def generate(model: LanguageModel, prompts: list[str], queries: list[str], max_new_tokens: int,
-             uniform_TB: Tensor | None, reference: LanguageModel | None, **options) -> Rollout:
-    """A response to each prompt; with a reference also what `add_logprobs(..., **options)` adds. Each process
+             uniform_TB: Tensor | None, reference: LanguageModel | None, sampler: Callable | None = None,
+             **options) -> Rollout:
+    """A response to each prompt, from the sampler or by `sample_tokens`; with a reference also what `add_logprobs(..., **options)` adds. Each process
     generates its rows, as many at a time as their keys and values fit; all then receive the whole rollout.
     """
     B = len(queries)
@@ -58,7 +61,8 @@ def generate(model: LanguageModel, prompts: list[str], queries: list[str], max_n
         uniform = None
         if uniform_TB is not None:
             uniform = uniform_TB[:, rows].to(model.device)
-        chunk = sample_tokens(model, prompts[rows], queries[rows], max_new_tokens, uniform)
+        sample = sampler or sample_tokens
+        chunk = sample(model, prompts[rows], queries[rows], max_new_tokens, uniform)
         if reference is not None:
             chunk = add_logprobs(chunk, model, reference, **options)
         chunks.append(chunk.to("cpu"))
@@ -70,7 +74,7 @@ def rows_at_once(model: LanguageModel, length: int) -> int:
     layers = getattr(model.lm.config.get_text_config(), "num_hidden_layers", 1)
     cache_bytes = 2 * 4 * layers * model.head.in_features * length      # keys and values in float32
     draw_bytes = (4 + 4 + 8) * model.head.out_features                  # logits, p and its cumulative sum
-    return max(1, MAX_SAMPLING_BYTES[model.device.type] // (cache_bytes + draw_bytes))
+    return max(1, per_pass(MAX_SAMPLING_BYTES, model.device) // (cache_bytes + draw_bytes))
 
 
 # --- sampling ---
@@ -80,7 +84,7 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
     config = model.lm.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or 10**9         # not every config has it
     for text, row in zip(prompts, rows, strict=True):
-        if len(row) + max_new_tokens > context:
+        if not 0 < len(row) <= context - max_new_tokens:
             raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response exceed "
                             f"the model's context of {context}; shorten the queries or the responses")
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
@@ -123,6 +127,33 @@ def draw(logp_BV, uniform_B: Tensor | None) -> tuple[Tensor, Tensor]:
     return token_B1.squeeze(1), drawn_B1.squeeze(1).log().to(logp_BV.dtype)
 
 
+class RoomyLayer(DynamicLayer):
+    """Keys and values of a layer, in tensors with room for `size` tokens: a DynamicLayer copies all of them at
+    each token. It keeps every key; the model's mask applies a sliding window.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+        self.length = 0
+
+    def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+            # keys that autocast leaves in float32 are cast here once, not by attention at each token
+            shape = *keys.shape[:2], self.size
+            self.keys = values.new_empty(*shape, keys.shape[3])
+            self.values = values.new_empty(*shape, values.shape[3])
+        start = self.length
+        self.length += keys.shape[2]
+        self.keys[:, :, start:self.length] = keys
+        self.values[:, :, start:self.length] = values
+        return self.keys[:, :, :self.length], self.values[:, :, :self.length]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
 @torch.no_grad()
 def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], max_new_tokens: int,
                   uniform_TB: Tensor | None) -> Rollout:
@@ -147,7 +178,8 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
     mask_RL = prompt_mask_BP
     position_ids_RL = positions(mask_RL)
     uniform_R = None
-    cache = DynamicCache()          # keeps every key; the model's mask applies a sliding window
+    size = prompt_BP.shape[1] + max_new_tokens
+    cache = Cache(layer_class_to_replicate=partial(RoomyLayer, size))
     with model.autocast():                      # once for all tokens, so that each weight is cast once
         for t in range(max_new_tokens):
             hidden_RLH, cache = model.hidden_states(ids_RL, mask_RL, position_ids_RL, cache)

@@ -24,9 +24,9 @@ def run_folder(cfg: Config) -> Path:
     names = processes().gather([cfg.run_dir or new])
     folder = Path(names[0])                                     # the same in all processes
     if cfg.resume:
-        finished = (folder / "eval.json").exists()
-        cfg.require("run_dir", checkpoints_of(folder) or not finished,
-                    "holds a run that is finished and has no checkpoint")
+        # one that was killed before its first checkpoint begins anew
+        is_killed = cfg.save_every > 0 and not (folder / "eval.json").exists()
+        cfg.require("run_dir", checkpoints_of(folder) or is_killed, "holds a run without a checkpoint")
     elif (folder / "config.json").exists():
         raise UserError("run_dir", str(folder), "holds a run; go on with --resume, or name another folder")
     return folder

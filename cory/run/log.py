@@ -60,6 +60,7 @@ class Logger(AbstractContextManager):
     def __init__(self, cfg: Config, configs: dict[str, Config], run_dir: Path, done: int, wandb_id: str):
         self.agents = [*configs]
         self.run_dir = run_dir
+        self.saves = cfg.save_every > 0
         self.done = done
         self.metrics_path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.jsonl"
@@ -77,6 +78,9 @@ class Logger(AbstractContextManager):
             self.wandb = start_wandb(cfg, run_dir, wandb_id)
         if self.wandb:
             self.wandb_id = self.wandb.id
+            if self.wandb.offline:                          # `wandb sync` uploads this part of the run alone
+                for row in read_jsonl(self.metrics_path):
+                    self.wandb.log(row, step=row["iteration"])
         self.bar = tqdm(total=cfg.iterations, initial=done, desc=cfg.method, dynamic_ncols=True,
                         bar_format=BAR, disable=not processes().is_main)
 
@@ -84,7 +88,7 @@ class Logger(AbstractContextManager):
         self.bar.close()
         if self.wandb:
             self.wandb.finish(exit_code=int(kind is not None))
-        if kind is KeyboardInterrupt and processes().is_main:
+        if kind is KeyboardInterrupt and processes().is_main and self.saves:
             print(f"interrupted; go on with: python {sys.argv[0]} --resume --run_dir {self.run_dir}")
 
     def log_training(self, iteration: int, metrics: Metrics, seconds: float, samples: list[dict]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cory.config import expand_bundled
-from cory.errors import as_user_error
+from cory.errors import UserError, as_user_error
 
 
 class Data(NamedTuple):
@@ -23,7 +23,11 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     """
     path = Path(expand_bundled(dataset))
     files = {split: path / f"{split}.jsonl" for split in Data._fields}
-    if path.is_file():
+    unknown = {*path.glob("*.jsonl")} - {*files.values()}
+    if unknown:
+        raise UserError("dataset", dataset, f"contains {min(unknown).name}; name it train.jsonl, "
+                        "validation.jsonl or test.jsonl, or move it")
+    if path.suffix == ".jsonl":
         files = {"train": path}
     pick = itemgetter(*columns)
     with as_user_error(f"dataset {dataset}"):

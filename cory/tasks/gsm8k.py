@@ -3,6 +3,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from statistics import fmean
 
+from cory.errors import UserError
 from cory.tasks.data import complete_splits, load_columns
 from cory.tasks.task import Task
 
@@ -26,15 +27,16 @@ class Gsm8k(Task):
     def load_data(cls, cfg):
         splits = load_columns(cfg.dataset, cls.columns)
         for split, rows in splits.items():
-            splits[split] = [(question, gold_answer(solution)) for question, solution in rows]
+            splits[split] = [(question, gold_answer(solution, cfg.dataset)) for question, solution in rows]
         return complete_splits(splits)
 
     def pioneer_prompts(self, queries):
         return [f"{self.example}Question: {query} Answer:" for query in queries]
 
     def observer_prompts(self, queries, responses):
+        said = [without_thought(response) for response in responses]
         return [f"{self.example}Question: {query} Reference: {response.strip()} Answer:"
-                for query, response in zip(queries, responses, strict=True)]
+                for query, response in zip(queries, said, strict=True)]
 
     def read_answer(self, response: str) -> Decimal | None:
         """The number that `--checker` reads in a response, or None; not whether it is right."""
@@ -69,9 +71,12 @@ TO_ASCII = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}       # full 
 TO_ASCII |= dict.fromkeys((0x2010, 0x2011, 0x2013, 0x2212, 0xFE63), "-")
 
 
-def gold_answer(solution: str) -> Decimal:
-    """The number in which a worked solution ends, after `####`; each has one."""
-    return decimal(re.search(r"####\s*(-?[0-9.,]+)\s*$", solution)[1])
+def gold_answer(solution: str, dataset: str) -> Decimal:
+    """The number in which a worked solution ends, after `####`."""
+    found = re.search(r"####\s*(-?[0-9,]*\.?[0-9]+)\s*$", str(solution))
+    if not found:
+        raise UserError(f"an answer in {dataset}", solution, "must end in #### and a number")
+    return decimal(found[1])
 
 
 def last_number(response: str) -> Decimal | None:
@@ -91,6 +96,21 @@ def last_number(response: str) -> Decimal | None:
     rest, _, _ = plain[first.end():].partition("Question:")
     numbers = NUMBER.findall(plain[:first.end()] + rest)
     return decimal(numbers[-1])
+
+
+def final_answer(response: str) -> Decimal | None:
+    """For chat models: the last number in the last `\\boxed{}`, or after the last `####`. A response without
+    them, such as one that was cut off as it reasoned, has no answer.
+    """
+    marked = re.findall(r"\\boxed(\{(?:[^{}]|\{[^{}]*\})*\})|####([^\n]*)", without_thought(response))
+    if not marked:
+        return None
+    return last_number("".join(marked[-1]))
+
+
+def without_thought(response: str) -> str:
+    """What follows `</think>`, or all of it."""
+    return response.rpartition("</think>")[2]
 
 
 def decimal(text: str) -> Decimal | None:
