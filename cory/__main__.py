@@ -6,7 +6,6 @@
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-from cory.config import read_config
 from cory.errors import exit_on_user_error
 
 
@@ -34,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     from cory.machine.distributed import process_group
     from cory.run.evaluate import evaluate_run
-    with process_group(read_config(args.run_dir)["device"]):
+    with process_group("auto"):
         evaluate_run(args.run_dir, args.samples, args.queries)
 
 

@@ -5,6 +5,7 @@ Nothing here imports PyTorch, so that `--help` and a mistyped flag are answered 
 import importlib
 import json
 import os
+import re
 import sys
 from argparse import ArgumentParser
 from dataclasses import asdict, dataclass, field, fields
@@ -286,11 +287,14 @@ def parse(config_class: type[Config], presets: dict, argv: list | None = None) -
         about = f.metadata.get("help", "") + " (default: %(default)s)"
         parser.add_argument(f"--{f.name}", default=f.default, help=about, **options)
     parser.set_defaults(preset=next(iter(presets)))
+    parser._negative_number_matcher = re.compile(r"-\.?\d")       # also -1e-1
     # parsed twice: --preset and --resume choose the defaults of all other flags, also in --help
     given = parser.parse_args([word for word in argv if word not in ("-h", "--help")])
     chosen = presets[given.preset]
     if given.resume:
-        chosen = asdict(load_config(Path(given.run_dir)))
+        run = load_config(Path(given.run_dir))
+        run.require("run_dir", type(run) is config_class, "was started by another script")
+        chosen = asdict(run)
     parser.set_defaults(**chosen)
     cfg = config_class(**vars(parser.parse_args(argv)))
     if cfg.preset == "tiny" and cfg.model != chosen["model"]:
@@ -303,9 +307,7 @@ def base_names(configs: dict[str, Config]) -> dict[str, str]:
     """By agent, the name of its base. Agents whose model and temperature are the same share a base."""
     names = {}
     for agent, cfg in configs.items():
-        key = cfg.model, cfg.temperature
-        if key not in names:
-            names[key] = f"base_{agent}" if names else "base"
+        names.setdefault((cfg.model, cfg.temperature), f"base_{agent}" if names else "base")
     return {agent: names[cfg.model, cfg.temperature] for agent, cfg in configs.items()}
 
 
@@ -324,9 +326,9 @@ def to_save(cfg: Config, configs: dict[str, Config]) -> dict:
 def read_config(run_dir: Path) -> dict:
     """config.json of a run. Settings added to the code since then have their defaults."""
     path = run_dir / "config.json"
-    if not path.exists():
-        raise UserError("run_dir", str(run_dir), "contains no run (no config.json); pass the folder of one")
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    if "config_class" not in saved:
+        raise UserError("run_dir", str(run_dir), "contains no run; pass the folder of one")
     return asdict(import_name(saved["config_class"])()) | saved
 
 

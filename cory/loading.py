@@ -84,8 +84,8 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
 
 
 def with_settings(template: str, cfg: Config) -> str:
-    """A chat template, also that of `final/`, after what is set for it: its arguments, the system message, and
-    a fixed date, so that prompts do not depend on the day.
+    """A chat template, also that of `final/`, after what is set for it: its arguments, the system message,
+    and a fixed date, so that prompts do not depend on the day.
     """
     _, _, own = template.rpartition(END_OF_SETTINGS)
     # the macro hides transformers' function of that name
@@ -130,6 +130,8 @@ def require_usable(model: LanguageModel, name: str) -> None:
     out = model.lm.base_model(input_ids=padded, attention_mask=mask, position_ids=positions(mask))
     logits = model.head(out.last_hidden_state[:, 3:])
     expected = model.lm(input_ids=ids_1L).logits
+    if not expected.isfinite().all():
+        raise UserError("model", name, "its logits are not finite")
     limit = 0.005 if expected.dtype == torch.float32 else 0.02          # by rounding, also in TF32
     largest_error = (logits - expected).abs().max()
     if not largest_error < limit * logits.abs().max():

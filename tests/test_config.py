@@ -89,6 +89,7 @@ def test_help_shows_the_defaults_of_the_preset(capsys):
 
 
 BAD = {                                 # one of each kind
+    "--min_response_length 20": "must be at most max_response_length = 15",
     "--resume --run_dir /nowhere": "'/nowhere': contains no run",
     "--method grpo": "method is 'grpo': choose from ppo, cory, or name your own",
     "--learning_rate nan": "must be above 0",
@@ -124,6 +125,10 @@ def test_python_values_of_a_wrong_type_or_not_among_the_choices_are_refused(name
         replace(ImdbConfig(), **{name: value})
 
 
+def test_a_negative_number_may_have_an_exponent():
+    assert imdb(["--partner_reward", "-1e-1"]).partner_reward == -0.1
+
+
 def test_an_int_may_stand_for_a_float():
     assert ImdbConfig(learning_rate=1).learning_rate == 1
 
@@ -143,6 +148,11 @@ def test_a_resumed_run_keeps_its_settings_when_its_preset_has_changed(resume_fla
     assert cfg.learning_rate == 3e-5
     assert cfg.vf_coef == 0.1
     assert cfg.iterations == 99
+
+
+def test_a_run_is_resumed_by_the_script_that_started_it(resume_flags):
+    with pytest.raises(UserError, match="run_dir is '.*': was started by another script"):
+        parse(*EXPERIMENTS["gsm8k"], resume_flags)
 
 
 def test_a_resumed_run_refuses_other_settings(tmp_path, resume_flags, capsys):
@@ -165,6 +175,9 @@ def test_resume_and_evaluate_refuse_agents_with_other_settings(tmp_path, resume_
     monkeypatch.setattr(Cory, "agent_config", staticmethod(agent_config))
     message = "llm2/lam is 0.5: the run has None;"
     assert message in error_line(train_imdb.main, resume_flags, capsys)
+    with pytest.raises(UserError, match="holds a run that is not finished"):
+        finished_run(tmp_path)
+    (tmp_path / "eval.json").touch()
     with pytest.raises(UserError, match=message):
         finished_run(tmp_path)
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from toys import final_models, resume, rows, saved_tensors, stopped, training
+from toys import final_models, refusal, resume, rows, saved_tensors, stopped, training
 
 import train_gsm8k
 import train_imdb
@@ -207,3 +207,7 @@ def test_each_process_makes_as_many_passes(monkeypatch):
     groups = [torch.tensor([4, 2, 7, 1]), torch.tensor([0])]
     split = sharding.split_to_equal_count(groups)
     assert [rows.tolist() for rows in split] == [[0], [4, 2], [7, 1]]
+
+
+def test_shards_need_torchrun(small_flags, tmp_path, capsys):
+    assert "shard is True: needs torchrun" in refusal([*small_flags, *SHARD], tmp_path / "r", capsys)

@@ -27,9 +27,9 @@ def test_best_of_n_is_the_mean_over_all_subsets():
         assert evaluate.best_of_n(rewards, n) == pytest.approx(np.mean(best))
 
 
-def test_distinct_n_grams_by_hand():
-    bigrams = evaluate.distinct([[1, 1, 2], [1, 2]], 2)         # (1, 1), (1, 2), (1, 2)
-    assert bigrams == 2 / 3
+def test_distinct_pairs_by_hand():
+    assert evaluate.distinct_2([[1, 1, 2], [1, 2]]) == 2 / 3        # (1, 1), (1, 2), (1, 2)
+    assert evaluate.distinct_2([[1]]) == 0
 
 
 class CountLetters:
@@ -69,7 +69,7 @@ def test_held_out_metrics_by_hand(tmp_path):
     assert metrics == pytest.approx({
         "task_reward": 10.0, "kl": kl, "combined_reward": 10 - 0.5 * kl, "length": 5.0, "truncated": 1,
         "part": 3, "responses": 16,
-        "distinct_1": 2 / 80, "distinct_2": 2 / 64,             # of the tokens and bigrams of 16 responses
+        "distinct_2": 2 / 64,             # of the tokens and bigrams of 16 responses
         "repeated_tokens": 0.6,                                 # 3 of 5
         "base_perplexity": 7.0, "sampling_gap": 0}, rel=1e-4)
     logits_UV[1, [2, 6]] = torch.tensor([-99.0, 99])
@@ -143,7 +143,7 @@ def test_agents_of_one_model_can_have_different_temperatures(rank, small_flags, 
     results = read(run / "evaluation" / "results.json")
     for agent, base, temperature, agent_rank in (
             ("llm1", "base", 0.7, rank), ("llm2", "base_llm2", 1.2, 2 * rank)):
-        for name in ("task_reward", "kl", "base_perplexity", "distinct_1"):
+        for name in ("task_reward", "kl", "base_perplexity", "distinct_2"):
             assert before[f"eval/{name}/{agent}"] == pytest.approx(before[f"eval/{name}/{base}"], abs=1e-5)
         for name in ("kl", "approx_kl", "sampling_gap"):
             assert first[f"train/{name}/{agent}"] == pytest.approx(0, abs=1e-6), name

@@ -72,6 +72,14 @@ def test_a_model_whose_logits_are_not_a_linear_heads_alone_is_refused(kind, chan
     require_refused(folder, "not a linear head's alone", **precision)
 
 
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    folder = save_model("gpt2", tmp_path)
+    lm = AutoModelForCausalLM.from_pretrained(folder)
+    lm.transformer.ln_f.bias.data[0] = float("nan")
+    lm.save_pretrained(folder)
+    require_refused(folder, "its logits are not finite")
+
+
 @pytest.mark.parametrize("kind", ["mamba", "qwen3_next"])
 def test_layers_other_than_attention_are_refused(kind, tmp_path):
     folder = save_model(kind, tmp_path, state_size=4, head_dim=8)

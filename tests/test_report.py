@@ -13,8 +13,6 @@ from cory.__main__ import main
 from cory.run import report
 
 GREY = to_hex(report.BASE["color"])
-PPO = report.COLORS["ppo"]
-CORY = report.COLORS["cory"]
 
 
 def write_run(folder: Path, reward=1.0, base=0.0, last=12, **changes) -> Path:
@@ -90,15 +88,14 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     assert [ax.get_title() for ax in figure.axes] == titles
     assert {*legend_of(figure)} == {
         "base, eval", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train",
-        "team, eval", "team, train", "base_team, eval", "exchange of roles"}
+        "team, eval", "team, train", "base_team, eval"}
     rewards = lines_of(figure, "task_reward")
     assert rewards["llm1, eval"].points == {0: 0.5, 11: 0.2, 12: 1}
     combined = lines_of(figure, "combined_reward")
     assert combined["llm1, eval"].points == {0: -0.5, 11: -0.8, 12: 0}
     kl = lines_of(figure, "kl")
-    assert kl.keys() == {"base, eval", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train",
-                         "exchange of roles"}                                       # without the mean
-    assert kl["llm1, eval"] == ({0: 5, 11: 2, 12: 10}, "-", CORY)
+    assert kl.keys() == {"base, eval", "llm1, eval", "llm2, eval", "llm1, train", "llm2, train"}
+    assert kl["llm1, eval"] == ({0: 5, 11: 2, 12: 10}, "-", to_hex("C0"))
     assert kl["base, eval"] == ({0: 0, 11: 0, 12: 0}, "-", GREY)
     training = kl["llm2, train"]
     assert training.points.keys() == {*range(1, 13)}
@@ -106,7 +103,7 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
         assert training.points[i] == pytest.approx(i / 3 + 1)
     assert training.style == ":"
     assert training.color == kl["llm2, eval"].color
-    assert training.color != CORY
+    assert training.color == to_hex("C1")
     spread = lines_of(figure, "spread")
     assert spread["base_team, eval"] == ({0: 0.1, 11: 0.1, 12: 0.1}, "--", GREY)
     observer_reward = lines_of(figure, "observer_task_reward")
@@ -115,22 +112,11 @@ def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
     assert [[0.1, 0.01], [2, 0.2], [11, 1.1]] in against_kl
 
 
-def test_roles_are_exchanged_before_the_iterations_that_have_others(tmp_path):
-    """LLM1 is the pioneer in iterations 1 to 4, LLM2 from 5 to 8. LLM0's role stays, whatever it is."""
-    figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
-    exchanges = [line for line in figure.axes[0].lines if line.get_label() == "exchange of roles"]
-    assert [line.get_xdata()[0] for line in exchanges] == [4.5, 8.5]
-
-
 def test_training_curves_are_running_means_over_a_twentieth():
-    """Of 60 iterations: over 3. An infinite value is left out. What is trained in two has two points."""
-    values = pd.Series({i: i % 3 for i in range(1, 61)}, dtype=float)
-    values[30] = float("inf")
-    curve = report.running_mean(values, 60)
-    assert curve.tolist()[:3] == pytest.approx([1.5, 1, 1])
-    assert len(curve) == 59
-    two = pd.Series({5: 6, 9: 8})
-    assert report.running_mean(two, 60).to_dict() == {5: 6, 9: 8}
+    """Of 100 points: over 5."""
+    values = pd.Series({i: i % 5 for i in range(1, 101)}, dtype=float)
+    assert report.running_mean(values).tolist()[:4] == pytest.approx([2, 2.5, 2, 2])
+    assert report.running_mean(pd.Series({5: 6.0, 9: 8.0})).to_dict() == {5: 7, 9: 7}
 
 
 def test_a_table_has_means_and_sample_std():
@@ -143,11 +129,11 @@ def test_a_table_has_means_and_sample_std():
         {"task_reward": 0.126, "kl": 15.0}]
     frame = pd.DataFrame(rows, index=["C", "B", "C", "team", "mean"])
     assert report.tables(frame, ["C", "B", "C", "C", "mean"]) == (
-        "held-out               C     B\n"
-        "runs                   2     1\n"
-        "task_reward  1.50 ± 0.71  0.13\n"
-        "kl             0.5 ± 0.0  15.0\n"
-        "big                    –     –\n"
+        "held-out                 C       B\n"
+        "runs                     2       1\n"
+        "task_reward  1.500 ± 0.707   0.126\n"
+        "kl           0.500 ± 0.000  15.000\n"
+        "big                      –       –\n"
         "\n"
         "held-out       C\n"
         "kl         0.250\n"
@@ -193,13 +179,13 @@ def test_runs_that_differ_in_more_than_the_seed_are_groups(base_of_cory, tmp_pat
     assert {*labels[1:]} == {"ppo", "cory", *bases}
     assert len(labels) == len(seeds)
     by_label = dict(zip(labels, reward, strict=True))
-    assert by_label["cory"] == "3.55 ± 0.71"
-    assert by_label["ppo"] == "1.55 ± 0.71"
+    assert by_label["cory"] == "3.550 ± 0.707"
+    assert by_label["ppo"] == "1.550 ± 0.707"
     assert {*legend_of(figure)} == {"ppo", "cory", *bases}
     lines = lines_of(figure, "task_reward")
     ppo_points = {0: 0.255, 11: 0.2, 12: pytest.approx(1.55)}
-    assert lines["ppo"] == (ppo_points, "--", PPO)
-    assert lines["cory"] == ({0: 0.255}, "-", CORY)
+    assert lines["ppo"] == (ppo_points, "--", to_hex("C1"))
+    assert lines["cory"] == ({0: 0.255}, "-", to_hex("C0"))
     assert lines[bases[0]].color == GREY
     combined = lines_of(figure, "combined_reward")
     assert combined["ppo"].points == {0: 0.255 - 1, 11: -0.8, 12: pytest.approx(0.55)}
@@ -254,20 +240,35 @@ def test_runs_that_differ_in_their_code_alone_are_named_by_their_folders(tmp_pat
     assert report.groups_of(runs).settings.tolist() == [f", run_dir {run}" for run in runs]
 
 
-def test_groups_have_a_line_for_each_method_and_a_shade_for_each_setting():
+def test_groups_have_a_colour_each_a_line_for_each_method_and_a_marker_for_each_setting():
     groups = pd.DataFrame({
         "method": ["cory"] * 7 + ["my:Method"] * 7,
         "settings": [f", rate {i}" for i in range(7)] * 2})
     groups["group"] = groups.method + groups.settings
     styles = report.styles_of_groups(groups)
-    assert to_hex(styles["cory, rate 0"]["color"]) == CORY
-    colors = {tuple(style["color"]) for style in styles.values()}
-    assert len(colors) == 14
-    for group, style in styles.items():
-        expected = "-" if group.startswith("cory") else "--"
-        assert style["linestyle"] == expected, group
+    colors = [style["color"] for style in styles.values()]
+    assert len({*colors[:10]}) == 10 and colors[10:] == colors[:4]
+    for i in range(7):
+        cory = styles[f"cory, rate {i}"]
+        other = styles[f"my:Method, rate {i}"]
+        assert (cory["linestyle"], other["linestyle"]) == ("-", "--")
+        assert cory["marker"] == other["marker"] == report.MARKERS[i]
 
 
-def test_a_folder_without_a_run_is_named(capsys):
+def test_a_folder_without_a_run_is_named(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     for command in ("report", "evaluate"):
-        assert "'TYPO': contains no run" in error_line(main, [command, "TYPO"], capsys)
+        for folder in ("TYPO", str(tmp_path)):
+            assert f"'{folder}': contains no run" in error_line(main, [command, folder], capsys)
+
+
+def test_a_run_without_metrics_is_named(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text("")
+    assert f"'{run}': has no metrics yet" in error_line(main, ["report", str(run)], capsys)
+
+
+def test_a_plot_without_a_suffix_is_a_png(tmp_path, capsys):
+    main(["report", str(write_run(tmp_path / "run")), "--out", str(tmp_path / "plot")])
+    assert capsys.readouterr().out.endswith(f"written: {tmp_path / 'plot.png'}\n")
+    assert (tmp_path / "plot.png").exists()

@@ -43,6 +43,17 @@ def test_other_formats_are_read_by_datasets(tmp_path):
     assert rows == {"train": ["train"], "validation": ["validation"]}
 
 
+def test_a_lone_csv_file_is_trained_on(tmp_path):
+    file = tmp_path / "texts.csv"
+    file.write_text("text\na\nb\n")
+    assert load_columns(str(file), ["text"]) == {"train": ["a", "b"]}
+
+
+def test_data_without_a_split_to_train_on_are_refused():
+    with pytest.raises(UserError, match="no split `train`, only \\['test'\\]"):
+        complete_splits({"test": ROWS})
+
+
 def test_missing_splits_are_a_tenth_of_train_which_does_not_train_on_them():
     """Rows are divided by content: one that stands twice is on one side."""
     splits = {"train": ROWS[:150] * 2}
@@ -79,7 +90,8 @@ def test_a_common_mistake_ends_in_one_line(flags, small_flags, tmp_path, capsys,
 
 def letters(**changes) -> Task:
     data = Data(WORDS[:24], [], WORDS[24:])
-    return Task(settings(**changes), data, bigram())
+    cfg = settings(**{"min_response_length": 4} | changes)
+    return Task(cfg, data, bigram())
 
 
 class Showing(Task):

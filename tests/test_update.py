@@ -170,9 +170,9 @@ def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, in_
     compared = {name: metrics[name] for name in expected}
     assert compared == pytest.approx(expected, rel=1e-8, abs=1e-10)
     assert expected["clip_fraction"] > 0.1
-    for name, x in padded.present().items():
+    for name, x in vars(padded).items():
         unchanged = getattr(padded_before, name)
-        assert isinstance(x, list) or torch.equal(x, unchanged), name
+        assert not isinstance(x, torch.Tensor) or torch.equal(x, unchanged), name
 
 
 @pytest.mark.parametrize("limit, most", [
@@ -202,26 +202,6 @@ def test_in_bfloat16_the_first_ratio_is_1_but_for_rounding():
     rollout = collect_rollout(agent, PROMPTS, PROMPTS, 12)
     agent.cfg = replace(agent.cfg, mini_batch_size=2, gradient_accumulation_steps=4)
     assert ppo_update(agent, rollout, SCORE)["approx_kl"] < 5e-5
-
-
-class DetachedCritic(torch.nn.Linear):
-    """Its values do not depend on its weights."""
-
-    def __init__(self, base):
-        super().__init__(1, 1)
-
-    def forward(self, rows, hidden):
-        return hidden.mean(-1).detach().requires_grad_()
-
-
-def test_a_warning_names_the_network_without_a_gradient():
-    agent, rollout = ragged(critic="test_update:DetachedCritic")
-    with pytest.warns(UserWarning, match="no weight of llm1's critic has a gradient"):
-        ppo_update(agent, rollout, SCORE)
-    agent, rollout = ragged()
-    agent.policy.lm.requires_grad_(False)          # with LoRA, of all agents at once
-    with pytest.warns(UserWarning, match="no weight of llm1's policy has a gradient"):
-        ppo_update(agent, rollout, SCORE)
 
 
 def test_a_warning_names_a_custom_parameter_that_no_optimizer_has():

@@ -104,7 +104,7 @@ def generator(seed=0) -> torch.Generator:
 def settings(**changes) -> ImdbConfig:
     small = dict(
         batch_size=8, mini_batch_size=8, learning_rate=0.05,
-        kl_target=0.0, eval_queries=8)
+        kl_target=0.0, min_response_length=0, eval_queries=8)
     return ImdbConfig(**small | changes)
 
 

@@ -13,6 +13,7 @@ def shard(model, cfg: Config, whole: Collection[nn.Parameter] = ()) -> None:
     """From here on each process holds a part of the matrices of each layer, except of those in `whole`, which
     an optimizer may hold already. All else stays whole.
     """
+    cfg.require("shard", torch.distributed.is_initialized(), "needs torchrun")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

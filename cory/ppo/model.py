@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from cory.config import Config
 from cory.ppo import formulas
@@ -136,12 +135,6 @@ class LanguageModel:
         """(log pi(token), entropy of pi), each (N,) in nats, differentiable."""
         logp_NV = self.logprobs(hidden_NH)
         return formulas.token_logprobs(logp_NV, token_N), formulas.entropy(logp_NV.exp(), logp_NV)
-
-    def store_in_bfloat16(self) -> None:
-        """Casts a frozen model's matrices once; autocast would recast them at each call."""
-        for layer in self.lm.modules():
-            if isinstance(layer, (nn.Linear, Conv1D)) and layer is not self.head:
-                layer.weight.data = layer.weight.data.bfloat16()
 
 
 class Policy(LanguageModel):

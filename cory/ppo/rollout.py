@@ -36,7 +36,7 @@ class Rollout:
     group_B: Tensor | None = None       # responses with the same number are compared (RLOO, GRPO)
     read_B: Tensor | None = None        # the row of the previous role that a prompt shows; None: the same row
     # by `add_logprobs`
-    logp_BT: Tensor | None = None       # log pi_old(a_t | s_t), nats; None without a reference
+    logp_BT: Tensor | None = None       # log pi_old(a_t | s_t), nats
     ref_logp_BT: Tensor | None = None   # log pi0(a_t | s_t), nats
     kl_BT: Tensor | None = None         # nats: KL(pi_old || pi0) at s_t (full), or log pi_old / pi0 (k1)
     value_BT: Tensor | None = None      # V_old(s_t), units of reward; None without a critic
@@ -59,22 +59,13 @@ class Rollout:
         gap_BT = (self.sampling_logp_BT - self.logp_BT).abs()
         return (gap_BT.sum() / self.mask_BT.sum()).item()
 
-    def present(self) -> dict[str, Tensor | list]:
-        """The fields that are not None, by name."""
-        return {name: x for name, x in vars(self).items() if x is not None}
-
     def map_fields(self, function: Callable) -> "Rollout":
         """With `function(name, value)` in place of the value of each field that is not None."""
-        changed = {name: function(name, x) for name, x in self.present().items()}
+        changed = {name: function(name, x) for name, x in vars(self).items() if x is not None}
         return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> "Rollout":
-        def move(name, x):
-            if isinstance(x, Tensor):
-                return x.to(device)
-            return x
-
-        return self.map_fields(move)
+        return self.map_fields(lambda _, x: x.to(device) if isinstance(x, Tensor) else x)
 
 
 LEFT_PADDED = ("prompt_BP", "prompt_mask_BP")

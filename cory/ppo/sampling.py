@@ -36,18 +36,19 @@ def collect_rollout(agent: Agent, prompts: list[str], queries: list[str], max_ne
     B = len(prompts)
     uniform_TB = torch.from_numpy(agent.generator().random((max_new_tokens, B)))
     with unsharded(policy, agent.base):
-        rollout = generate(policy, prompts, queries, max_new_tokens, uniform_TB, agent.base,
-                           cfg.resolve("sampler"), kl_penalty=cfg.kl_penalty, max_rows=cfg.mini_batch_size, critic=agent.critic)
+        rollout = generate(cfg.resolve("sampler"), policy, prompts, queries, max_new_tokens, uniform_TB,
+                           agent.base, kl_penalty=cfg.kl_penalty, max_rows=cfg.mini_batch_size,
+                           critic=agent.critic)
     agent.sampled_tokens += int(rollout.mask_BT.sum())
     group_B = torch.arange(B, device=policy.device) // cfg.responses_per_query
     return replace(rollout, group_B=group_B)
 
 
-def generate(model: LanguageModel, prompts: list[str], queries: list[str], max_new_tokens: int,
-             uniform_TB: Tensor | None, reference: LanguageModel | None, sampler: Callable | None = None,
-             **options) -> Rollout:
-    """A response to each prompt, from the sampler or by `sample_tokens`; with a reference also what `add_logprobs(..., **options)` adds. Each process
-    generates its rows, as many at a time as their keys and values fit; all then receive the whole rollout.
+def generate(sampler: Callable, model: LanguageModel, prompts: list[str], queries: list[str],
+             max_new_tokens: int, uniform_TB: Tensor | None, reference: LanguageModel, **options) -> Rollout:
+    """A response to each prompt by a sampler such as `sample_tokens`, with what `add_logprobs` adds. Each
+    process generates its rows, as many at a time as their keys and values fit; all then receive the whole
+    rollout.
     """
     B = len(queries)
     if not isinstance(prompts, list) or len(prompts) != B:
@@ -61,10 +62,8 @@ def generate(model: LanguageModel, prompts: list[str], queries: list[str], max_n
         uniform = None
         if uniform_TB is not None:
             uniform = uniform_TB[:, rows].to(model.device)
-        sample = sampler or sample_tokens
-        chunk = sample(model, prompts[rows], queries[rows], max_new_tokens, uniform)
-        if reference is not None:
-            chunk = add_logprobs(chunk, model, reference, **options)
+        chunk = sampler(model, prompts[rows], queries[rows], max_new_tokens, uniform)
+        chunk = add_logprobs(chunk, model, reference, **options)
         chunks.append(chunk.to("cpu"))
     return join(processes().gather(chunks)).to(model.device)
 
@@ -128,8 +127,8 @@ def draw(logp_BV, uniform_B: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values of a layer, in tensors with room for `size` tokens: a DynamicLayer copies all of them at
-    each token. It keeps every key; the model's mask applies a sliding window.
+    """Keys and values of a layer, in tensors with room for `size` tokens: a DynamicLayer copies all of them
+    at each token. It keeps every key; the model's mask applies a sliding window.
     """
 
     def __init__(self, size: int):
@@ -138,14 +137,14 @@ class RoomyLayer(DynamicLayer):
         self.length = 0
 
     def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-            # keys that autocast leaves in float32 are cast here once, not by attention at each token
-            shape = *keys.shape[:2], self.size
-            self.keys = values.new_empty(*shape, keys.shape[3])
-            self.values = values.new_empty(*shape, values.shape[3])
         start = self.length
         self.length += keys.shape[2]
+        if start == 0:
+            self.lazy_initialization(keys, values)
+            room = 0, 0, 0, self.size - self.length
+            # keys that autocast leaves in float32 are cast here once, not by attention at each token
+            self.keys = nn.functional.pad(keys.to(values.dtype), room)
+            self.values = nn.functional.pad(values, room)
         self.keys[:, :, start:self.length] = keys
         self.values[:, :, start:self.length] = values
         return self.keys[:, :, :self.length], self.values[:, :, :self.length]

@@ -151,13 +151,8 @@ def backward(agent: Agent, batch: Rollout, divisor: Tensor) -> dict:
 
 
 def warn_of_idle_parameters(agent: Agent) -> None:
-    """Warns after a backward pass of a network without a gradient, and of a gradient without an optimizer."""
-    optimized = set()
-    for group in agent.optimizer.param_groups:
-        optimized.update(group["params"])
-        if all(p.grad is None for p in group["params"]):
-            network = "critic" if group["is_critic"] else "policy"
-            warnings.warn(f"no weight of {agent.name}'s {network} has a gradient", stacklevel=2)
+    """Warns after a backward pass of a parameter of the policy that has a gradient, but no optimizer."""
+    optimized = {*agent.trainable_parameters().values()}
     parameters = {}
     for name, x in vars(agent.policy).items():
         if isinstance(x, nn.Parameter):

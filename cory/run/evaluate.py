@@ -2,7 +2,7 @@
 import json
 import math
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import NamedTuple, Sequence
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import set_seed
 
 from cory.config import Config, load_config
-from cory.errors import merge_metrics
+from cory.errors import UserError, merge_metrics
 from cory.machine.distributed import processes
 from cory.machine.sharding import unsharded
 from cory.ppo.model import LanguageModel, Policy
 from cory.ppo.rollout import Rollout, real_ids, require_queries
-from cory.ppo.sampling import generate
+from cory.ppo.sampling import generate, sample_tokens
 from cory.run.experiment import Experiment
 from cory.run.log import Metrics, read_jsonl, write_jsonl, write_text
 from cory.run.report import tables
@@ -38,8 +38,10 @@ class EvaluatedAgent(NamedTuple):
 
 def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[EvaluatedAgent]]:
     """A finished run as it was in the end, with `changes` to its settings, and its agents."""
-    cfg = replace(load_config(run_dir), **changes)
-    run = Experiment(cfg, run_dir, free={*changes})
+    cfg = replace(load_config(run_dir), device="auto", **changes)
+    if not (run_dir / "eval.json").exists():
+        raise UserError("run_dir", str(run_dir), "holds a run that is not finished")
+    run = Experiment(cfg, run_dir, free={"device", *changes})
     state = torch.load(run_dir / "final/state.pt", weights_only=True,
                        map_location={"cuda:0": str(run.device)})
     run.method.memory = state["method"]
@@ -111,8 +113,8 @@ def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str
         rng = np.random.default_rng((EVALUATION_SEED, seed))
         uniform_TB = torch.from_numpy(rng.random((length, len(prompts))))
     with unsharded(model, reference):
-        rollout = generate(model, prompts, queries, length, uniform_TB, reference, kl_penalty="full",
-                           max_rows=len(prompts))
+        rollout = generate(sample_tokens, model, prompts, queries, length, uniform_TB, reference,
+                           kl_penalty="full", max_rows=len(prompts))
     group_B = torch.arange(len(prompts), device=model.device)       # for methods: each response is alone
     rollout = replace(rollout, group_B=group_B)
     if not isinstance(model, Policy):
@@ -151,8 +153,7 @@ def diversity_metrics(rollout: Rollout) -> dict[str, float]:
     tokens = sum(len(row) for row in ids)
     different = sum(len(set(row)) for row in ids)
     nats = -rollout.ref_logp_BT.sum().item() / tokens
-    return {"distinct_1": distinct(ids, 1), "distinct_2": distinct(ids, 2),
-            "repeated_tokens": 1 - different / tokens,
+    return {"distinct_2": distinct_2(ids), "repeated_tokens": 1 - different / tokens,
             "base_perplexity": math.exp(min(nats, 700))}        # no overflow
 
 
@@ -218,15 +219,12 @@ def evaluate_team(method, players: Sequence[EvaluatedAgent]) -> dict[str, float]
     return merge_metrics(metrics, method.team_metrics(rollouts, rewards))
 
 
-def distinct(ids: list[list[int]], n: int) -> float:
-    """Distinct n-grams over all n-grams, pooled over responses; 0 if no response has n tokens."""
-    grams = []
+def distinct_2(ids: list[list[int]]) -> float:
+    """Distinct pairs of successive tokens over all, pooled over responses; 0 if there is none."""
+    pairs = []
     for row in ids:
-        starts = range(len(row) - n + 1)
-        grams += [tuple(row[i:i + n]) for i in starts]
-    if not grams:
-        return 0.0
-    return len(set(grams)) / len(grams)
+        pairs += pairwise(row)
+    return len({*pairs}) / max(1, len(pairs))
 
 
 def best_of_metrics(reward_Qm: np.ndarray) -> dict[str, float]:

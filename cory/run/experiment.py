@@ -14,8 +14,8 @@ from cory.ppo.model import Policy
 
 
 class Experiment:
-    """configs: each agent's settings. models: the pretrained models, by name. bases: each agent's frozen
-    base, which is its model at its temperature; agents with the same model and temperature share one.
+    """configs: each agent's settings. bases: each agent's frozen base, which is its model at its temperature;
+    agents with the same model and temperature share one.
 
     free: the settings that may be changed when a run is resumed or evaluated.
     """
@@ -32,6 +32,7 @@ class Experiment:
         names = method_class.agent_names
         if cfg.share_weights:
             names = names[:1]
+        self.bases = {}
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
         for name, agent_cfg in self.configs.items():
             require_agent(name, agent_cfg, cfg)
@@ -47,45 +48,30 @@ class Experiment:
         self.load_bases()
         self.task = task_class(cfg, data, self.bases[names[0]])
         self.method = method_class(cfg, self.task)
-        self.require_names()
+        names = [*method_class.agent_names, *method_class.roles, "base", "base_team", "mean", "team"]
+        cfg.require("method", len({*names}) == len(names),
+                    f"give each agent and each role another name: two of {names} are the same")
 
     def load_bases(self) -> None:
-        self.models = {}
-        self.bases = {}
-        by_name = {}                # by the base's name
+        loaded = {}
         for agent, name in base_names(self.configs).items():
             agent_cfg = self.configs[agent]
-            if agent_cfg.model not in self.models:
-                self.models[agent_cfg.model] = load_language_model(agent_cfg.model, agent_cfg, self.device)
-            if name not in by_name:
-                model = self.models[agent_cfg.model]
-                by_name[name] = replace(model, temperature=agent_cfg.temperature, name=name)
-            self.bases[agent] = by_name[name]
-
-    def require_names(self) -> None:
-        """Raises `UserError` unless names are distinct."""
-        method = self.method
-        in_tables = [*method.agent_names, "base", "base_team", "mean", "team"]
-        rows_differ = len({*in_tables}) == len(in_tables)
-        roles_differ = len({*method.roles}) == len(method.roles)
-        self.cfg.require("method", rows_differ and roles_differ,
-                         f"agents {method.agent_names}, roles {method.roles}: give each agent and each role "
-                         "another name, and call no agent base, base_team, mean or team")
+            if name not in loaded:
+                model = load_language_model(agent_cfg.model, agent_cfg, self.device)
+                loaded[name] = replace(model, name=name)
+            self.bases[agent] = loaded[name]
 
     def new_agents(self) -> list[Agent]:
-        """The agents, each with its own policy. Then shrinks the frozen bases: to bfloat16, to shards."""
-        cfg = self.cfg
+        """The agents, each with its own policy. Then shards the frozen bases."""
         agents = []
         weights = set()
         for i, (name, agent_cfg) in enumerate(self.configs.items()):
             agent = Agent(name, self.bases[name], agent_cfg, i)
             agents.append(agent)
             weights.update(agent.trainable_parameters().values())
-        for model in self.models.values():
-            if not cfg.lora_rank and cfg.dtype == "bfloat16":
-                model.store_in_bfloat16()           # after agents have had their copies
-            if cfg.shard:
-                shard(model, cfg, whole=weights)
+        if self.cfg.shard:
+            for base in dict.fromkeys(self.bases.values()):
+                shard(base, self.cfg, whole=weights)
         return agents
 
     def final_model(self, name: str) -> Policy:

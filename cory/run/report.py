@@ -2,12 +2,11 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from cory.config import FREE_ON_RESUME, read_config
+from cory.errors import UserError
 from cory.run.log import read_jsonl
 
 # The panels of a run. Those of metrics that are in neither list follow, under the names of the metrics.
@@ -21,13 +20,12 @@ PANELS = {
     "observer_task_reward": "observer's task reward",
 }
 WITHOUT_PANEL = """role task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
-    approx_kl clip_fraction grad_norm learning_rate distinct_1 distinct_2 repeated_tokens base_perplexity
+    approx_kl clip_fraction grad_norm learning_rate distinct_2 repeated_tokens base_perplexity
     pioneer_task_reward pioneer_kl pioneer_combined_reward
     observer_kl observer_combined_reward sampled_tokens""".split()
 MAIN = ["combined_reward", "task_reward", "kl"]         # what runs are compared by
 
-COLORS = {"ppo": "#08519c", "cory": "#d94801"}      # in every picture; other methods have matplotlib's
-MARKERS = "os^Dvp"
+MARKERS = "os^DvpP*X"
 LINES = ["-", "--", "-.", ":"]
 BASE = dict(color="0.55", marker=".", linewidth=1.2)
 SPLITS = {"eval": {}, "train": dict(linestyle=":", linewidth=1.8, marker="")}
@@ -39,6 +37,8 @@ NOT_IN_NAMES = FREE_ON_RESUME | {"seed", "device", "config_class", "agents", "me
 def read_metrics(run_dir: Path) -> pd.DataFrame:
     """metrics.jsonl as a table: a row for each value, with iteration, split (train, eval), metric and who."""
     rows = pd.DataFrame(read_jsonl(run_dir / "metrics.jsonl"))
+    if rows.empty:
+        raise UserError("run_dir", str(run_dir), "has no metrics yet")
     values = rows.melt("iteration", var_name="key")
     names = values.key.str.extract("(?P<split>train|eval)/(?P<metric>.+)/(?P<who>.+)")
     return names.join(values).dropna()
@@ -73,28 +73,22 @@ def table(frame: pd.DataFrame) -> str:
     is_mean = frame.index == "mean"
     is_mean_of_one = is_mean & frame.duplicated(keep=False)
     frame = frame[~is_mean_of_one].dropna(axis=1, how="all")
-    largest = frame.abs().max()
-    is_shown = (largest >= 0.0005) | frame.columns.isin(MAIN)
+    is_shown = (frame.abs().max() >= 0.0005) | frame.columns.isin(MAIN)
     if is_shown.any():
         frame = frame.loc[:, is_shown]
     groups = frame.groupby(level=0, sort=False)
-    cells = groups.agg(lambda values: cell(values, largest[values.name]))
+    cells = groups.agg(cell)
     if len(cells) < len(frame):
         cells.insert(0, "runs", groups.size().astype(str))
     return cells.T.rename_axis(columns="held-out").to_string(line_width=100)
 
 
-def cell(values: pd.Series, largest: float) -> str:
-    """To three significant digits of the largest number in the row, but at most three decimals."""
+def cell(values: pd.Series) -> str:
     if values.hasnans:
         return "–"
-    decimals = 2 - np.floor(np.log10(largest + 1e-6))
-    digits = ".3g"
-    if decimals >= 0:
-        digits = f".{min(int(decimals), 3)}f"
-    text = f"{values.mean():{digits}}"
+    text = f"{values.mean():.3f}"
     if len(values) > 1:
-        text += f" ± {values.std():{digits}}"
+        text += f" ± {values.std():.3f}"
     return text
 
 
@@ -110,20 +104,6 @@ def panels_of(metrics: pd.DataFrame) -> list[str]:
     return panels
 
 
-def exchanges(metrics: pd.DataFrame) -> list[int]:
-    """Iterations whose roles are not those of the iteration before."""
-    rows = metrics[metrics.metric == "role"]
-    roles = rows.pivot(index="iteration", columns="who", values="value").fillna(-1)     # -1: none
-    is_new = (roles != roles.shift()).any(axis=1)
-    return [*roles.index[is_new][1:]]
-
-
-def shade(color: str, i: int, count: int) -> np.ndarray:
-    """The i-th of `count` shades of a colour, from itself to a light one."""
-    depth = np.linspace(1, 0.3, count + 1)[i]
-    return 1 - depth * (1 - np.array(to_rgb(color)))
-
-
 def styles_of_run(config: dict) -> dict[str, dict]:
     """How bases, agents and teams are drawn; means over agents are not."""
     styles = {}
@@ -132,10 +112,8 @@ def styles_of_run(config: dict) -> dict[str, dict]:
     agents = config["agents"]
     for i, base in enumerate(sorted({*agents.values()})):
         styles[base] = BASE | dict(linestyle=LINES[i % 4])
-    color = COLORS.get(config["method"], "C2")
     for i, agent in enumerate(agents):
-        lighter = shade(color, i, len(agents))
-        styles[agent] = dict(color=lighter, marker=MARKERS[i % 6])
+        styles[agent] = dict(color=f"C{i}", marker=MARKERS[i % 9])
     return styles
 
 
@@ -143,7 +121,7 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
     """A panel of each metric over iterations, and one of held-out reward against KL.
 
     Solid: held out (eval), each agent alone, the team in roles. Dashed: the team of bases. Dotted: in
-    training, running means over a twentieth of the run, or over 3 iterations.
+    training, running means over a twentieth of the points, or over 3.
     """
     config = read_config(run_dir)
     metrics = read_metrics(run_dir)
@@ -163,10 +141,8 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
                 continue
             curve = line.set_index("iteration").value
             if split == "train":
-                curve = running_mean(curve, metrics.iteration.max())
+                curve = running_mean(curve)
             ax.plot(curve, label=f"{who}, {split}", **styles[who] | SPLITS[split])
-        for iteration in exchanges(metrics):
-            ax.axvline(iteration - 0.5, color="0.8", linewidth=0.8, zorder=0, label="exchange of roles")
     ax = figure.add_subplot(height, 4, len(panels) + 1)
     ax.set(title="held-out reward against KL", xlabel=PANELS["kl"])
     for who, line in points.groupby("who", sort=False):
@@ -175,12 +151,9 @@ def draw_run(run_dir: Path, out: Path) -> Figure:
     return save_figure(figure, out, ncols=3)
 
 
-def running_mean(curve: pd.Series, last: int) -> pd.Series:
-    """Over a twentieth of `last` iterations, or over 3, around each iteration that the curve has."""
-    window = max(3, last // 20)
-    finite = curve.replace([np.inf, -np.inf], np.nan).dropna()
-    every = finite.reindex(range(1, last + 1))
-    return every.rolling(window, center=True, min_periods=1).mean()[finite.index]
+def running_mean(curve: pd.Series) -> pd.Series:
+    window = max(3, len(curve) // 20)
+    return curve.rolling(window, center=True, min_periods=1).mean()
 
 
 def save_figure(figure: Figure, out: Path, ncols: int) -> Figure:
@@ -217,15 +190,16 @@ def groups_of(run_dirs: list[Path]) -> pd.DataFrame:
 
 
 def styles_of_groups(groups: pd.DataFrame) -> dict[str, dict]:
-    """How each group is drawn: the method gives its colour and its line, the settings their shade."""
+    """How each group is drawn: in a colour of its own, with the line of its method and the marker of its
+    settings.
+    """
     methods = groups.method.unique().tolist()
     settings = groups.settings.unique().tolist()
     styles = {}
     for method, setting, group in groups.drop_duplicates().itertuples(index=False):
-        i = methods.index(method)
-        j = settings.index(setting)
-        color = shade(COLORS.get(method, f"C{i + 2}"), j, len(settings))
-        styles[group] = dict(color=color, linestyle=LINES[i % 4], marker=MARKERS[j % 6])
+        line = LINES[methods.index(method) % 4]
+        marker = MARKERS[settings.index(setting) % 9]
+        styles[group] = dict(color=f"C{len(styles) % 10}", linestyle=line, marker=marker)
     return styles
 
 
@@ -292,6 +266,7 @@ def compare(run_dirs: list[Path], out: Path, over: str) -> None:
     rows["label"] = [label(group, who) for _, group, _, who in rows.index]
     labels = rows.label[last.index]
     print(tables(last.droplevel(["run", "group", "iteration"]), [*labels]))
+    out = out.with_suffix(out.suffix or ".png")
     out.parent.mkdir(parents=True, exist_ok=True)
     alone = rows.query("not who.str.endswith('team')")
     draw_comparison(alone, styles_of_groups(groups), over, out)

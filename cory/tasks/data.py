@@ -18,7 +18,7 @@ class Data(NamedTuple):
 
 def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     """{split: the text of the column in each row, or a tuple of several}. Of a folder, the .jsonl files named
-    for splits are read; a lone .jsonl file is the split `train`. Any other layout (parquet, csv, the Hub) is
+    for splits are read; a lone file is the split `train`. Any other layout (parquet, csv, the Hub) is
     read by `datasets`; of several subsets, `main`.
     """
     path = Path(expand_bundled(dataset))
@@ -49,8 +49,12 @@ def read_jsonl(path: Path) -> list[dict]:
 def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
     from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
     disable_progress_bars()
-    subset = "main" if "main" in get_dataset_config_names(dataset) else None
-    splits = load_dataset(dataset, subset)
+    file = Path(dataset)
+    if file.is_file():
+        splits = load_dataset(str(file.parent), data_files=file.name)
+    else:
+        subset = "main" if "main" in get_dataset_config_names(dataset) else None
+        splits = load_dataset(dataset, subset)
     return {str(split): rows.to_list() for split, rows in splits.items()}
 
 
@@ -59,6 +63,8 @@ def complete_splits(splits: dict[str, list]) -> Data:
     rows, the same for every seed. Prints the size of each split.
     """
     splits = dict(splits)
+    if "train" not in splits:
+        raise UserError(f"the data has no split `train`, only {[*splits]}")
     for split in ("validation", "test"):
         if split not in splits:
             distinct = [*dict.fromkeys(splits["train"])]
