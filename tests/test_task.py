@@ -27,12 +27,12 @@ def test_a_byte_order_mark_and_a_blank_last_line_are_skipped(tmp_path):
 
 
 def test_a_folder_has_a_jsonl_file_for_each_split(tmp_path):
-    for name in ("train", "test"):
+    for name in ("train", "test", "other"):
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
     rows = load_columns(str(tmp_path), ["text"])
     assert rows == {"train": ["train"], "test": ["test"]}
     (tmp_path / "dev.jsonl").write_text("")
-    with pytest.raises(UserError, match="contains dev.jsonl; name it"):
+    with pytest.raises(UserError, match="contains dev.jsonl; name it validation.jsonl"):
         load_columns(str(tmp_path), ["text"])
 
 

@@ -24,11 +24,10 @@ def choose_device(cfg: Config) -> tuple[Config, torch.device]:
 
 def per_pass(limits: dict[str, int], device: torch.device) -> int:
     """A limit on what is computed at once: on a GPU of less than 64 GiB, a share of it."""
-    limit = limits[device.type]
     if device.type == "cpu":
-        return limit
+        return limits["cpu"]
     memory = torch.cuda.get_device_properties(device).total_memory
-    return limit * min(memory, 2**36) // 2**36
+    return limits["cuda"] * min(memory, 2**36) // 2**36
 
 
 def prepare_device(cfg: Config, device: torch.device) -> None:

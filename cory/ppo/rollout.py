@@ -75,10 +75,11 @@ def take(rollout: Rollout, rows: Tensor) -> Rollout:
     """The rows with these indices, trimmed to the longest prompt and the longest response among them."""
     P = max_length(rollout.prompt_mask_BP[rows])
     T = max_length(rollout.mask_BT[rows])
+    indices = rows.tolist()
 
     def cut(name, x):
         if isinstance(x, list):
-            return [x[i] for i in rows.tolist()]
+            return [x[i] for i in indices]
         if x.dim() == 1:
             return x[rows]
         if name in LEFT_PADDED:

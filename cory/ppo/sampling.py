@@ -20,7 +20,7 @@ from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel, positions
 from cory.ppo.rollout import Rollout, join, max_length, micro_batches, real_ids, take
 
-# Tokens between checks for finished rows, the loop's only GPU sync.
+# Tokens between checks for finished rows, which wait for the GPU, as does transformers' mask at each token.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
 # Limit for the keys, values and probabilities of the rows that are sampled together.
 MAX_SAMPLING_BYTES = {"cpu": 2**29, "cuda": 2**34}
@@ -198,7 +198,7 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
             mask_RL = nn.functional.pad(mask_RL, (0, 1), value=1)
             if (t + 1) % EOS_CHECK_INTERVAL[device.type]:
                 continue
-            count = int(running_R.sum())                                # the only wait
+            count = int(running_R.sum())
             if count == 0:
                 break
             if count <= 3 / 4 * len(row_R):

@@ -144,10 +144,7 @@ def backward(agent: Agent, batch: Rollout, divisor: Tensor) -> dict:
     (loss_N.sum() / divisor).backward()
     if not agent.is_trained:                                # before the first optimizer step
         warn_of_idle_parameters(agent)
-    sums = {}
-    for name, x_BT in metrics.items():
-        sums[name] = x_BT.detach()[real].double().sum()
-    return sums
+    return {name: x_BT.detach()[real].double().sum() for name, x_BT in metrics.items()}
 
 
 def warn_of_idle_parameters(agent: Agent) -> None:

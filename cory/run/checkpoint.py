@@ -34,24 +34,21 @@ def run_folder(cfg: Config) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A block in which no other run may use the folder. The main process locks the folder itself: the lock
-    leaves no file, and ends with this process, however that ends.
+    """A block in which no other run may use the folder. The lock ends with the main process, however that
+    ends, and its own child processes do not hold it.
     """
     if not processes().is_main:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError("run_dir", str(folder), "is in use by another run") from None
-    except OSError:
-        pass                                        # a file system that locks no folders, as NFS
-    try:
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError("run_dir", str(folder), "is in use by another run") from None
+        except OSError:
+            pass                                        # a file system that locks no files
         yield
-    finally:
-        os.close(descriptor)
 
 
 def save_checkpoint(run_dir: Path, iteration: int, agents: list[Agent], method, wandb_id: str) -> None:

@@ -86,8 +86,7 @@ def held_out_metrics(method, agents: Sequence[EvaluatedAgent], players: Sequence
     for agent in [*bases.values(), *agents]:
         metrics[agent.name] = evaluate(agent, task, out)
     trained = [agent for agent in agents if agent.is_trained] or agents
-    rows = [metrics[agent.name] for agent in trained]
-    metrics["mean"] = pd.DataFrame(rows).mean().to_dict()
+    metrics["mean"] = pd.DataFrame([metrics[agent.name] for agent in trained]).mean().to_dict()
     if len(players) > 1:
         metrics["base_team"] = evaluate_team(method, [as_base(player) for player in players])
         metrics["team"] = evaluate_team(method, players)

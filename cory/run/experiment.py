@@ -32,7 +32,6 @@ class Experiment:
         names = method_class.agent_names
         if cfg.share_weights:
             names = names[:1]
-        self.bases = {}
         self.configs = {name: method_class.agent_config(cfg, name) for name in names}
         for name, agent_cfg in self.configs.items():
             require_agent(name, agent_cfg, cfg)
@@ -53,6 +52,7 @@ class Experiment:
                     f"give each agent and each role another name: two of {names} are the same")
 
     def load_bases(self) -> None:
+        self.bases = {}
         loaded = {}
         for agent, name in base_names(self.configs).items():
             agent_cfg = self.configs[agent]

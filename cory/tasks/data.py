@@ -23,10 +23,9 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
     """
     path = Path(expand_bundled(dataset))
     files = {split: path / f"{split}.jsonl" for split in Data._fields}
-    unknown = {*path.glob("*.jsonl")} - {*files.values()}
-    if unknown:
-        raise UserError("dataset", dataset, f"contains {min(unknown).name}; name it train.jsonl, "
-                        "validation.jsonl or test.jsonl, or move it")
+    for name in ("dev", "val", "valid"):
+        if (path / f"{name}.jsonl").exists():
+            raise UserError("dataset", dataset, f"contains {name}.jsonl; name it validation.jsonl")
     if path.suffix == ".jsonl":
         files = {"train": path}
     pick = itemgetter(*columns)
