@@ -177,8 +177,7 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
     mask_RL = prompt_mask_BP
     position_ids_RL = positions(mask_RL)
     uniform_R = None
-    size = prompt_BP.shape[1] + max_new_tokens
-    cache = Cache(layer_class_to_replicate=partial(RoomyLayer, size))
+    cache = Cache(layer_class_to_replicate=partial(RoomyLayer, prompt_BP.shape[1] + max_new_tokens))
     with model.autocast():                      # once for all tokens, so that each weight is cast once
         for t in range(max_new_tokens):
             hidden_RLH, cache = model.hidden_states(ids_RL, mask_RL, position_ids_RL, cache)
