@@ -65,9 +65,9 @@ def collapses(rows: pd.DataFrame, limits: Limits) -> pd.DataFrame:
         ["variant", "seed", "agent"])
 
 
-def of_runs(found: pd.DataFrame) -> pd.DataFrame:
-    """The mean reward at collapse of a run's agents: a line for each seed, a column for each variant."""
-    return found.reward.astype(float).groupby(["variant", "seed"]).mean().unstack("variant")
+def of_runs(found: pd.DataFrame, figure: str = "reward") -> pd.DataFrame:
+    """The mean figure at collapse of a run's agents: a line for each seed, a column for each variant."""
+    return found[figure].astype(float).groupby(["variant", "seed"]).mean().unstack("variant")
 
 
 def main() -> None:
@@ -83,13 +83,15 @@ def main() -> None:
     print(markdown(lines))
 
     value = of_runs(found)
+    iteration = of_runs(found, "iteration")
     tests = {baseline: difference(value["cory"], value[baseline]) for baseline in BASELINES}
     adjusted = holm([x.p for x in tests.values()])
-    lines = [["CORY minus", "seeds", "reward at collapse", "p", "p after Holm"]]
+    lines = [["CORY minus", "seeds", "reward at collapse", "p", "p after Holm", "iteration of collapse"]]
     for (baseline, x), p in zip(tests.items(), adjusted, strict=True):
-        lines.append([baseline, x.seeds, f"{x}{'*' if p < 0.05 else '†'}", f"{x.p:.4f}", f"{p:.4f}"])
+        later = difference(iteration["cory"], iteration[baseline])
+        lines.append([baseline, x.seeds, f"{x}{'*' if p < 0.05 else '†'}", f"{x.p:.4f}", f"{p:.4f}", later])
     x = difference(value["cory"], value["no partner's reward"])
-    lines.append(["no partner's reward (not tested)", x.seeds, str(x), "", ""])
+    lines.append(["no partner's reward (not tested)", x.seeds, str(x), "", "", ""])
     print(markdown(lines))
 
     others = {f"{name} {own * factor:.3g}": Limits()._replace(**{name: own * factor})
