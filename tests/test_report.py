@@ -79,10 +79,12 @@ def legend_of(figure) -> list[str]:
 
 
 def test_a_run_has_panels_of_what_varies_and_curves_of_everyone(tmp_path):
-    """`constant` and `accuracy` do not vary, `grad_norm` is technical, greedy metrics are in tables alone."""
+    """`constant` and `accuracy` do not vary, `grad_norm` and `score` are technical, greedy metrics are in
+    tables alone.
+    """
     figure = report.draw_run(write_run(tmp_path / "run"), tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    metrics = ["task_reward", "kl", "combined_reward", "score", "observer_task_reward"]
+    metrics = ["task_reward", "kl", "combined_reward", "observer_task_reward"]
     titles = [report.PANELS[metric] for metric in metrics]
     titles += ["spread", "held-out reward against KL"]
     assert [ax.get_title() for ax in figure.axes] == titles

@@ -111,13 +111,13 @@ class Logger(AbstractContextManager):
             self.warn_once("sampling_gap exceeds rounding: the policy sampled is not the one trained")
 
     def log_evaluation(self, iteration: int, metrics: Metrics) -> None:
-        """Held-out metrics; at W&B also a table of the last texts."""
+        """Held-out metrics; at W&B also a table of all texts so far."""
         if not processes().is_main:
             return
         self.write("eval", metrics, iteration=iteration)
-        if self.wandb:
+        texts = pd.DataFrame(read_jsonl(self.samples_path))
+        if self.wandb and len(texts):
             from wandb import Table
-            texts = pd.DataFrame(read_jsonl(self.samples_path)[-200:])
             self.wandb.log({"samples": Table(dataframe=texts, allow_mixed_types=True)}, step=iteration)
 
     def write(self, split: str, metrics: Metrics, **row: float) -> None:

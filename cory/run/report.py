@@ -14,12 +14,11 @@ PANELS = {
     "task_reward": "task reward",
     "kl": "KL from the base (nats per response)",
     "combined_reward": "combined reward: reward - initial eta x KL",
-    "score": "score: what agents are trained on",
     "entropy": "entropy (nats per token)",
     "explained_variance": "explained variance of the critic",
     "observer_task_reward": "observer's task reward",
 }
-WITHOUT_PANEL = """role task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
+WITHOUT_PANEL = """role score task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
     approx_kl clip_fraction grad_norm learning_rate distinct_2 repeated_tokens base_perplexity
     pioneer_task_reward pioneer_kl pioneer_combined_reward
     observer_kl observer_combined_reward sampled_tokens""".split()
@@ -80,7 +79,7 @@ def table(frame: pd.DataFrame) -> str:
     cells = groups.agg(cell)
     if len(cells) < len(frame):
         cells.insert(0, "runs", groups.size().astype(str))
-    return cells.T.rename_axis(columns="held-out").to_string(line_width=100)
+    return cells.T.rename_axis(columns="held-out").to_string()
 
 
 def cell(values: pd.Series) -> str:
@@ -219,7 +218,7 @@ def draw_comparison(rows: pd.DataFrame, styles: dict[str, dict], over: str, out:
     """The mean over the runs of each label, over iterations or tokens; labels without a style are bases'."""
     height = 7.5 + 0.2 * rows.label.nunique()
     figure = Figure(figsize=(11, height), layout="constrained")
-    figure.suptitle("held out: means over runs, with 95% t-intervals")
+    figure.suptitle("held out: means over runs, with 95% t-intervals where there are several")
     places = [["combined_reward"] * 3, ["task_reward", "kl", "against_kl"]]
     axes = figure.subplot_mosaic(places, height_ratios=(3, 2))
     for metric in MAIN:

@@ -18,7 +18,7 @@ LABELS = {"ppo, twice the batch": "PPO, same number of responses", "ppo": "PPO, 
           "cory": "CORY"}
 COLORS = {"ppo, twice the batch": "#08519c", "ppo": "#6baed6", "cory": "#d94801"}
 MARKERS = {"ppo, twice the batch": "s", "ppo": "D", "cory": "o"}
-ETAS = {"eta x 10": "", "eta x 3": "3 and 10 times", "eta x 1": "default eta",
+ETAS = {"eta x 10": "10 times", "eta x 3": "3 times", "eta x 1": "default eta",
         "eta x 0.3": "0.3 times", "eta x 0.1": "0.1 times"}
 STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
          "legend.frameon": False}
@@ -57,11 +57,13 @@ def plot_reward_and_kl(axis, rows: pd.DataFrame) -> None:
             axis.errorbar(x, y, half.reward, half.kl, fmt=MARKERS[method], color=COLORS[method], ms=6,
                           mfc="white" if gone[variant].any() else None, capsize=2)
     for text, x, y in zip(ETAS.values(), kl, reward, strict=True):                          # CORY's
-        axis.annotate(text, (x, y), xytext=(9, -13), textcoords="offset points", color="gray")
-    axis.set(xlim=(0, None), xlabel="KL from the base (nats per response)", ylabel="reward (held out)",
+        axis.annotate(text, (x, y), xytext=(7, -15), textcoords="offset points", color="gray")
+    axis.set_xscale("symlog", linthresh=1)
+    axis.set(xlim=(0, 100), xlabel="KL from the base (nats per response)", ylabel="reward (held out)",
              title="Five etas, five seeds: up and left is better")
-    axis.legend(handles=[*methods(), hollow("some agents repeat themselves")], loc="lower right", fontsize=10,
-                bbox_to_anchor=(1.02, 0.06))
+    axis.set_xticks([0, 0.5, 1, 3, 10, 30], ["0", "0.5", "1", "3", "10", "30"])
+    axis.minorticks_off()
+    axis.legend(handles=[*methods(), hollow("some agents repeat themselves")], loc="upper left", fontsize=10)
 
 
 def plot_drift(axis, rows: pd.DataFrame, rival: str) -> None:
