@@ -82,8 +82,8 @@ class Config:
     model: str = agent_setting(
         "gpt2-large", "pretrained language model: folder or Hub name, with @REVISION if needed (paper: "
         "gpt2-large, Llama-2-7b-chat)")
-    dataset: str = setting("stanfordnlp/imdb", "data to make queries from: folder, .jsonl file or Hub name "
-                           "(paper: IMDB, GSM8K)")
+    dataset: str = setting("stanfordnlp/imdb", "data to make queries from: folder, .jsonl or .csv file, or "
+                           "Hub name (paper: IMDB, GSM8K)")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: a CUDA GPU if there is one, else the CPU")
     dtype: Literal["auto", "float32", "tf32", "bfloat16"] = setting(
         "auto", "precision of matrix products; auto: bfloat16 on a GPU that supports it, else float32")
@@ -298,7 +298,7 @@ def parse(config_class: type[Config], presets: dict, argv: list | None = None) -
     parser.set_defaults(**chosen)
     cfg = config_class(**vars(parser.parse_args(argv)))
     if cfg.preset == "tiny" and cfg.model != chosen["model"]:
-        print(f"preset tiny has settings for another model than {cfg.model}; --preset names others")
+        print(f"preset tiny has the settings of its own model, not of {cfg.model}; see --preset")
     return cfg
 
 

@@ -41,6 +41,8 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
     ends = model.end_ids                # which read generation_config, also the new one below
     if cfg.chat_template:
         tokenizer.chat_template = with_settings(tokenizer.get_chat_template(), cfg)
+        prompt = tokenizer.decode(model.encode([PROBE_TEXT])[0])
+        cfg.require("system_prompt", cfg.system_prompt.strip() in prompt, "the chat template leaves it out")
         ends.update(end_of_message(tokenizer))
     # In place of its authors' sampling settings. With these `final/` generates as it was evaluated.
     lm.generation_config = transformers.GenerationConfig(
@@ -62,9 +64,9 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
         place, _, revision = place.partition("@")
     where = {"revision": revision or "main", "trust_remote_code": False}
     found = partial(cached_file, place, _raise_exceptions_for_missing_entries=False, **where)
-    if found("adapter_config.json") and not found("config.json"):
-        raise UserError("model", name, "an adapter; merge it with its base, as in docs/settings.md")
     with as_user_error(f"model {name}"):
+        if found("adapter_config.json") and not found("config.json"):
+            raise UserError("an adapter; merge it with its base, as in docs/settings.md")
         config = transformers.AutoConfig.from_pretrained(place, **where)
         if getattr(config, "activation_function", None) == "gelu_new":
             config.activation_function = "gelu_pytorch_tanh"    # the same, in one operation instead of eight
@@ -93,8 +95,8 @@ def with_settings(template: str, cfg: Config) -> str:
     with as_user_error("chat_template_kwargs"):
         values = dict(json.loads(cfg.chat_template_kwargs))
     for name, value in values.items():
-        cfg.require("chat_template_kwargs", re.search(rf"\b{name}\b", own),
-                    f"the chat template does not read {name}; leave it out")
+        cfg.require("chat_template_kwargs", name in re.findall(r"\w+", own),
+                    f"the chat template of {cfg.model} does not read {name}; pass others, or {{}}")
         settings += f"{{% set {name} = {value!r} %}}"
     if cfg.system_prompt:
         system = {"role": "system", "content": cfg.system_prompt}

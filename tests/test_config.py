@@ -75,7 +75,7 @@ def test_a_model_of_ones_own_with_the_smallest_preset_is_noted(capsys):
     """Its responses are short, and its problems generated."""
     imdb(["--model", "gpt2"])
     assert capsys.readouterr().out == (
-        "preset tiny has settings for another model than gpt2; --preset names others\n")
+        "preset tiny has the settings of its own model, not of gpt2; see --preset\n")
     imdb([])
     imdb(["--preset", "smollm2", "--model", "gpt2"])
     assert capsys.readouterr().out == ""

@@ -5,7 +5,7 @@ import pytest
 import torch
 from toys import finished, rows, settings
 
-from cory.machine.device import choose_device, per_pass
+from cory.machine.device import choose_device, scaled_to_memory
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 3)          # the fourth of several
@@ -36,8 +36,8 @@ def test_auto_is_the_best_that_the_machine_has(
 def test_on_a_smaller_gpu_less_is_computed_at_once(gib, tokens, monkeypatch):
     card = SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: card)
-    assert per_pass({"cpu": 100, "cuda": 4096}, CUDA) == tokens
-    assert per_pass({"cpu": 100, "cuda": 4096}, CPU) == 100
+    assert scaled_to_memory({"cpu": 100, "cuda": 4096}, CUDA) == tokens
+    assert scaled_to_memory({"cpu": 100, "cuda": 4096}, CPU) == 100
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU, or no TEST_GPU=1: it was not checked")

@@ -32,9 +32,9 @@ def test_the_reward_is_1_for_the_right_number():
     gold = [task.gold[query] for query in queries]
     responses = [f" so {gold[0]}.", f" {gold[1]} + 1 = {gold[1] + 1}", " none", ""]
     assert task.reward(queries, responses).tolist() == [1, 0, 0, 0]
-    assert task.metrics(queries, responses) == {"accuracy": 0.25, "unparsed": 0.5}
+    assert task.metrics(queries, responses) == {"unparsed": 0.5}
     whole_text = gsm8k(checker="builtins:str")
-    assert whole_text.metrics(queries, responses) == {"accuracy": 0.25, "unparsed": 1.0}
+    assert whole_text.metrics(queries, responses) == {"unparsed": 1.0}
     numbers = [f"{gold[0]}.0", f"x {gold[1]}"]
     assert whole_text.reward(queries[:2], numbers).tolist() == [1, 0]
 
@@ -89,6 +89,8 @@ FINAL_ANSWERS = {
     r"the answer is \boxed{1": None,
     r"\boxed{no}": None,
     "5": None,
+    "\\boxed{18}\n#### Check": 18,
+    "#### Step 2: we add": None,
 }
 
 

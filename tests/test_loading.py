@@ -17,6 +17,7 @@ from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import take
 from cory.ppo.sampling import encode_prompts, sample_tokens
+from cory.run.evaluate import sample_responses
 from cory.run.finish import save_models
 
 LOW = dict(dtype="bfloat16", lora_rank=2)               # weights in bfloat16
@@ -244,14 +245,25 @@ def test_a_prompt_may_be_a_list_of_messages(tmp_path):
                  chat_template=True)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
                 {"role": "user", "content": "c"}]
-    ids = model.encode([messages, "d"])
+    prompts = [messages, "d"]
+    responses = sample_responses(model, prompts, ["c", "d"], 4, None, model)
+    assert responses is sample_responses(model, prompts, ["c", "d"], 4, None, model)        # held out
+    ids = model.encode(prompts)
     turns = ""
     for message in messages:
         turns += "<|im_start|>{role}\n{content}<|im_end|>\n".format(**message)
     assert model.tokenizer.batch_decode(ids) == [turns, "<|im_start|>user\nd<|im_end|>\n"]
 
 
+def test_a_template_that_leaves_out_the_system_prompt_is_refused(tmp_path):
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    folder = save_model("gpt2", tmp_path, chat_tokenizer(template), vocab_size=259)
+    with pytest.raises(UserError, match="system_prompt is 'Lie.': the chat template leaves it out"):
+        load(folder, chat_template=True, system_prompt="Lie.")
+
+
 @pytest.mark.parametrize("words, says", [('{"thinking": false}', "does not read thinking"),
+                                         ('{"(": 1}', "does not read"),
                                          ("{", "chat_template_kwargs cannot be read"),
                                          ("[1]", "chat_template_kwargs cannot be read")])
 def test_arguments_that_the_chat_template_does_not_read_are_refused(words, says, tmp_path):

@@ -249,7 +249,7 @@ def test_groups_have_a_colour_each_a_line_for_each_method_and_a_marker_for_each_
     groups["group"] = groups.method + groups.settings
     styles = report.styles_of_groups(groups)
     colors = [style["color"] for style in styles.values()]
-    assert len({*colors[:10]}) == 10 and colors[10:] == colors[:4]
+    assert len({to_hex(color) for color in colors[:10]}) == 10
     for i in range(7):
         cory = styles[f"cory, rate {i}"]
         other = styles[f"my:Method, rate {i}"]

@@ -198,7 +198,11 @@ def test_a_folder_in_use_is_refused_until_its_run_ends(copy, capsys):
     with locked(copy):
         child = fork.Process(target=time.sleep, args=[100])
         child.start()
-    resume(copy)                                    # the block that just ended has freed its lock
+    ready.clear()
+    other = fork.Process(target=hold)               # the block that just ended has freed its lock
+    other.start()
+    assert ready.wait(60)
+    other.kill()
     child.kill()
 
 

@@ -1,6 +1,7 @@
 """The scripts of docs/studies: the grid, statistics by hand, and the methods that only studies use."""
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from toys import EXPERIMENTS, close, finished, read, settings
 
 from cory.config import parse
-from docs.studies import collapse, figures, grid, methods, table
+from docs.studies import collapse, figures, grid, methods, table, teams
 
 # Ends a run that is resumed, and fails in a new one.
 SCRIPT = """
@@ -129,3 +130,26 @@ def test_an_agent_collapses_at_the_first_limit_that_it_passes(expected, changes)
     sound = points.assign(length=9, distinct_2=1, base_perplexity=1)
     found = collapse.collapse(sound.assign(**changes), collapse.Limits())
     assert found == pytest.approx(expected)
+
+
+def test_outcomes_of_teams_by_hand():
+    """llm2 is the better agent on validation queries; on test queries it earns 3. CORY minus PPO: 4 and 6."""
+    rows = []
+    for task, variant, seed in product(("imdb", "gsm8k"), ("base", "ppo", "cory", "other"), (1, 2)):
+        team = {"base": 0, "ppo": 1, "cory": 3 + 2 * seed, "other": 9}[variant]
+        by_split = {"validation": {"llm1": 5, "llm2": 6, "team": 0},
+                    "test": {"llm1": 4, "llm2": 3, "team": team}}
+        for split, values in by_split.items():
+            rows += [dict(task=task, variant=variant, seed=seed, split=split, who=who, combined_reward=x)
+                     for who, x in values.items()]
+    found = teams.outcomes(pd.DataFrame(rows))
+    assert (found.agent == 3).all()
+    assert found.team.xs("cory", level="variant").tolist() == [5, 7, 5, 7]
+    tests = teams.differences(found)
+    assert len(tests) == 2 * 2 * (2 + 1)
+    keys = ["task", "outcome", "baseline", "method"]
+    cory = tests.set_index(keys).difference["imdb", "team", "ppo", "cory"]
+    assert (cory.mean, cory.seeds) == (5, 2)
+    rates = pd.DataFrame(rows).assign(variant=lambda rows: rows.variant + ", learning rate 1e-3")
+    chosen = teams.chosen_rates(rates.replace("validation", "x").replace("test", "validation"))
+    assert chosen.loc[("imdb", "cory"), "1e-3"] == 6

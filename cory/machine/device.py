@@ -22,7 +22,7 @@ def choose_device(cfg: Config) -> tuple[Config, torch.device]:
     return cfg, torch.device("cuda", torch.cuda.current_device())
 
 
-def per_pass(limits: dict[str, int], device: torch.device) -> int:
+def scaled_to_memory(limits: dict[str, int], device: torch.device) -> int:
     """A limit on what is computed at once: on a GPU of less than 64 GiB, a share of it."""
     if device.type == "cpu":
         return limits["cpu"]

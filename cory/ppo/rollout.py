@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from cory.errors import UserError
-from cory.machine.device import per_pass
+from cory.machine.device import scaled_to_memory
 from cory.ppo.model import LanguageModel
 
 # How rows are divided into micro-batches affects results only by rounding.
@@ -108,8 +108,8 @@ def micro_batches(rollout: Rollout, model: LanguageModel, max_rows: int) -> list
     """Indices of the rows of each micro-batch, by their length, to keep padding low: at most `max_rows`
     rows, `MAX_TOKENS_PER_PASS` tokens and `MAX_LOGITS_PER_PASS` logits, or one row.
     """
-    max_tokens = per_pass(MAX_TOKENS_PER_PASS, model.device)
-    max_logits = per_pass(MAX_LOGITS_PER_PASS, model.device)
+    max_tokens = scaled_to_memory(MAX_TOKENS_PER_PASS, model.device)
+    max_logits = scaled_to_memory(MAX_LOGITS_PER_PASS, model.device)
     V = model.head.out_features
     prompt_B = rollout.prompt_mask_BP.sum(1)
     response_B = rollout.mask_BT.sum(1).long()

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, DynamicLayer
 
 from cory.errors import UserError
-from cory.machine.device import per_pass
+from cory.machine.device import scaled_to_memory
 from cory.machine.distributed import processes
 from cory.machine.sharding import unsharded
 from cory.ppo import formulas
@@ -73,7 +73,7 @@ def rows_at_once(model: LanguageModel, length: int) -> int:
     layers = getattr(model.lm.config.get_text_config(), "num_hidden_layers", 1)
     cache_bytes = 2 * 4 * layers * model.head.in_features * length      # keys and values in float32
     draw_bytes = (4 + 4 + 8) * model.head.out_features                  # logits, p and its cumulative sum
-    return max(1, per_pass(MAX_SAMPLING_BYTES, model.device) // (cache_bytes + draw_bytes))
+    return max(1, scaled_to_memory(MAX_SAMPLING_BYTES, model.device) // (cache_bytes + draw_bytes))
 
 
 # --- sampling ---
@@ -84,8 +84,8 @@ def encode_prompts(model: LanguageModel, prompts: list[str], max_new_tokens: int
     context = getattr(config, "max_position_embeddings", None) or 10**9         # not every config has it
     for text, row in zip(prompts, rows, strict=True):
         if not 0 < len(row) <= context - max_new_tokens:
-            raise UserError("prompt", text[:60], f"{len(row)} tokens + {max_new_tokens} of response exceed "
-                            f"the model's context of {context}; shorten the queries or the responses")
+            raise UserError("prompt", text[:60], f"has {len(row)} tokens, and must have 1 to "
+                            f"{context - max_new_tokens}; shorten the queries or the responses")
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
     ids_BP = pad_sequence(ids, batch_first=True, padding_side="left")
     mask_BP = pad_sequence([*map(torch.ones_like, ids)], batch_first=True, padding_side="left")
@@ -178,7 +178,7 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
     position_ids_RL = positions(mask_RL)
     uniform_R = None
     cache = Cache(layer_class_to_replicate=partial(RoomyLayer, prompt_BP.shape[1] + max_new_tokens))
-    with model.autocast():                      # once for all tokens, so that each weight is cast once
+    with model.autocast():                      # once for all tokens, so that a trained weight is cast once
         for t in range(max_new_tokens):
             hidden_RLH, cache = model.hidden_states(ids_RL, mask_RL, position_ids_RL, cache)
             logp_RV = model.logprobs(hidden_RLH[:, -1])

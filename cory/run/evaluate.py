@@ -104,7 +104,7 @@ def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str
     seed from the same random numbers, whatever the model. With log-probabilities and the exact KL from the
     reference. A base is frozen: its responses are sampled once, and come from a cache from then on.
     """
-    key = (*prompts, *queries, length, seed, reference.name)
+    key = str(prompts), str(queries), length, seed, reference.name
     if key in model.response_cache:
         return model.response_cache[key]
     uniform_TB = None

@@ -198,7 +198,7 @@ def styles_of_groups(groups: pd.DataFrame) -> dict[str, dict]:
     for method, setting, group in groups.drop_duplicates().itertuples(index=False):
         line = LINES[methods.index(method) % 4]
         marker = MARKERS[settings.index(setting) % 9]
-        styles[group] = dict(color=f"C{len(styles) % 10}", linestyle=line, marker=marker)
+        styles[group] = dict(color=f"C{len(styles)}", linestyle=line, marker=marker)
     return styles
 
 

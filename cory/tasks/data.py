@@ -48,7 +48,7 @@ def read_jsonl(path: Path) -> list[dict]:
 def read_with_datasets(dataset: str) -> dict[str, list[dict]]:
     from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
     disable_progress_bars()
-    file = Path(dataset)
+    file = Path(dataset).resolve()
     if file.is_file():
         splits = load_dataset(str(file.parent), data_files=file.name)
     else:

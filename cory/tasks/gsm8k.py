@@ -50,11 +50,9 @@ class Gsm8k(Task):
                 for query, response in zip(queries, responses, strict=True)]
 
     def metrics(self, queries, responses):
-        """Shares of responses whose last number is correct, and that have no answer for the checker."""
-        correct = [last_number(response) == self.gold[query]
-                   for query, response in zip(queries, responses, strict=True)]
+        """The share of responses that have no answer for the checker."""
         unparsed = [self.read_answer(response) is None for response in responses]
-        return {"accuracy": fmean(correct), "unparsed": fmean(unparsed)}
+        return {"unparsed": fmean(unparsed)}
 
 
 # --- the answer in a worked solution or in a response; None where there is none ---
@@ -102,7 +100,7 @@ def final_answer(response: str) -> Decimal | None:
     """For chat models: the last number in the last `\\boxed{}`, or after the last `####`. A response without
     them, such as one that was cut off as it reasoned, has no answer.
     """
-    marked = re.findall(r"\\boxed(\{(?:[^{}]|\{[^{}]*\})*\})|####([^\n]*)", without_thought(response))
+    marked = re.findall(r"\\boxed(\{(?:[^{}]|\{[^{}]*\})*\})|####\s*([-$\d.,]+)", without_thought(response))
     if not marked:
         return None
     return last_number("".join(marked[-1]))

@@ -92,7 +92,7 @@ def rows_of(run: GridRun) -> list[dict]:
             keys = [(key, *key.removeprefix("eval/").split("/")) for key in row if key.startswith("eval/")]
             metrics = {name: row[key] for key, name, who in keys if who in ("team", agent)}
             if metrics:
-                reward = metrics.get("greedy_accuracy", metrics["task_reward"])
+                reward = metrics.get("greedy_task_reward", metrics["task_reward"])
                 of_row = {"agent": agent, "iteration": row["iteration"], "reward": reward}
                 rows.append(about | of_row | metrics)
     return rows

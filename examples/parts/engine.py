@@ -22,9 +22,9 @@ def by_generate(model, prompts, queries, max_new_tokens, uniform_TB):
         do_sample=True, top_k=0, temperature=model.temperature, max_new_tokens=max_new_tokens,
         eos_token_id=ends.tolist(), pad_token_id=0, output_scores=True, return_dict_in_generate=True)
     seed = int(uniform_TB[0, 0] * 2**53)            # the same in a resumed run, another in each process
-    torch.manual_seed(seed)
     model.activate()
-    with model.autocast():
+    with torch.random.fork_rng(), model.autocast():
+        torch.manual_seed(seed)
         out = model.lm.generate(prompt_BP, attention_mask=prompt_mask_BP, generation_config=rules)
     response_BT = out.sequences[:, prompt_BP.shape[1]:]
     is_end_BT = torch.isin(response_BT, ends).long()

@@ -1,0 +1,139 @@
+"""Study `methods`: what a team returns, and what its better agent does alone.
+
+    python docs/studies/teams.py measure methods_rates  # writes studies/methods_rates/teams.csv.gz
+    python docs/studies/teams.py                        # prints the tables, from the rows in this folder
+
+A row is of one agent alone, or of the team, that is, of its last role's response in that role.
+"""
+import json
+import sys
+from argparse import ArgumentParser
+from itertools import product
+from pathlib import Path
+
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from docs.studies.grid import GridRun, plan
+from docs.studies.table import HERE, difference, holm, markdown, read
+
+QUERIES = {"validation": 400, "test": 512}
+KEYS = ["task", "variant", "seed"]
+MEASURES = ["combined_reward", "task_reward", "kl"]
+
+
+def measure(run: GridRun, split: str, untrained: bool = False) -> list[dict]:
+    """Rows of a finished run on a split: its agents and its team, or what they were before training, as the
+    variant `base`.
+    """
+    from cory.run.evaluate import as_base, evaluate_team, finished_run, respond_alone
+    from cory.run.log import read_jsonl
+
+    finished, agents = finished_run(run.folder, eval_split=split, eval_queries=QUERIES[split])
+    queries = finished.task.held_out_queries
+    roles = finished.method.roles
+    last = read_jsonl(run.folder / "samples.jsonl")[-1]             # it names who played which role
+    by_name = {agent.name: agent for agent in agents}
+    players = [by_name[last[f"{role}_agent"]] for role in roles]
+    if untrained:
+        agents = [as_base(agents[0])]
+        players = [as_base(player) for player in players]
+    found = {}
+    for agent in agents:
+        _, _, found[agent.name] = respond_alone(agent, finished.task, queries, seed=0)
+    found["team"] = found[agents[0].name]
+    if len(roles) > 1:
+        of_roles = evaluate_team(finished.method, players)
+        found["team"] = {name: of_roles[f"{roles[-1]}_{name}"] for name in MEASURES}
+    about = {"task": run.task, "variant": "base" if untrained else run.variant, "seed": run.seed,
+             "commit": run.log[0], "split": split}
+    return [about | {"who": who} | {name: x[name] for name in MEASURES} for who, x in found.items()]
+
+
+def measure_all(study: str, splits: list[str]) -> None:
+    """Measures the finished runs that have not been measured, and the bases by a run of CORY."""
+    out = Path("studies", study).resolve()
+    file = out / "teams.csv.gz"
+    rows = pd.read_csv(file, dtype={"commit": str}).to_dict("records") if file.exists() else []
+    done = {(row["task"], row["variant"], row["seed"]) for row in rows}
+    spec = json.loads((HERE / "studies.json").read_text())[study]
+    for run in plan(spec, out):
+        if run.state == "finished" and (run.task, run.variant, run.seed) not in done:
+            for split in splits:
+                rows += measure(run, split)
+                if run.variant == "cory" and run.seed == spec["seeds"][0]:
+                    rows += measure(run, split, untrained=True)
+            pd.DataFrame(rows).to_csv(file, index=False, float_format="%.7g",
+                                      compression={"method": "gzip", "mtime": 0})
+            print(run.task, run.variant, run.seed, flush=True)
+
+
+def chosen_rates(rows: pd.DataFrame) -> pd.DataFrame:
+    """The team's mean combined reward on validation queries: a row for each method, a column for each rate.
+    """
+    rows = rows[(rows.who == "team") & (rows.split == "validation")]
+    names = rows.variant.str.extract("(?P<method>.+), learning rate (?P<rate>.+)")
+    means = rows.join(names).groupby(["task", "method", "rate"], sort=False).combined_reward.mean()
+    return means.unstack("rate", sort=False)
+
+
+def outcomes(rows: pd.DataFrame) -> pd.DataFrame:
+    """By task, variant and seed: the combined reward on test queries of `team`, and of `agent`, the one whose
+    combined reward alone is the highest on validation queries.
+    """
+    values = rows.set_index([*KEYS, "split", "who"]).combined_reward.unstack("who", sort=False)
+    validation = values.xs("validation", level="split")
+    test = values.xs("test", level="split")
+    agents = [name for name in values if name.startswith("llm")]
+    better = validation[agents].idxmax(axis=1)
+    alone = [test.at[key, name] for key, name in better.items()]
+    return pd.DataFrame({"team": test.team, "agent": alone}, index=test.index).sort_index()
+
+
+def differences(found: pd.DataFrame) -> pd.DataFrame:
+    """All planned tests: of each task, outcome, method and baseline, with adjusted p values."""
+    tests = []
+    methods = found.index.unique("variant").drop("base")
+    for task, outcome, baseline, method in product(("imdb", "gsm8k"), found, ("ppo", "cory"), methods):
+        if method == baseline or (method, baseline) == ("ppo", "cory"):
+            continue
+        values = found.loc[task, outcome].unstack("variant")
+        tests.append([task, outcome, baseline, method, difference(values[method], values[baseline])])
+    table = pd.DataFrame(tests, columns=["task", "outcome", "baseline", "method", "difference"])
+    table["adjusted"] = holm([x.p for x in table.difference])
+    return table
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("command", nargs="?", choices=["measure"])
+    parser.add_argument("study", nargs="?", choices=["methods_rates", "methods"])
+    args = parser.parse_args()
+    if args.command:
+        measure_all(args.study, ["validation"] if args.study == "methods_rates" else ["validation", "test"])
+        return
+    rates = chosen_rates(read("methods_rates"))
+    lines = [["task, method", *rates, "chosen"]]
+    for (task, method), means in rates.iterrows():
+        lines.append([f"{task}, {method}", *means, means.idxmax()])
+    print(markdown(lines))
+    rows = read("methods")
+    found = outcomes(rows)
+    tests = differences(found).set_index(["task", "outcome", "baseline", "method"])
+    for task, outcome in product(("imdb", "gsm8k"), found):
+        lines = [[f"{task}, {outcome}", "combined reward", "minus ppo", "minus cory"]]
+        for method, values in found.loc[task, outcome].groupby("variant", sort=False):
+            cells = []
+            for baseline in ("ppo", "cory"):
+                key = task, outcome, baseline, method
+                cell = ""
+                if key in tests.index:
+                    mark = "*" if tests.adjusted[key] < 0.05 else "†"
+                    cell = f"{tests.difference[key]}{mark}"
+                cells.append(cell)
+            lines.append([method, values.mean(), *cells])
+        print(markdown(lines))
+
+
+if __name__ == "__main__":
+    main()
