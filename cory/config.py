@@ -223,9 +223,9 @@ class Config:
                      f"must be a multiple of mini_batch_size x gradient_accumulation_steps = {rows}")
         self.require("responses_per_query", self.batch_size % self.responses_per_query == 0,
                      f"must divide batch_size = {self.batch_size}")
-        for name in ("chat_template_kwargs", "system_prompt"):
-            is_default = getattr(self, name) in ("{}", "")
-            self.require(name, self.chat_template or is_default, "needs --chat_template true")
+        needs_template = self.system_prompt or self.chat_template_kwargs != "{}"
+        self.require("chat_template", self.chat_template or not needs_template,
+                     "must be true with --system_prompt or --chat_template_kwargs")
         self.require("advantage", self.advantage != "grpo" or self.kl_in == "loss" or self.init_kl_coef == 0,
                      "would also divide the KL penalty by its group's standard deviation; add --kl_in loss")
 

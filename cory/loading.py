@@ -1,14 +1,15 @@
 """Language models and classifiers from a local folder or the Hub."""
 import json
 import os
-import re
 from functools import partial
 
 import torch
 import transformers
+from jinja2.meta import find_undeclared_variables
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file, logging
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from cory.config import Config, expand_bundled
 from cory.errors import UserError, as_user_error
@@ -46,7 +47,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         ends.update(end_of_message(tokenizer))
     # In place of its authors' sampling settings. With these `final/` generates as it was evaluated.
     lm.generation_config = transformers.GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends),
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends) or None,
         pad_token_id=tokenizer.eos_token_id, do_sample=True, top_k=0)
     require_usable(model, name)
     if low:
@@ -94,8 +95,9 @@ def with_settings(template: str, cfg: Config) -> str:
     settings = "{% macro strftime_now(format) %}08 Oct 2024{% endmacro %}"
     with as_user_error("chat_template_kwargs"):
         values = dict(json.loads(cfg.chat_template_kwargs))
+    arguments = find_undeclared_variables(_compile_jinja_template("").environment.parse(own))
     for name, value in values.items():
-        cfg.require("chat_template_kwargs", name in re.findall(r"\w+", own),
+        cfg.require("chat_template_kwargs", name in arguments,
                     f"the chat template of {cfg.model} does not read {name}; pass others, or {{}}")
         settings += f"{{% set {name} = {value!r} %}}"
     if cfg.system_prompt:

@@ -97,8 +97,8 @@ BAD = {                                 # one of each kind
     "--batch_size 100 --mini_batch_size 32": "batch_size is 100: must be a multiple",
     "--responses_per_query 3": "must divide batch_size",
     "--advantage grpo --responses_per_query 4": "add --kl_in loss",
-    "--system_prompt Hello": "system_prompt is 'Hello': needs --chat_template true",
-    """--chat_template_kwargs {"a":1}""": "needs --chat_template true",
+    "--system_prompt Hello": "chat_template is False: must be true with --system_prompt",
+    """--chat_template_kwargs {"a":1}""": "chat_template is False: must be true with",
 }
 
 

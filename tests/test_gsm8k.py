@@ -85,7 +85,7 @@ FINAL_ANSWERS = {
     "2 + 2\n#### 4\nThat is 5.": 4,
     r"\boxed{3} #### $-4": -4,
     r"<think>\boxed{1}</think> 2": None,
-    "<think>So 9 + 9 = 18": None,
+    r"<think>So 9 + 9 = \boxed{18}": None,
     r"the answer is \boxed{1": None,
     r"\boxed{no}": None,
     "5": None,

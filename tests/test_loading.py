@@ -87,6 +87,13 @@ def test_layers_other_than_attention_are_refused(kind, tmp_path):
     require_refused(folder, "layers other than full or sliding")
 
 
+def test_a_model_without_an_end_token_can_be_used(tmp_path):
+    tokenizer = byte_tokenizer(bos_token=END)
+    model = load(save_model("gpt2", tmp_path, tokenizer, eos_token_id=None))
+    assert model.end_ids == set()
+    assert model.lm.generation_config.eos_token_id is None
+
+
 def test_a_tokenizer_that_ends_each_text_is_refused(tmp_path):
     """As after supervised fine-tuning: all would be sampled after an end token."""
     tokenizer = byte_tokenizer()
@@ -264,6 +271,7 @@ def test_a_template_that_leaves_out_the_system_prompt_is_refused(tmp_path):
 
 @pytest.mark.parametrize("words, says", [('{"thinking": false}', "does not read thinking"),
                                          ('{"(": 1}', "does not read"),
+                                         ('{"m": 1}', "does not read"),
                                          ("{", "chat_template_kwargs cannot be read"),
                                          ("[1]", "chat_template_kwargs cannot be read")])
 def test_arguments_that_the_chat_template_does_not_read_are_refused(words, says, tmp_path):

@@ -118,6 +118,7 @@ def test_another_run_starts_from_an_adapter_that_was_merged_with_its_base(folder
         two_agents(final)
     merged = tmp_path / "merged"
     lm = AutoPeftModelForCausalLM.from_pretrained(final, dtype=torch.float32).merge_and_unload()
+    lm.generation_config = GenerationConfig.from_pretrained(final)
     lm.save_pretrained(merged)
     first.policy.tokenizer.save_pretrained(merged)
     base, (second, _) = two_agents(merged)

@@ -207,7 +207,7 @@ CARELESS = ["--method", "test_methods:Careless", "--iterations", 8, "--eval_ever
 
 
 @pytest.mark.parametrize("phase, message", [
-    ("training", "respond gave roles different queries"), ("evaluation", "others than it was given")])
+    ("training", "or roles have different ones"), ("evaluation", "other queries than it was given")])
 def test_responses_to_other_queries_are_refused(phase, message, small_flags, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Careless, "mixes_queries_in", phase)
     assert message in refusal(small_flags, tmp_path / "r", capsys, *CARELESS)

@@ -154,6 +154,16 @@ def test_no_token_copies_the_keys_and_values_of_those_before_it():
     assert all(len(shape) < 4 for shape in concatenations.shapes)
 
 
+def reversed_rows(model, prompts, queries, max_new_tokens, uniform_TB):
+    return sample_tokens(model, prompts[::-1], queries[::-1], max_new_tokens, uniform_TB)
+
+
+def test_a_sampler_must_return_the_rows_in_their_order():
+    agent = agent_of(tiny_gpt2(), sampler="test_sampling:reversed_rows")
+    with pytest.raises(UserError, match="a rollout has other queries than it was given"):
+        collect_rollout(agent, ["a", "b"], ["1", "2"], 3)
+
+
 def test_rows_that_have_ended_are_dropped():
     model = tiny_gpt2()
     model.hidden_states = Mock(wraps=model.hidden_states)

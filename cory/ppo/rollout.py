@@ -137,7 +137,7 @@ def micro_batches(rollout: Rollout, model: LanguageModel, max_rows: int) -> list
 def require_queries(rollouts: list[Rollout], queries: list[str]) -> None:
     """Raises `UserError` unless each rollout responds to these queries, in this order."""
     if any(rollout.query != queries for rollout in rollouts):
-        raise UserError("respond gave roles different queries, or in evaluation others than it was given")
+        raise UserError("a rollout has other queries than it was given, or roles have different ones")
 
 
 def max_length(mask: Tensor) -> int:

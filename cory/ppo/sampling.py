@@ -18,7 +18,15 @@ from cory.machine.sharding import unsharded
 from cory.ppo import formulas
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel, positions
-from cory.ppo.rollout import Rollout, join, max_length, micro_batches, real_ids, take
+from cory.ppo.rollout import (
+    Rollout,
+    join,
+    max_length,
+    micro_batches,
+    real_ids,
+    require_queries,
+    take,
+)
 
 # Tokens between checks for finished rows, which wait for the GPU, as does transformers' mask at each token.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
@@ -63,6 +71,7 @@ def generate(sampler: Callable, model: LanguageModel, prompts: list[str], querie
         if uniform_TB is not None:
             uniform = uniform_TB[:, rows].to(model.device)
         chunk = sampler(model, prompts[rows], queries[rows], max_new_tokens, uniform)
+        require_queries([chunk], queries[rows])
         chunk = add_logprobs(chunk, model, reference, **options)
         chunks.append(chunk.to("cpu"))
     return join(processes().gather(chunks)).to(model.device)
@@ -136,7 +145,7 @@ class RoomyLayer(DynamicLayer):
         self.size = size
         self.length = 0
 
-    def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_, **__):
         start = self.length
         self.length += keys.shape[2]
         if start == 0:

@@ -47,7 +47,7 @@ class Experiment:
         self.load_bases()
         self.task = task_class(cfg, data, self.bases[names[0]])
         self.method = method_class(cfg, self.task)
-        names = [*method_class.agent_names, *method_class.roles, "base", "base_team", "mean", "team"]
+        names = [*method_class.agent_names, *method_class.roles, "base", "mean", "team"]
         cfg.require("method", len({*names}) == len(names),
                     f"give each agent and each role another name: two of {names} are the same")
 

@@ -18,7 +18,7 @@ PANELS = {
     "explained_variance": "explained variance of the critic",
     "observer_task_reward": "observer's task reward",
 }
-WITHOUT_PANEL = """role score task_reward_std length truncated sampling_gap policy_loss value_loss kl_loss
+WITHOUT_PANEL = """role score length truncated sampling_gap policy_loss value_loss kl_loss
     approx_kl clip_fraction grad_norm learning_rate distinct_2 repeated_tokens base_perplexity
     pioneer_task_reward pioneer_kl pioneer_combined_reward
     observer_kl observer_combined_reward sampled_tokens""".split()

@@ -27,8 +27,7 @@ class Turn:
 
     def metrics(self, task: Task) -> dict[str, float]:
         responses = response_metrics(self.rollout, self.reward_B, self.terms, task, self.agent.cfg)
-        std = self.reward_B.std(correction=0).item()
-        return merge_metrics(responses, self.update_metrics, {"task_reward_std": std})
+        return merge_metrics(responses, self.update_metrics)
 
 
 def training_metrics(agents: list[Agent], turns: list[Turn], task: Task, team: dict) -> Metrics:

@@ -33,11 +33,7 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
         splits = {split: read_jsonl(file) for split, file in files.items() if file.exists()}
         if not splits:
             splits = read_with_datasets(str(path))
-        picked = {}
-        for split in Data._fields:
-            if split in splits:
-                picked[split] = [*map(pick, splits[split])]
-        return picked
+        return {split: [*map(pick, splits[split])] for split in Data._fields if split in splits}
 
 
 def read_jsonl(path: Path) -> list[dict]:

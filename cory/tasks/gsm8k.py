@@ -107,8 +107,11 @@ def final_answer(response: str) -> Decimal | None:
 
 
 def without_thought(response: str) -> str:
-    """What follows `</think>`, or all of it."""
-    return response.rpartition("</think>")[2]
+    """What follows `</think>`: nothing if the thought has no end, and all if there is no thought."""
+    _, end, rest = response.rpartition("</think>")
+    if "<think>" in response and not end:
+        return ""
+    return rest
 
 
 def decimal(text: str) -> Decimal | None:
