@@ -43,5 +43,7 @@ def as_user_error(what: str):
     """A block in which libraries read what a setting names; any of their errors becomes one line."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{what} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error

@@ -39,7 +39,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
                                     quantization_config=quantization, device_map=device_map)
     lm.requires_grad_(False)
     model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
-    ends = model.end_ids                # which read generation_config, also the new one below
+    ends = model.end_ids                # a copy: `end_ids` will read the new generation_config
     if cfg.chat_template:
         tokenizer.chat_template = with_settings(tokenizer.get_chat_template(), cfg)
         prompt = tokenizer.decode(model.encode([PROBE_TEXT])[0])
@@ -67,7 +67,7 @@ def load_pretrained(auto_class, name: str, **kwargs) -> tuple:
     found = partial(cached_file, place, _raise_exceptions_for_missing_entries=False, **where)
     with as_user_error(f"model {name}"):
         if found("adapter_config.json") and not found("config.json"):
-            raise UserError("an adapter; merge it with its base, as in docs/settings.md")
+            raise UserError("model", name, "an adapter; merge it with its base, as in docs/settings.md")
         config = transformers.AutoConfig.from_pretrained(place, **where)
         if getattr(config, "activation_function", None) == "gelu_new":
             config.activation_function = "gelu_pytorch_tanh"    # the same, in one operation instead of eight
@@ -116,8 +116,9 @@ def end_of_message(tokenizer) -> list[int]:
 
 @torch.no_grad()
 def require_usable(model: LanguageModel, name: str) -> None:
-    """Raises `UserError` unless all layers are of attention, and the head's product with the hidden states of
-    a left-padded text are the logits that the model itself gives to the text alone.
+    """Raises `UserError` if this code would compute something other than the model does: unless, for example,
+    the head's product with the hidden states of a left-padded text are the logits that the model itself gives
+    to the text alone.
     """
     config = model.lm.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []

@@ -70,7 +70,7 @@ class Ppo:
             started = time.perf_counter()
             task.iteration = iteration
             task.training = True
-            # for tasks and methods that draw; with spawn_key, no seed is that of an agent's weights
+            # for tasks and methods that draw; by spawn_key, no agent's weights have this seed
             set_seed(seed_from(cfg.seed, spawn_key=(iteration,)))
             for agent in agents:
                 agent.begin(iteration)                          # sets its learning rates

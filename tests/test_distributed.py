@@ -202,7 +202,7 @@ def test_each_row_belongs_to_one_process():
 
 def test_each_process_makes_as_many_passes(monkeypatch):
     """Another process has 3 groups: the larger of the 2 here is halved."""
-    both = SimpleNamespace(gather=lambda counts: [*counts, 3])
+    both = SimpleNamespace(all_gather=lambda counts: [*counts, 3])
     monkeypatch.setattr(sharding, "processes", lambda: both)
     groups = [torch.tensor([4, 2, 7, 1]), torch.tensor([0])]
     split = sharding.split_to_equal_count(groups)

@@ -114,7 +114,7 @@ def test_another_run_starts_from_an_adapter_that_was_merged_with_its_base(folder
     _, (first, _) = two_agents(folder)
     save_models(tmp_path, [moved(first)])
     final = tmp_path / "llm1"
-    with pytest.raises(UserError, match="cannot be read: .* an adapter; merge it with its base"):
+    with pytest.raises(UserError, match="an adapter; merge it with its base"):
         two_agents(final)
     merged = tmp_path / "merged"
     lm = AutoPeftModelForCausalLM.from_pretrained(final, dtype=torch.float32).merge_and_unload()

@@ -1,4 +1,5 @@
 """A run that is killed, stopped, damaged, or continued under other conditions."""
+import json
 import multiprocessing
 import random
 import shutil
@@ -147,7 +148,10 @@ def test_without_a_checkpoint_a_run_begins_anew_unless_it_is_finished(copy, caps
     shutil.rmtree(copy / "checkpoints")
     assert "holds a run without a checkpoint" in refusal(["--resume"], copy, capsys)
     (copy / "eval.json").unlink()
-    assert "holds a run without a checkpoint" in refusal(["--resume"], copy, capsys, "--save_every", 0)
+    config = read(copy / "config.json")
+    (copy / "config.json").write_text(json.dumps(config | {"save_every": 0}))
+    assert "holds a run without a checkpoint" in refusal(["--resume"], copy, capsys, "--save_every", 2)
+    (copy / "config.json").write_text(json.dumps(config))
     resume(copy)
     assert rows(copy) == whole
 

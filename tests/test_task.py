@@ -191,7 +191,7 @@ def test_the_terms_of_a_reward_are_means_over_the_rows_of_all_processes(monkeypa
     """This process has the first of two rows; the other sends 4."""
     both = SimpleNamespace(
         local_rows=lambda n: slice(0, n // 2),
-        gather=lambda values: [*values, 4.0])
+        all_gather=lambda values: [*values, 4.0])
     monkeypatch.setattr("cory.tasks.task.processes", lambda: both)
     task = rewarding(([1.0], {"praise": [2.0]}))
     _, means = task.reward_and_terms(["a", "c"], ["b", "d"])

@@ -33,14 +33,14 @@ class Processes:
         stop = (self.rank + 1) * n // self.size
         return slice(start, stop)
 
-    def gather(self, items: list) -> list:
+    def all_gather(self, items: list) -> list:
         if self.size == 1:
             return items
         gathered = [None] * self.size
         dist.all_gather_object(gathered, items)
         return sum(gathered, [])
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         if self.size > 1:
             x = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(x)
@@ -50,12 +50,12 @@ class Processes:
         """Each gradient becomes the sum over the processes. One that no process has stays None."""
         present = [p.grad is not None for p in parameters]
         present = torch.tensor(present, dtype=torch.int, device=parameters[0].device)
-        for p, holders in zip(parameters, self.sum(present).tolist(), strict=True):
+        for p, holders in zip(parameters, self.all_reduce(present).tolist(), strict=True):
             if holders == 0:
                 continue
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            p.grad = self.sum(p.grad)
+            p.grad = self.all_reduce(p.grad)
 
 
 def processes() -> Processes:
@@ -79,6 +79,6 @@ def process_group(device: str):
     store = dist.PrefixStore(f"launch {next(launches)}", store)
     dist.init_process_group(backend, timeout=timedelta(minutes=30), rank=rank, world_size=size, store=store)
     if rank > 0:
-        sys.stdout = open(os.devnull, "w", errors="replace")
+        sys.stdout = open(os.devnull, "w")
     yield
     dist.destroy_process_group()

@@ -83,12 +83,12 @@ def gradient_norm(parameters: Collection[nn.Parameter]) -> float:
     return torch.linalg.vector_norm(torch.stack(norms)).item()
 
 
-def split_to_equal_count(groups: list[Tensor]) -> list[Tensor]:
-    """The same rows in as many groups as the process with the most: each pass of a sharded model needs all
+def split_to_equal_count(indices: list[Tensor]) -> list[Tensor]:
+    """The same rows in as many indices as the process with the most: each pass of a sharded model needs all
     processes.
     """
-    most = max(processes().gather([len(groups)]))
-    while len(groups) < most:
-        *shorter, longest = sorted(groups, key=len)
-        groups = [*shorter, *longest.tensor_split(2)]
-    return groups
+    most = max(processes().all_gather([len(indices)]))
+    while len(indices) < most:
+        *shorter, longest = sorted(indices, key=len)
+        indices = [*shorter, *longest.tensor_split(2)]
+    return indices

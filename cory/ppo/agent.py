@@ -50,7 +50,7 @@ class Agent:
             group = groups.setdefault(key, {"params": [], "is_critic": is_critic})
             group["params"].append(parameter)
         self.optimizer = torch.optim.Adam(groups.values(), fused=True)
-        self.begin(self.iteration)
+        self.set_learning_rates()
         self.kl_coef = self.cfg.init_kl_coef
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
@@ -78,13 +78,15 @@ class Agent:
         return np.random.default_rng((self.cfg.seed, self.index, self.rng_count))
 
     def begin(self, iteration: int) -> None:
-        """Begins iteration 1, 2, ..., with learning rates `rate * schedule((iteration - 1) / iterations)` and
-        no tokens sampled yet.
-        """
-        cfg = self.cfg
+        """Begins iteration 1, 2, ..., with no tokens sampled yet."""
         self.iteration = iteration
         self.sampled_tokens = 0
-        progress = (iteration - 1) / cfg.iterations
+        self.set_learning_rates()
+
+    def set_learning_rates(self) -> None:
+        """`rate * schedule((iteration - 1) / iterations)`, of the policy and of the critic."""
+        cfg = self.cfg
+        progress = (self.iteration - 1) / cfg.iterations
         schedule = cfg.resolve("lr_schedule")
         factor = schedule(progress)
         cfg.require("lr_schedule", factor >= 0, f"gives {self.name} {factor} times its learning rate")

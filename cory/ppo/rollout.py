@@ -123,8 +123,8 @@ def micro_batches(rollout: Rollout, model: LanguageModel, max_rows: int) -> list
         count = end - start + 1
         P = max(P, prompt)
         T = max(T, response)
-        has_room = count <= max_rows and count * (P + T) <= max_tokens
-        fits = has_room and count * T * V <= max_logits
+        fits_tokens = count <= max_rows and count * (P + T) <= max_tokens
+        fits = fits_tokens and count * T * V <= max_logits
         if count > 1 and not fits:
             indices.append(order[start:end])
             start = end

@@ -28,7 +28,7 @@ from cory.ppo.rollout import (
     take,
 )
 
-# Tokens between checks for finished rows, which wait for the GPU, as does transformers' mask at each token.
+# Tokens between checks for finished rows. A check waits for the GPU, as does the mask at each token.
 EOS_CHECK_INTERVAL = {"cpu": 1, "cuda": 8}
 # Limit for the keys, values and probabilities of the rows that are sampled together.
 MAX_SAMPLING_BYTES = {"cpu": 2**29, "cuda": 2**34}
@@ -74,7 +74,7 @@ def generate(sampler: Callable, model: LanguageModel, prompts: list[str], querie
         require_queries([chunk], queries[rows])
         chunk = add_logprobs(chunk, model, reference, **options)
         chunks.append(chunk.to("cpu"))
-    return join(processes().gather(chunks)).to(model.device)
+    return join(processes().all_gather(chunks)).to(model.device)
 
 
 def rows_at_once(model: LanguageModel, length: int) -> int:
@@ -136,13 +136,13 @@ def draw(logp_BV, uniform_B: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values of a layer, in tensors with room for `size` tokens: a DynamicLayer copies all of them
-    at each token. It keeps every key; the model's mask applies a sliding window.
+    """Keys and values of a layer, in tensors with room for `capacity` tokens: a DynamicLayer copies all of
+    them at each token. It keeps every key; the model's mask applies a sliding window.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, capacity: int):
         super().__init__()
-        self.size = size
+        self.capacity = capacity
         self.length = 0
 
     def update(self, keys: Tensor, values: Tensor, *_, **__):
@@ -150,7 +150,7 @@ class RoomyLayer(DynamicLayer):
         self.length += keys.shape[2]
         if start == 0:
             self.lazy_initialization(keys, values)
-            room = 0, 0, 0, self.size - self.length
+            room = 0, 0, 0, self.capacity - self.length
             # keys that autocast leaves in float32 are cast here once, not by attention at each token
             self.keys = nn.functional.pad(keys.to(values.dtype), room)
             self.values = nn.functional.pad(values, room)
@@ -181,7 +181,7 @@ def sample_tokens(model: LanguageModel, prompts: list[str], queries: list[str], 
     response_BT = torch.zeros_like(mask_BT, dtype=torch.long)
     row_R = torch.arange(len(prompts), device=device)       # the rows that are still computed,
     running_R = torch.ones_like(row_R, dtype=torch.bool)    # and whether each of them has not ended yet
-    truncated_B = running_R.clone()                         # those that never end
+    truncated_B = running_R.clone()                         # those that have not ended
     ids_RL = prompt_BP
     mask_RL = prompt_mask_BP
     position_ids_RL = positions(mask_RL)
@@ -239,9 +239,8 @@ def add_logprobs(rollout: Rollout, policy: LanguageModel, reference: LanguageMod
     value_BT = torch.zeros_like(logp_BT)
     for index in micro_batches(rollout, policy, max_rows):
         micro_batch = take(rollout, index)
-        row_N, step_N = micro_batch.mask_BT.nonzero(as_tuple=True)
-        real = row_N, step_N
-        in_rollout = index[row_N], step_N                   # the same tokens
+        real = micro_batch.mask_BT.nonzero(as_tuple=True)
+        in_rollout = index[real[0]], real[1]                # the same tokens
         model_inputs = micro_batch.prompt_BP, micro_batch.prompt_mask_BP, micro_batch.response_BT
         hidden_BTH = policy.response_hidden(*model_inputs)
         ref_hidden_BTH = hidden_BTH                         # a base is its own reference

@@ -37,14 +37,13 @@ def ppo_update(agent: Agent, rollout: Rollout, score: Tensor) -> dict:
     grad_norms = []
     for mini_batch in mini_batches(rollout, agent, rng):
         local_divisor = sum(micro_batch.divisor_B.sum() for micro_batch in mini_batch)
-        divisor = processes().sum(local_divisor)
+        divisor = processes().all_reduce(local_divisor)
         for micro_batch in mini_batch:
             for name, x in backward(agent, micro_batch, divisor).items():
                 sums[name] += x
         grad_norms.append(optimizer_step(agent))
     tokens = cfg.num_ppo_epochs * mask_BT.sum()             # each epoch has every token once
-    local_means = torch.stack([*sums.values()]) / tokens
-    means = dict(zip(sums, processes().sum(local_means).tolist(), strict=True))
+    means = {name: processes().all_reduce(x / tokens).item() for name, x in sums.items()}
     metrics = {"score": formulas.score_of_responses(score, mask_BT).mean().item(),
                "kl_coef": agent.kl_coef,
                "grad_norm": fmean(grad_norms),
@@ -143,12 +142,12 @@ def backward(agent: Agent, batch: Rollout, divisor: Tensor) -> dict:
     loss_N = loss_BT[real] * batch.weight_BT[real]
     (loss_N.sum() / divisor).backward()
     if not agent.is_trained:                                # before the first optimizer step
-        warn_of_idle_parameters(agent)
+        warn_of_unoptimized_parameters(agent)
     return {name: x_BT.detach()[real].double().sum() for name, x_BT in metrics.items()}
 
 
-def warn_of_idle_parameters(agent: Agent) -> None:
-    """Warns after a backward pass of a parameter of the policy that has a gradient, but no optimizer."""
+def warn_of_unoptimized_parameters(agent: Agent) -> None:
+    """After a backward pass, warns of the policy's parameters that have a gradient but no optimizer."""
     optimized = {*agent.trainable_parameters().values()}
     parameters = {}
     for name, x in vars(agent.policy).items():

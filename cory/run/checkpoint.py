@@ -10,7 +10,7 @@ from typing import Iterator
 
 import torch
 
-from cory.config import Config
+from cory.config import Config, read_config
 from cory.errors import UserError
 from cory.machine.distributed import processes
 from cory.machine.sharding import shard_like, whole_on_cpu
@@ -21,12 +21,12 @@ def run_folder(cfg: Config) -> Path:
     """`cfg.run_dir`, or a new folder under runs/. It must hold no run, unless that is to be resumed."""
     what = f"{cfg.task}-{cfg.method}-{cfg.preset}-seed{cfg.seed}".replace(":", "-").lower()
     new = f"runs/{what}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    names = processes().gather([cfg.run_dir or new])
+    names = processes().all_gather([cfg.run_dir or new])
     folder = Path(names[0])                                     # the same in all processes
     if cfg.resume:
-        # one that was killed before its first checkpoint begins anew
-        is_killed = cfg.save_every > 0 and not (folder / "eval.json").exists()
-        cfg.require("run_dir", checkpoints_of(folder) or is_killed, "holds a run without a checkpoint")
+        # one that was killed before its first checkpoint
+        may_restart = read_config(folder)["save_every"] and not (folder / "eval.json").exists()
+        cfg.require("run_dir", checkpoints_of(folder) or may_restart, "holds a run without a checkpoint")
     elif (folder / "config.json").exists():
         raise UserError("run_dir", str(folder), "holds a run; go on with --resume, or name another folder")
     return folder

@@ -100,8 +100,8 @@ def as_base(agent: EvaluatedAgent) -> EvaluatedAgent:
 
 def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str], length: int,
                      seed: int | None, reference: LanguageModel) -> Rollout:
-    """A sampled response of at most `length` tokens to each prompt, greedy if `seed` is None; with the same
-    seed from the same random numbers, whatever the model. With log-probabilities and the exact KL from the
+    """A sampled response of at most `length` tokens to each prompt. The same seed gives every model the same
+    random numbers; without a seed, responses are greedy. With log-probabilities and the exact KL from the
     reference. A base is frozen: its responses are sampled once, and come from a cache from then on.
     """
     key = str(prompts), str(queries), length, seed, reference.name
@@ -164,9 +164,7 @@ def evaluate(agent: EvaluatedAgent, task: Task, out: Path | None = None) -> dict
     set_seed(EVALUATION_SEED)               # for tasks that draw
     queries = task.held_out_queries
     samples = agent.cfg.eval_samples
-    repeated = []
-    for query in queries:
-        repeated += [query] * samples
+    repeated = [query for query in queries for _ in range(samples)]
     sampled, reward_B, metrics = respond_alone(agent, task, repeated, seed=0)
     metrics = merge_metrics(metrics, diversity_metrics(sampled))
     if not task.greedy and not out:
@@ -219,7 +217,7 @@ def evaluate_team(method, players: Sequence[EvaluatedAgent]) -> dict[str, float]
 
 
 def distinct_2(ids: list[list[int]]) -> float:
-    """Distinct pairs of successive tokens over all, pooled over responses; 0 if there is none."""
+    """Distinct pairs of successive tokens, divided by all pairs of all responses; 0 if there is none."""
     pairs = []
     for row in ids:
         pairs += pairwise(row)

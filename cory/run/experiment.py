@@ -29,6 +29,9 @@ class Experiment:
         for name in NAMED.keys() & vars(cfg).keys():    # misspelled ones fail before a model is loaded
             cfg.resolve(name)
         method_class = cfg.resolve("method")
+        taken = [*method_class.agent_names, *method_class.roles, "base", "mean", "team"]
+        cfg.require("method", len({*taken}) == len(taken),
+                    f"give each agent and each role another name: two of {taken} are the same")
         names = method_class.agent_names
         if cfg.share_weights:
             names = names[:1]
@@ -47,9 +50,6 @@ class Experiment:
         self.load_bases()
         self.task = task_class(cfg, data, self.bases[names[0]])
         self.method = method_class(cfg, self.task)
-        names = [*method_class.agent_names, *method_class.roles, "base", "mean", "team"]
-        cfg.require("method", len({*names}) == len(names),
-                    f"give each agent and each role another name: two of {names} are the same")
 
     def load_bases(self) -> None:
         self.bases = {}
@@ -75,7 +75,7 @@ class Experiment:
         return agents
 
     def final_model(self, name: str) -> Policy:
-        """The final policy of an agent, of a finished run."""
+        """An agent's policy at the end of a finished run."""
         folder = self.run_dir / "final" / name
         agent_cfg = self.configs[name]
         policy = self.bases[name].new_policy(name, agent_cfg)

@@ -60,7 +60,7 @@ class Logger(AbstractContextManager):
     def __init__(self, cfg: Config, configs: dict[str, Config], run_dir: Path, done: int, wandb_id: str):
         self.agents = [*configs]
         self.run_dir = run_dir
-        self.saves = cfg.save_every > 0
+        self.saves = cfg.save_every
         self.done = done
         self.metrics_path = run_dir / "metrics.jsonl"
         self.samples_path = run_dir / "samples.jsonl"
@@ -115,9 +115,9 @@ class Logger(AbstractContextManager):
         if not processes().is_main:
             return
         self.write("eval", metrics, iteration=iteration)
-        texts = pd.DataFrame(read_jsonl(self.samples_path))
-        if self.wandb and len(texts):
+        if self.wandb and iteration:
             from wandb import Table
+            texts = pd.DataFrame(read_jsonl(self.samples_path))
             self.wandb.log({"samples": Table(dataframe=texts, allow_mixed_types=True)}, step=iteration)
 
     def write(self, split: str, metrics: Metrics, **row: float) -> None:

@@ -9,7 +9,7 @@ from cory.config import FREE_ON_RESUME, read_config
 from cory.errors import UserError
 from cory.run.log import read_jsonl
 
-# The panels of a run. Those of metrics that are in neither list follow, under the names of the metrics.
+# The panels of a run. Metrics that are in neither list follow, under their own names.
 PANELS = {
     "task_reward": "task reward",
     "kl": "KL from the base (nats per response)",
@@ -97,8 +97,8 @@ def panels_of(metrics: pd.DataFrame) -> list[str]:
     varies = metrics.groupby("metric").value.nunique() > 1
     panels = []
     for metric in dict.fromkeys([*PANELS, *metrics.metric]):
-        has_none = metric in WITHOUT_PANEL or metric.startswith("greedy_")
-        if varies.get(metric, False) and not has_none:
+        is_hidden = metric in WITHOUT_PANEL or metric.startswith("greedy_")
+        if varies.get(metric, False) and not is_hidden:
             panels.append(metric)
     return panels
 

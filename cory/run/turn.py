@@ -50,8 +50,8 @@ def training_metrics(agents: list[Agent], turns: list[Turn], task: Task, team: d
 
 
 def sample_rows(iteration: int, turns: list[Turn]) -> list[dict]:
-    """A few queries, with each role's prompt, response, agent and reward: those of the last role, and before
-    it, by `read_B`, what the next role has read.
+    """For each of a few queries, a response of the last role and, going back, the responses that prompts show
+    (`read_B`), each with its prompt, agent and reward.
     """
     rows = []
     queries = turns[0].rollout.query

@@ -30,13 +30,13 @@ def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
         files = {"train": path}
     pick = itemgetter(*columns)
     with as_user_error(f"dataset {dataset}"):
-        splits = {split: read_jsonl(file) for split, file in files.items() if file.exists()}
+        splits = {split: read_rows(file) for split, file in files.items() if file.exists()}
         if not splits:
             splits = read_with_datasets(str(path))
         return {split: [*map(pick, splits[split])] for split in Data._fields if split in splits}
 
 
-def read_jsonl(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[dict]:
     lines = path.read_text(encoding="utf-8-sig").split("\n")
     return [json.loads(line) for line in lines if line.strip()]
 

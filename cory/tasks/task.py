@@ -112,8 +112,8 @@ class Task:
         return reward_B, means
 
     def gather(self, values: list[float] | Tensor, count: int) -> Tensor:
-        """A number for each row of all processes, from those of this one, which has `count` rows."""
+        """The numbers of all processes, of which this one gives `count`."""
         values = torch.as_tensor(values, dtype=torch.float32).flatten().tolist()
         if len(values) != count:
             raise UserError(f"compute_rewards gave {len(values)} numbers for {count} responses")
-        return torch.tensor(processes().gather(values), device=self.device)
+        return torch.tensor(processes().all_gather(values), device=self.device)
