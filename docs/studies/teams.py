@@ -1,7 +1,7 @@
 """Study `methods`: what a team returns, and what its better agent does alone.
 
     python docs/studies/teams.py measure methods_rates  # writes studies/methods_rates/teams.csv.gz
-    python docs/studies/teams.py                        # prints the tables, from the rows in this folder
+    python docs/studies/teams.py    # prints the tables and draws methods.png, from the rows in this folder
 
 A row is of one agent alone, or of the team, that is, of its last role's response in that role.
 """
@@ -12,14 +12,17 @@ from itertools import product
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from docs.studies.figures import half_width
 from docs.studies.grid import GridRun, plan
 from docs.studies.table import HERE, difference, holm, markdown, read
 
 QUERIES = {"validation": 400, "test": 512}
 KEYS = ["task", "variant", "seed"]
 MEASURES = ["combined_reward", "task_reward", "kl"]
+TASKS = {"imdb": "generated reviews", "gsm8k": "generated word problems"}
 
 
 def measure(run: GridRun, split: str, untrained: bool = False) -> list[dict]:
@@ -94,7 +97,7 @@ def differences(found: pd.DataFrame) -> pd.DataFrame:
     """All planned tests: of each task, outcome, method and baseline, with adjusted p values."""
     tests = []
     methods = found.index.unique("variant").drop("base")
-    for task, outcome, baseline, method in product(("imdb", "gsm8k"), found, ("ppo", "cory"), methods):
+    for task, outcome, baseline, method in product(TASKS, found, ("ppo", "cory"), methods):
         if method == baseline or (method, baseline) == ("ppo", "cory"):
             continue
         values = found.loc[task, outcome].unstack("variant")
@@ -102,6 +105,23 @@ def differences(found: pd.DataFrame) -> pd.DataFrame:
     table = pd.DataFrame(tests, columns=["task", "outcome", "baseline", "method", "difference"])
     table["adjusted"] = holm([x.p for x in table.difference])
     return table
+
+
+def draw(found: pd.DataFrame) -> Figure:
+    """A dot for each method with its 95% t-interval over seeds, and a line at the base."""
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    axes = figure.subplots(2, 2, sharey=True)
+    titles = {"team": "what the team returns", "agent": "the better agent alone"}
+    for row, (task, data) in zip(axes, TASKS.items(), strict=True):
+        for ax, outcome in zip(row, found, strict=True):
+            values = found.loc[task, outcome].unstack("variant")
+            ax.axvline(values.pop("base").mean(), color="gray", linestyle=":")
+            values = values[["ppo", "cory", *values.columns.drop(["ppo", "cory"])]]
+            ax.errorbar(values.mean(), values.columns, xerr=half_width(values), fmt="o", capsize=3)
+            ax.set(title=f"{data}: {titles[outcome]}", xlabel="combined reward (test queries)")
+            ax.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].invert_yaxis()                                       # of all panels
+    return figure
 
 
 def main() -> None:
@@ -120,7 +140,8 @@ def main() -> None:
     rows = read("methods")
     found = outcomes(rows)
     tests = differences(found).set_index(["task", "outcome", "baseline", "method"])
-    for task, outcome in product(("imdb", "gsm8k"), found):
+    draw(found).savefig(HERE / "methods.png", dpi=110)
+    for task, outcome in product(TASKS, found):
         lines = [[f"{task}, {outcome}", "combined reward", "minus ppo", "minus cory"]]
         for method, values in found.loc[task, outcome].groupby("variant", sort=False):
             cells = []
