@@ -66,8 +66,8 @@ def tables(frame: pd.DataFrame, labels: list[str] | None = None) -> str:
 
 
 def table(frame: pd.DataFrame) -> str:
-    """Mean ± sample std over rows of the same label. Left out are metrics that are 0, unless all are, and the
-    mean of one agent, which repeats the agent's row.
+    """Mean ± sample std over rows of the same label. Left out are metrics that are 0, unless all are, and
+    the mean of one agent, which repeats the agent's row.
     """
     is_mean = frame.index == "mean"
     is_mean_of_one = is_mean & frame.duplicated(keep=False)
