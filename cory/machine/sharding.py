@@ -84,8 +84,8 @@ def gradient_norm(parameters: Collection[nn.Parameter]) -> float:
 
 
 def split_to_equal_count(indices: list[Tensor]) -> list[Tensor]:
-    """The same rows in as many indices as the process with the most: each pass of a sharded model needs all
-    processes.
+    """The rows' indices, in as many micro-batches as the process with the most has: each pass of a sharded
+    model needs all processes.
     """
     most = max(processes().all_gather([len(indices)]))
     while len(indices) < most:
