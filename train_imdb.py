@@ -9,7 +9,7 @@ IMDB_TINY = TINY | dict(model=f"{BUNDLED}imdb/lm", dataset=f"{BUNDLED}imdb/openi
 # `--preset NAME` changes these settings of ImdbConfig; the first is the default.
 PRESETS = {
     "tiny": IMDB_TINY,
-    # A pretrained model of GPT-2's size; its settings were chosen as those of `tiny` were.
+    # A pretrained model of GPT-2's size.
     "smollm2": IMDB_TINY | dict(model="HuggingFaceTB/SmolLM2-135M-Instruct", learning_rate=1e-3,
                                 iterations=40),
     "gpt2": dict(model="gpt2"),

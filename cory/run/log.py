@@ -4,7 +4,6 @@ Biases (W&B).
 import json
 import os
 import shlex
-import sys
 from contextlib import AbstractContextManager
 from functools import cache
 from math import nan
@@ -89,7 +88,7 @@ class Logger(AbstractContextManager):
         if self.wandb:
             self.wandb.finish(exit_code=int(kind is not None))
         if kind is KeyboardInterrupt and processes().is_main and self.saves:
-            print(f"interrupted; go on with: python {sys.argv[0]} --resume --run_dir {self.run_dir}")
+            print(f"interrupted; go on with --resume --run_dir {self.run_dir}")
 
     def log_training(self, iteration: int, metrics: Metrics, seconds: float, samples: list[dict]) -> None:
         """The metrics of an iteration, its duration, and some texts."""
