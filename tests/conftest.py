@@ -4,7 +4,7 @@ from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
-# Read when the libraries are imported, the last at the first use of a GPU.
+# The libraries read these when imported, and CUDA_VISIBLE_DEVICES at the first use of a GPU.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models gain nothing by threads; `-n 2` uses both cores
 if "TEST_GPU" not in os.environ:                # one test needs a GPU
@@ -13,6 +13,7 @@ if "TEST_GPU" not in os.environ:                # one test needs a GPU
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from toys import float64
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -25,17 +26,19 @@ from cory.tasks import imdb
 
 END = "<|endoftext|>"
 SIZES = (
-    "--batch_size 4 --mini_batch_size 2 --gradient_accumulation_steps 2 --num_ppo_epochs 1 --eval_queries 4 "
+    "--batch_size 4 --mini_batch_size 2 --gradient_accumulation_steps 2 --num_ppo_epochs 1 --eval_queries 3 "
     "--eval_samples 1 --eval_every 3 --save_every 1 --iterations 5 --max_response_length 6 --lora_rank 0 "
     "--learning_rate 1e-3 --critic_learning_rate 0 --lr_schedule constant --kl_target 0.1 --kl_horizon 20 "
     "--role_exchange_every 2 --wandb disabled --device cpu"
 ).split()
 
 
-def byte_tokenizer(step: int = 1, **special) -> PreTrainedTokenizerFast:
-    """256 bytes, with step -1 from the last to the first, and one end-of-text token: every string has ids."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[::step]
-    vocab = {token: i for i, token in enumerate([*alphabet, END])}
+BYTES = "".join(sorted(pre_tokenizers.ByteLevel.alphabet()))         # 256 characters: every string has ids
+
+
+def byte_tokenizer(characters: str = BYTES, **special) -> PreTrainedTokenizerFast:
+    """A token for each character, and one for the end of a text."""
+    vocab = {token: i for i, token in enumerate([*characters, END])}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -64,9 +67,15 @@ def save_model(kind: str, folder: Path, tokenizer=None, **changes) -> Path:
     return folder
 
 
+@pytest.fixture
+def in_float64():
+    with float64():
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_plots():
-    """Runs draw no plot, which takes as long as three iterations of a small model. All else they write."""
+    """Runs draw no plot, which would take as long as three iterations; they write everything else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cory.run.finish.draw_run", lambda *_: None)
         yield
@@ -106,7 +115,7 @@ def problem_flags(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def read_once():
-    """In the files that ask for it a model is read once, which takes as long as to train it does."""
+    """Reads each model once for a file's tests: reading takes as long as training."""
     load = cache(loading.load_pretrained)
 
     def load_copy(auto_class, name, **kwargs):

@@ -44,5 +44,5 @@ def test_on_a_smaller_gpu_less_is_computed_at_once(gib, tokens, monkeypatch):
 def test_a_gpu_trains_as_a_cpu_does(small_flags, tmp_path):
     for name in ("cpu", "cuda"):
         finished(small_flags, tmp_path / name, "--device", name, "--dtype", "float32", "--iterations", 2)
-    for row, expected in zip(rows(tmp_path / "cuda"), rows(tmp_path / "cpu")):
+    for row, expected in zip(rows(tmp_path / "cuda"), rows(tmp_path / "cpu"), strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-3)

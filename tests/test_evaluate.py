@@ -69,7 +69,7 @@ def test_held_out_metrics_by_hand(tmp_path):
     assert metrics == pytest.approx({
         "task_reward": 10.0, "kl": kl, "combined_reward": 10 - 0.5 * kl, "length": 5.0, "truncated": 1,
         "part": 3, "responses": 16,
-        "distinct_2": 2 / 64,             # of the tokens and bigrams of 16 responses
+        "distinct_2": 2 / 64,                   # (b, c) and (c, b), of 4 pairs in each of 16 responses
         "repeated_tokens": 0.6,                                 # 3 of 5
         "base_perplexity": 7.0, "sampling_gap": 0}, rel=1e-4)
     logits_UV[1, [2, 6]] = torch.tensor([-99.0, 99])
@@ -85,13 +85,13 @@ class TwoBases(train.Cory):
 
 
 @pytest.mark.filterwarnings("error")            # users see no warning
-@pytest.mark.parametrize("method, rank", [("cory", 0), ("test_evaluate:TwoBases", 2)])
-def test_evaluate_repeats_held_out_metrics_and_adds_best_of_n(method, rank, small_flags, tmp_path, capsys):
-    """Full copies of one base, and adapters on two."""
+def test_evaluate_repeats_held_out_metrics_and_adds_best_of_n(small_flags, tmp_path, capsys):
+    """Of adapters on two bases."""
     save_model("gpt2", tmp_path / "lm")
     save_model("gpt2", tmp_path / "lm_of_llm2", num_hidden_layers=1)
-    flags = f"--model {tmp_path}/lm --method {method} --lora_rank {rank} --learning_rate 0.1 --iterations 1"
-    run = finished(small_flags, tmp_path / "run", *flags.split(), "--eval_samples", 8)
+    flags = "--method test_evaluate:TwoBases --lora_rank 2 --learning_rate 0.1 --iterations 1"
+    flags = f"{flags} --eval_samples 8 --model {tmp_path}/lm"
+    run = finished(small_flags, tmp_path / "run", *flags.split())
     held_out = read(run / "eval.json")
     assert held_out["llm1"]["kl"] > 0.01
     main(["evaluate", str(run), "--samples", "8"])
@@ -101,9 +101,7 @@ def test_evaluate_repeats_held_out_metrics_and_adds_best_of_n(method, rank, smal
     results = read(run / "evaluation" / "results.json")
     for team in ("base_team", "team"):                      # in the roles played, by the same random numbers
         assert results[team] == pytest.approx(held_out[team], rel=1e-4)
-    names = {"base", "llm1", "llm2"}
-    if rank:
-        names.add("base_llm2")
+    names = {"base", "base_llm2", "llm1", "llm2"}
     assert names < held_out.keys()
     assert {path.stem for path in run.glob("evaluation/*.jsonl")} == names
     for name in names:
@@ -134,8 +132,7 @@ class TwoTemperatures(train.Cory):
 def test_agents_of_one_model_can_have_different_temperatures(rank, small_flags, tmp_path):
     """Each starts as the base at its temperature, is measured against that, and is saved with it."""
     flags = f"--method test_evaluate:TwoTemperatures --lora_rank {rank} --iterations 2 --learning_rate 0.02"
-    run = finished(small_flags, tmp_path / "run", *flags.split(), "--num_ppo_epochs", 1, "--batch_size", 4,
-                   "--mini_batch_size", 4, "--gradient_accumulation_steps", 1, "--role_exchange_every", 0)
+    run = finished(small_flags, tmp_path / "run", *flags.split())
     before, first, *_ = rows(run)
     assert before["eval/base_perplexity/base"] < before["eval/base_perplexity/base_llm2"]
     held_out = read(run / "eval.json")
@@ -146,7 +143,7 @@ def test_agents_of_one_model_can_have_different_temperatures(rank, small_flags, 
         for name in ("task_reward", "kl", "base_perplexity", "distinct_2"):
             assert before[f"eval/{name}/{agent}"] == pytest.approx(before[f"eval/{name}/{base}"], abs=1e-5)
         for name in ("kl", "approx_kl", "sampling_gap"):
-            assert first[f"train/{name}/{agent}"] == pytest.approx(0, abs=1e-6), name
+            assert first[f"train/{name}/{agent}"] == pytest.approx(0, abs=1e-5), name
         final = run / "final" / agent
         assert read(final / "generation_config.json")["temperature"] == temperature
         if rank:

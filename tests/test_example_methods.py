@@ -28,7 +28,7 @@ class Team:
     def __init__(self, name, *responses, iteration=1, agents=None, **changes):
         self.responses = iter(responses)
         self.asked = []
-        cfg = settings(batch_size=6, mini_batch_size=6, responses_per_query=3, **changes)
+        cfg = settings(batch_size=6, mini_batch_size=1, responses_per_query=3, **changes)
         self.task = SimpleNamespace(iteration=iteration, training=True)
         self.task.reward = lambda queries, texts: numbers(" ".join(texts))
         self.task.pioneer_prompts = lambda queries: queries
@@ -114,11 +114,11 @@ def test_drmas(monkeypatch):
 
 
 def test_marft():
-    team = Team("marft:Marft", "0 1 3 5 6 7", "4 20 36 52 68 100", gamma=0.5, lam=0.5)
-    # the observer's token rewards are -2 and r - 2: A_1 = r - 4, A_0 = -2 + 0.5 * 2 - V_0 + 0.25 A_1
-    # of the first r = 4: A_1 = 0, A_0 = -2, 0.5 * (1 - 0.5 * 2) = 0
-    # of the second r = 20: A_1 = 16, A_0 = 1, 0.5 * (2 + 0.5 * 1) = 1.25
-    team.require_scores("0 1.25 2.5 3.75 5 7.25", "4 20 36 52 68 100")
+    team = Team("marft:Marft", "0 1 3 5 6 7", "4 20 36 52 68 100", gamma=0.5, lam=0.25)
+    # the observer's token rewards are -2 and r - 2: A_1 = r - 4, A_0 = -2 + 0.5 * 2 - V_0 + 0.125 A_1
+    # of the first r = 4: A_1 = 0, A_0 = -2, 0.5 * (1 - 0.25 * 2) = 0.25
+    # of the second r = 20: A_1 = 16, A_0 = -1, 0.5 * (2 - 0.25 * 1) = 0.875
+    team.require_scores("0.25 0.875 1.5 2.125 2.75 3.625", "4 20 36 52 68 100")
 
 
 def test_centralized():
@@ -188,7 +188,7 @@ def test_distill(monkeypatch):
     taught, *how = given
     assert taught.text == ["1", "7", "3", "9", "5", "8"]
     assert taught.prompt_BP == QUERIES.split()
-    assert how == ["pi", "pi0", "full", 6, "V"]
+    assert how == ["pi", "pi0", "full", 1, "V"]
     require(score_B, "1 7 3 9 5 8")
     assert team.players[0].cfg.loss == "ppo"
     loss_BT, _ = import_name(loss)(None, None, numbers("-2 -3"), None, None)

@@ -4,16 +4,18 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 from test_example_methods import Team, numbers, require
-from toys import agent_of, bigram, close, finished, read, rows, settings
+from toys import agent_of, bigram, close, read, rows, settings
 
 from cory.config import import_name
 from cory.loading import load_language_model
 from cory.ppo.model import LanguageModel, Policy
 from cory.ppo.sampling import collect_rollout
+from examples.tasks import crossplay
 
 CPU = torch.device("cpu")
 HOME = Path(__file__).parents[1]
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("read_once")
 
 
 @pytest.mark.parametrize("command", [*sorted(TRAINING), BEST_COMMAND])
-def test_a_command_trains(command, tmp_path, monkeypatch, small_flags, problem_flags):
+def test_a_command_runs_to_its_end(command, tmp_path, monkeypatch, small_flags, problem_flags):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(Policy, "logits", LanguageModel.logits)         # which an example changes
@@ -54,11 +56,18 @@ def test_files_are_short_have_a_command_and_are_linked():
             assert paragraph.count("\n") < 4, path
 
 
-def test_crossplay_of_a_run_with_itself_is_its_team(tmp_path, small_flags, capsys):
-    finished([*small_flags, *SHORT], tmp_path, "--lora_rank", 2)
-    import_name("examples.tasks.crossplay:main")([str(tmp_path), f"{tmp_path}/."])
-    reward = read(tmp_path / "eval.json")["team"]["observer_task_reward"]
-    assert capsys.readouterr().out.count(f" llm2: {reward:.3f}\n") == 4
+def test_crossplay_pairs_each_pioneer_with_each_observer(monkeypatch, capsys):
+    runs = {"a": (SimpleNamespace(method="of a"), [1, 2]), "b": (SimpleNamespace(method="of b"), [3, 4])}
+
+    def team(method, players):
+        return {"observer_task_reward": float(f"{'of a of b'.index(method)}.{players[0]}{players[1]}")}
+
+    for name, fake in (("finished_run", lambda run_dir: runs[str(run_dir)]), ("evaluate_team", team)):
+        same_arguments = create_autospec(getattr(crossplay, name), side_effect=fake)
+        monkeypatch.setattr(crossplay, name, same_arguments)
+    crossplay.main(["a", "b"])
+    assert capsys.readouterr().out == (
+        "a llm1, a llm2: 0.120\na llm1, b llm2: 0.140\nb llm1, a llm2: 5.320\nb llm1, b llm2: 5.340\n")
 
 
 # --- by hand ---

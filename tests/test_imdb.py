@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import byte_tokenizer
+from conftest import END, byte_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from toys import BigramLM, read, settings
@@ -26,7 +26,6 @@ from cory.tasks.imdb import Imdb, SentimentReward
 
 CPU = torch.device("cpu")
 CLASSIFIER = ASSETS / "imdb/classifier"
-END = "<|endoftext|>"
 BYTES = byte_tokenizer().backend_tokenizer
 # Of Llama-2's kind: decoding drops the space that a text begins with.
 WORDS = ("▁a", "▁story", "▁of", "▁wonder", "ful", END)
@@ -79,6 +78,7 @@ def test_query_and_response_are_joined_as_the_model_wrote_them(backend, opening)
 def test_the_reward_is_the_raw_positive_logit_or_the_only_one_of_many_texts(tmp_path):
     """The many texts are read a part at a time."""
     one_label = shutil.copytree(CLASSIFIER, tmp_path / "one")
+    torch.manual_seed(0)
     model = DistilBertForSequenceClassification.from_pretrained(
         one_label, num_labels=1, ignore_mismatched_sizes=True)
     model.save_pretrained(one_label)
@@ -107,8 +107,9 @@ WITH_TOKEN_TYPES = ("xlnet", "deberta", "bert")
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "xlnet", "mobilebert", "fnet", "deberta", "bert"])
 def test_a_texts_reward_is_the_logit_of_that_text_alone(kind, side, tmp_path):
-    """Whatever stands beside it, for models that read padding, too, in float32, whatever the file holds. The
-    tokenizer appends EOS and names no padding, and the last token of a text has a type of its own.
+    """It does not depend on the other texts of a batch, even for models that read padding. It is computed in
+    float32 even if the file is in bfloat16. The tokenizer appends EOS and names no padding, and the last
+    token of a text has a type of its own.
     """
     names = ["input_ids"]
     if kind in WITH_TOKEN_TYPES:
@@ -128,7 +129,7 @@ def test_a_texts_reward_is_the_logit_of_that_text_alone(kind, side, tmp_path):
             logits.append(model(**tokenizer(text, return_tensors="pt")).logits.item())
     assert max(logits) - min(logits) > 1e-3
     classifier = SentimentReward(str(tmp_path), CPU)
-    assert classifier(texts * 2) == pytest.approx(logits * 2, abs=1e-5)
+    assert classifier(texts * 2) == pytest.approx(logits * 2, abs=1e-4)
 
 
 def test_a_control_token_that_a_text_spells_out_is_text():

@@ -7,7 +7,7 @@ import torch
 from conftest import END, byte_tokenizer, save_model
 from safetensors.torch import load_file, save_file
 from tokenizers import models, pre_tokenizers, processors
-from toys import agent_of, all_logits, close, generator, read, settings
+from toys import agent_of, all_logits, close, generator, read, require_same_greedy, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cory.errors import UserError
@@ -50,8 +50,8 @@ def test_a_usable_model_samples_each_row_as_it_would_alone(kind, tmp_path):
     model = load(save_model(kind, tmp_path, **USABLE[kind]))
     model.lm.generation_config.eos_token_id = list(range(0, 257, 12))           # so that rows end
     prompts = ["a", "a longer prompt than that", "xyz"] * 4
-    uniform_TB = torch.rand(12, 12, generator=generator(), dtype=torch.float64)
-    drawn = sample_tokens(model, prompts, prompts, 12, uniform_TB)
+    uniform_TB = torch.rand(11, 12, generator=generator(), dtype=torch.float64)
+    drawn = sample_tokens(model, prompts, prompts, 11, uniform_TB)
     assert len(drawn.mask_BT.sum(1).unique()) > 1
     for index in torch.arange(12).split(1):
         row = take(drawn, index)
@@ -158,7 +158,7 @@ def test_text_is_split_as_tokenizer_json_says(tmp_path):
 def chat_tokenizer(template: str):
     """256: EOS, 257 and 258: the beginning and the end of a message."""
     special = ["<|im_start|>", "<|im_end|>"]
-    tokenizer = byte_tokenizer(eos_token="<|endoftext|>", additional_special_tokens=special)
+    tokenizer = byte_tokenizer(eos_token=END, additional_special_tokens=special)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -300,11 +300,5 @@ def test_a_final_model_generates_what_was_evaluated(tmp_path):
     rules = final.generation_config                             # of what `generate` does by itself
     assert (rules.do_sample, rules.temperature, rules.top_k) == (True, 0.8, 0)
     assert {*rules.eos_token_id} == agent.policy.end_ids == {101, 256}
-    prompts = ["a film", "one story of", "b"]
-    greedy = sample_tokens(agent.policy, prompts, prompts, 20, None)
-    prompt_BP = greedy.prompt_BP
-    generated = final.generate(
-        prompt_BP, attention_mask=greedy.prompt_mask_BP, do_sample=False, max_new_tokens=20)
-    response_BT = generated[:, prompt_BP.shape[1]:] * greedy.mask_BT.long()
-    assert torch.equal(response_BT, greedy.response_BT)
+    greedy = require_same_greedy(final, agent.policy, ["a film", "one story of", "b"], 20)
     assert 0 < greedy.truncated_B.sum() < 3

@@ -30,8 +30,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def new_log(folder: Path, done: int = 0, wandb_id: str = "") -> Logger:
-    cfg = settings(wandb="auto", method="chain:Chain", wandb_project="ours")
+def new_log(folder: Path, done: int = 0, wandb_id: str = "", dtype: str = "auto") -> Logger:
+    cfg = settings(wandb="auto", method="chain:Chain", wandb_project="ours", dtype=dtype)
     configs = {"llm1": cfg, "llm2": replace(cfg, lam=0.5)}
     return Logger(cfg, configs, folder, done, wandb_id)
 
@@ -125,9 +125,10 @@ def test_an_iteration_is_logged_once(folder):
             log.log_training(i, TRAINING, 4.0, [])
 
 
-def test_a_sampling_gap_beyond_rounding_is_printed_once(folder, capsys):
-    with new_log(folder) as log:
-        for i, gap in enumerate([0.0, 0.1, 0.2], start=1):
+@pytest.mark.parametrize("dtype, warnings", [("float32", 1), ("bfloat16", 0)])
+def test_a_sampling_gap_beyond_rounding_is_printed_once(dtype, warnings, folder, capsys):
+    with new_log(folder, dtype=dtype) as log:
+        for i, gap in enumerate([1e-4, 0.01, 0.02], start=1):
             metrics = {"llm2": {"sampling_gap": gap}, "team": {"copies": 0.5}}
             log.log_training(i, metrics, 1.0, [])
-    assert capsys.readouterr().out.count("sampling_gap exceeds rounding") == 1
+    assert capsys.readouterr().out.count("sampling_gap exceeds rounding") == warnings

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from conftest import byte_tokenizer
+from conftest import END, byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 from toys import agent_of, bigram, close, settings, tiny_gpt2
 
@@ -19,7 +19,7 @@ def test_a_chat_prompt_has_the_ids_of_its_template_and_no_others():
     """The tokenizer puts <sop> before a plain text. Here the template begins with it, too."""
     special = ["<sop>", "<user>", "<bot>"]
     sop, user, bot = range(257, 260)
-    tokenizer = byte_tokenizer(eos_token="<|endoftext|>", additional_special_tokens=special)
+    tokenizer = byte_tokenizer(eos_token=END, additional_special_tokens=special)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<sop> $A", special_tokens=[("<sop>", sop)])
     tokenizer.chat_template = (
@@ -37,11 +37,12 @@ def custom_critic(base):
 
 def first_weights(seed: int, index: int) -> torch.Tensor:
     base = tiny_gpt2()
-    torch.seed()                                    # PyTorch's generator is in any state
-    before = torch.get_rng_state()
     cfg = settings(lora_rank=2, critic="test_model:custom_critic", seed=seed)
-    agent = Agent("llm1", base, cfg, index)
-    assert torch.equal(before, torch.get_rng_state())
+    with torch.random.fork_rng():
+        torch.seed()                                # PyTorch's generator is in any state
+        before = torch.get_rng_state()
+        agent = Agent("llm1", base, cfg, index)
+        assert torch.equal(before, torch.get_rng_state())
     adapter = agent.policy.weights().items()
     lora_a = [p.flatten() for name, p in adapter if "lora_A" in name]           # B is 0
     return torch.cat([*lora_a, *agent.critic.weight])
@@ -81,8 +82,8 @@ def test_an_edit_of_a_policy_holds_in_sampling_and_in_training(name, monkeypatch
     close(entropy_N, [1.75 * math.log(2)] * 2)
 
 
-def test_a_base_stays_frozen(small_flags, tmp_path):
+def test_a_base_stays_frozen_and_what_tasks_draw_as_they_are_made_is_seeded(small_flags, tmp_path):
     run = Experiment(parse(ImdbConfig, PRESETS, [*small_flags, "--seed", "5"]), tmp_path)
     run.new_agents()
     assert not any(p.requires_grad for p in run.bases["llm1"].lm.parameters())
-    assert torch.initial_seed() == 5                # for what tasks and methods draw as they are made
+    assert torch.initial_seed() == 5

@@ -11,11 +11,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import save_model
+from conftest import byte_tokenizer, save_model
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from toys import EXPERIMENTS, float64, rows, training
-from transformers import PreTrainedTokenizerFast
+from toys import EXPERIMENTS, float64, samples_of, training
 
 import train_gsm8k
 import train_imdb
@@ -25,7 +23,6 @@ from cory.errors import UserError
 from cory.run.log import write_jsonl
 
 SOURCE = Path(one_page.__file__)
-END = "<|endoftext|>"
 CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789.:"?AIQRĠ'  # few, so that EOS and answers are frequent
 DATA = {
     "imdb": [{"text": "good film"}, {"text": "a bad film"}, {"text": "it was"}, {"text": "the end"}],
@@ -35,11 +32,11 @@ DATA = {
         {"question": "five?", "answer": "#### 5"},
         {"question": "seven?", "answer": "#### 7"}]}
 COMMON = (
-    "--iterations 6 --batch_size 4 --mini_batch_size 1 --gradient_accumulation_steps 2 --num_ppo_epochs 2 "
+    "--iterations 6 --batch_size 4 --mini_batch_size 1 --gradient_accumulation_steps 2 --num_ppo_epochs 3 "
     "--min_response_length 3 --max_response_length 6 --temperature 0.8 --gamma 0.97 --lam 0.9 --vf_coef 0.5 "
-    "--cliprange 0.1 --cliprange_value 0.02 --kl_target 1 --kl_horizon 6 --lora_rank 0 "
+    "--cliprange 0.1 --cliprange_value 0.02 --kl_target 1 --kl_horizon 7 --lora_rank 0 "
     "--learning_rate 3e-3 --critic_learning_rate 1e-2 --lr_schedule linear --role_exchange_every 2 "
-    "--partner_reward 0.5 --dtype float32 --device cpu --wandb disabled --eval_queries 1 --eval_samples 1 "
+    "--partner_reward 0.4 --dtype float32 --device cpu --wandb disabled --eval_queries 1 --eval_samples 1 "
     "--eval_every 0 --save_every 0").split()
 RUNS = {
     "imdb cory": "--kl_penalty full --seed 5",
@@ -53,13 +50,8 @@ RUNS = {
 def folder(tmp_path_factory) -> Path:
     """It holds a folder for each task, with a model and data. Each query occurs twice in a pass over data."""
     folder = tmp_path_factory.mktemp("page")
-    vocabulary = {character: i for i, character in enumerate([*CHARACTERS, END])}
-    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens([END])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END)
-    eos = vocabulary[END]
+    tokenizer = byte_tokenizer(CHARACTERS)
+    eos = len(CHARACTERS)
     for task, kind in (("imdb", "gpt2"), ("gsm8k", "llama")):
         save_model(kind, folder / task / "lm", tokenizer, num_hidden_layers=1, vocab_size=eos + 1,
                    bos_token_id=eos, eos_token_id=eos)
@@ -85,11 +77,6 @@ def run_package(name, folder, run_dir):
 def run_page(page, name, folder):
     cfg = parse(*EXPERIMENTS[task_of(name)], flags_of(name, folder))
     return page.train(cfg)
-
-
-def samples_of(run_dir, iteration):
-    samples = rows(run_dir, "samples.jsonl")
-    return [sample for sample in samples if sample["iteration"] == iteration]
 
 
 def require_same(steps, run_dir):
@@ -148,7 +135,7 @@ def test_without_the_lines_marked_cory_the_page_is_ppo(folder):
 def test_the_page_prints_metrics_and_refuses_settings_that_it_does_not_read(folder, capsys):
     flags = [*flags_of("gsm8k cory", folder), "--iterations", "1", "--task", "gsm8k"]
     one_page.main(flags)
-    pattern = r"\n1 (\w+ llm.): '.*'\ntask reward [\d.]+, score [\d.]+, kl 0, "
+    pattern = r"\n1 (\w+ llm.): '.*'\ntask reward [\d.]+, score [\d.]+, kl \S+, "
     assert re.findall(pattern, capsys.readouterr().out) == ["pioneer llm1", "observer llm2"]
     refused = dict(lora_rank="8", advantage="rloo", method="my:Method", task="my:Task")
     for flag, value in refused.items():

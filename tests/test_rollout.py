@@ -28,7 +28,7 @@ def test_the_sampling_gap_is_the_mean_absolute_difference_over_real_tokens():
     assert shifted.sampling_gap == pytest.approx(0.5)
 
 
-def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divided(monkeypatch):
+def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divided(in_float64, monkeypatch):
     agent = moved(agent_of(tiny_gpt2()))
     whole = collect_rollout(agent, PROMPTS, PROMPTS, 12)
     assert len(whole.mask_BT.sum(1).unique()) > 2

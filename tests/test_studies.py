@@ -58,7 +58,7 @@ def test_rows_of_a_run_of_the_frontier(small_flags, tmp_path):
         points = rows[rows.agent == agent]
         first, *_, last = points.kl
         assert points.iteration.tolist() == [0, 2, 4, 5]
-        assert first == 0
+        assert first == pytest.approx(0, abs=1e-6)
         assert last == end[agent]["kl"]
         assert points.observer_kl.iloc[-1] == end["team"]["observer_kl"]
 
@@ -112,21 +112,21 @@ def test_rewards_of_strangers_change_the_scores_alone():
 
 
 @pytest.mark.parametrize("expected, changes", [
-    (("", 6, 3), {}),
-    (("repetition", 5, 2.5), {"distinct_2": [1, 1, 0.75, 0.25]}),
-    (("perplexity", 3, 1.5), {"base_perplexity": [1, 1, 9, 9]}),
-    (("length", 2.5, 1.25),
+    (("", 6, 9), {}),
+    (("repetition", 5, 7.5), {"distinct_2": [1, 1, 0.75, 0.25]}),
+    (("perplexity", 3, 4.5), {"base_perplexity": [1, 1, 9, 9]}),
+    (("length", 2.5, 3.75),
      {"length": [9, 4, 0, 0],
       "base_perplexity": [1, 1, 1, 99]}),
     (("reward", 2, 5), {"reward": [0, 5, 2, 3.9]}),
     (("", 6, 5), {"reward": [0, 5, 2, 4.1]})])
 def test_an_agent_collapses_at_the_first_limit_that_it_passes(expected, changes):
-    """By hand: distinct_2 passes 0.5 halfway between its third and fourth evaluation, where reward is 2.5;
+    """By hand: distinct_2 passes 0.5 halfway between its third and fourth evaluation, where reward is 7.5;
     perplexity 3 at log 3 / log 9 = half of the way; the length 3 at a quarter.
     """
     points = pd.DataFrame({
         "iteration": [0, 2, 4, 6],
-        "reward": [0, 1, 2, 3]})
+        "reward": [0, 3, 6, 9]})
     sound = points.assign(length=9, distinct_2=1, base_perplexity=1)
     found = collapse.collapse(sound.assign(**changes), collapse.Limits())
     assert found == pytest.approx(expected)
@@ -136,7 +136,7 @@ def test_outcomes_of_teams_by_hand():
     """llm2 is the better agent on validation queries; on test queries it earns 3. CORY minus PPO: 4 and 6."""
     rows = []
     for task, variant, seed in product(("imdb", "gsm8k"), ("base", "ppo", "cory", "other"), (1, 2)):
-        team = {"base": 0, "ppo": 1, "cory": 3 + 2 * seed, "other": 9}[variant]
+        team = {"base": 0, "ppo": 1, "cory": 3 + 2 * seed, "other": 9}[variant] + 10 * (task == "gsm8k")
         by_split = {"validation": {"llm1": 5, "llm2": 6, "team": 0},
                     "test": {"llm1": 4, "llm2": 3, "team": team}}
         for split, values in by_split.items():
@@ -144,7 +144,7 @@ def test_outcomes_of_teams_by_hand():
                      for who, x in values.items()]
     found = teams.outcomes(pd.DataFrame(rows))
     assert (found.agent == 3).all()
-    assert found.team.xs("cory", level="variant").tolist() == [5, 7, 5, 7]
+    assert found.team.xs("cory", level="variant").tolist() == [15, 17, 5, 7]
     tests = teams.differences(found)
     assert len(tests) == 2 * 2 * (2 + 1)
     keys = ["task", "outcome", "baseline", "method"]

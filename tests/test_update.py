@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.utils import get_total_norm
-from toys import PROMPTS, agent_of, bigram, float64, generator, moved, same_tensors, tiny_gpt2
+from toys import PROMPTS, agent_of, bigram, generator, moved, same_tensors, tiny_gpt2
 
 from cory.errors import UserError
 from cory.ppo import formulas, update
@@ -104,12 +104,6 @@ def plain_update(agent, rollout: Rollout, score_B, bonus: float) -> tuple[dict, 
     return parameters, means | {"grad_norm": fmean(norms), "kl_coef": agent.kl_coef, "score": 3.5}
 
 
-@pytest.fixture
-def in_float64():
-    with float64():
-        yield
-
-
 NOISY = ("logp_BT", "ref_logp_BT", "kl_BT", "value_BT")
 CASES = {
     "one_pass": dict(),
@@ -123,8 +117,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_is_that_of_plain_autograd_whatever_the_mini_batches(case, in_float64, monkeypatch):
-    """Over two epochs, on ragged rows whose padding holds anything. Inside the losses other models compute:
-    with LoRA they share the agent's layers, whose backward pass is still to come.
+    """Over two epochs, on ragged rows whose padding holds anything. The loss runs two other models before the
+    backward pass; with LoRA they share the agent's layers.
     """
     base = tiny_gpt2()
     base.temperature = CASES[case].get("temperature", 1.0)
@@ -277,7 +271,7 @@ def test_an_estimator_sees_the_rollout_and_may_give_the_critics_target():
 
 def test_loss_weights_that_a_method_has_set_are_kept():
     agent, rollout = ragged()
-    weight_BT = rollout.mask_BT * ~rollout.truncated_B[:, None]             # leaves out truncated responses
+    weight_BT = rollout.mask_BT / 3
     masked = update.add_advantages(replace(rollout, weight_BT=weight_BT), SCORE, agent)
     assert torch.equal(masked.weight_BT, weight_BT)
     computed = update.add_advantages(rollout, SCORE, agent)

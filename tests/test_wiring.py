@@ -11,8 +11,8 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
-from conftest import SIZES, byte_tokenizer, save_model
-from toys import evaluations, read, rows, training
+from conftest import END, SIZES, byte_tokenizer, save_model
+from toys import evaluations, read, rows, samples_of, training
 
 import train_gsm8k
 import train_imdb
@@ -153,7 +153,7 @@ BASES = {
 def run(tmp_path_factory, small, read_once):
     """`run(base, flags)` is the folder of a finished run, for several tests."""
     at = tmp_path_factory.mktemp("wiring")
-    tokenizer = byte_tokenizer(eos_token="<|endoftext|>", additional_special_tokens=["<|user|>", "<|end|>"])
+    tokenizer = byte_tokenizer(eos_token=END, additional_special_tokens=["<|user|>", "<|end|>"])
     tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
     save_model("gpt2", at / "lm", tokenizer, vocab_size=259, hidden_size=16, num_hidden_layers=1)
     swapped = shutil.copytree(ASSETS / "imdb/classifier", at / "swapped") / "config.json"
@@ -170,7 +170,7 @@ def run(tmp_path_factory, small, read_once):
 
     def finished(base, flags=""):
         name = f"{base} {flags}".replace("/", "-")
-        folder = at / name[:99]
+        folder = at / name[:250]
         if not folder.exists():
             words = f"{TOY} {BASES[base]} {flags}".format(at=at, small=small)
             script = train_gsm8k if base == "gsm8k" else train_imdb
@@ -187,11 +187,6 @@ def metrics_of(row, who):
         if key.endswith(f"/{who}"):
             metrics[key.split("/")[1]] = x
     return metrics
-
-
-def samples_of(run_dir, iteration):
-    samples = rows(run_dir, "samples.jsonl")
-    return [sample for sample in samples if sample["iteration"] == iteration]
 
 
 def test_caching_the_held_out_responses_of_bases_changes_no_metric(run, monkeypatch):
@@ -214,7 +209,8 @@ STAGES = {                  # of an iteration, in order, with llm1's metrics and
     "update": "policy_loss value_loss kl_loss entropy approx_kl clip_fraction explained_variance grad_norm"}
 # kl_coef, learning_rate and combined_reward are left out, since they repeat settings.
 
-EFFECTS = {                 # settings, by base run and by the stages that they change first; `-`: no other
+# Settings, by base run and by the stages that they change first; a final `-` says that no other one changes.
+EFFECTS = {
     ("ppo", "draws 1, queries 1, responses 1"): "seed=2",
     ("same", "draws 1, responses 1"): "seed=2",
     ("ppo", "held out, queries 1"): "dataset={at}/other.jsonl",
@@ -234,7 +230,7 @@ EFFECTS = {                 # settings, by base run and by the stages that they 
         "lr_schedule=constant iterations=3 init_kl_coef=3 kl_controller=test_wiring:doubled kl_target=0 "
         "kl_horizon=2",
     ("ppo", "held out"): "dtype=bfloat16",
-    ("ppo", "held out, -"): "eval_split=validation eval_queries=3 eval_samples=2",
+    ("ppo", "held out, -"): "eval_split=validation eval_queries=5 eval_samples=2",
     ("loss", "update 1"): "init_kl_coef=3",
     ("loss", "update 2"): "kl_target=0",
     # without it, the observer's prompts are another draw of the toy task
@@ -296,8 +292,9 @@ def differ(a, b):
 
 @pytest.mark.parametrize("base, setting, where", effects)
 def test_a_setting_changes_a_run_where_it_acts_and_not_before(base, setting, where, run):
-    short = "" if where[-1].endswith("2") else "--iterations 1 "
-    folder = run(base, f"{short}--{setting}")
+    needs_two_iterations = where[-1].endswith("2")
+    flags = f"--{setting}" if needs_two_iterations else f"--iterations 1 --{setting}"
+    folder = run(base, flags)
     cfg = read(folder / "config.json")
     held_out = read(folder / "eval.json")
     assert held_out["iteration"] == cfg["iterations"]
@@ -309,7 +306,7 @@ def test_a_setting_changes_a_run_where_it_acts_and_not_before(base, setting, whe
         if key.startswith("eval/kl/"):                  # every agent is its base, before training
             assert x == pytest.approx(0, abs=1e-6)
     changed = [stage for stage in before if differ(before[stage], after[stage])]
-    assert [*changed, "-"][:len(where)] == where
+    assert [*changed, "-"][:len(where)] == where               # the first stages that changed
 
 
 # --- a run's metrics and samples, recomputed ---
@@ -407,14 +404,6 @@ def test_hooks_know_the_iteration_and_whether_it_is_training(run):
     assert len(drawn) == 3                                  # a new number in each iteration
 
 
-def test_samples_are_of_different_queries(run):
-    samples = rows(run("ppo", "--iterations 1 --responses_per_query=2"), "samples.jsonl")
-    assert len(samples) == 2
-    assert len({row["query"] for row in samples}) == 2
-    for row in samples:
-        assert row["pioneer_reward"] == pytest.approx(reward(row["query"], row["pioneer"]))
-
-
 # --- controllers of eta ---
 def test_a_controller_gets_the_signed_kl_of_each_response_and_returns_the_next_eta(run):
     CONTROLLER_KL.clear()
@@ -422,7 +411,7 @@ def test_a_controller_gets_the_signed_kl_of_each_response_and_returns_the_next_e
     assert [row["train/kl_coef/llm1"] for row in doubling] == pytest.approx([0.15, 0.3, 0.6])
     means = [fmean(kl_N) for kl_N in CONTROLLER_KL]
     assert means == pytest.approx([row["train/kl/llm1"] for row in doubling], abs=1e-6)
-    assert min(map(min, CONTROLLER_KL)) < 0
+    assert min(map(min, CONTROLLER_KL)) < -1e-3
     assert {len(kl_N) for kl_N in CONTROLLER_KL} == {4}
     run("cory", "--iterations 1 --share_weights --method test_wiring:OneUpdate "
         "--kl_controller test_wiring:doubled")

@@ -18,6 +18,8 @@ import train_imdb
 from cory.config import Gsm8kConfig, ImdbConfig
 from cory.ppo.agent import Agent
 from cory.ppo.model import LanguageModel, positions
+from cory.ppo.rollout import Rollout
+from cory.ppo.sampling import sample_tokens
 from cory.run.checkpoint import checkpoints_of
 
 EXPERIMENTS = {"imdb": (ImdbConfig, train_imdb.PRESETS), "gsm8k": (Gsm8kConfig, train_gsm8k.PRESETS)}
@@ -79,10 +81,10 @@ def bigram(logits_UV=None, seed=0) -> LanguageModel:
     return LanguageModel(BigramLM(logits_UV).requires_grad_(False), LetterTokenizer())
 
 
-def tiny_gpt2(seed=4, **changes) -> LanguageModel:
+def tiny_gpt2(seed=0, **changes) -> LanguageModel:
     """A frozen random GPT-2 over the letters, with dropout in its config. Responses end at all lengths."""
     sizes = dict(
-        vocab_size=7, n_positions=40, n_embd=8, n_layer=2, n_head=2,
+        vocab_size=7, n_positions=40, n_embd=10, n_layer=2, n_head=2,
         bos_token_id=6, eos_token_id=6, initializer_range=0.3)
     torch.manual_seed(seed)
     lm = GPT2LMHeadModel(GPT2Config(**sizes | changes))
@@ -117,6 +119,16 @@ def moved(agent: Agent) -> Agent:
     for p in agent.trainable_parameters().values():
         p.data += 0.1 * torch.randn(p.shape, generator=generator(2))
     return agent
+
+
+def require_same_greedy(plain, policy: LanguageModel, prompts: list[str], limit: int) -> Rollout:
+    """A model in plain transformers gives the policy's greedy responses, which are returned."""
+    greedy = sample_tokens(policy, prompts, prompts, limit, None)
+    generated = plain.generate(
+        greedy.prompt_BP, attention_mask=greedy.prompt_mask_BP, do_sample=False, max_new_tokens=limit)
+    response_BT = generated[:, greedy.prompt_BP.shape[1]:] * greedy.mask_BT.long()
+    assert torch.equal(response_BT, greedy.response_BT)
+    return greedy
 
 
 def double(x):
@@ -206,6 +218,10 @@ def rows(run_dir: Path, file: str = "metrics.jsonl") -> list[dict]:
         untimed = {key: x for key, x in row.items() if not key.startswith("seconds")}
         rows.append(untimed)
     return rows
+
+
+def samples_of(run_dir: Path, iteration: int) -> list[dict]:
+    return [row for row in rows(run_dir, "samples.jsonl") if row["iteration"] == iteration]
 
 
 def training(run_dir: Path) -> list[dict]:
