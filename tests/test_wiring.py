@@ -318,6 +318,7 @@ def test_evaluate_repeats_the_held_out_metrics_of_the_run(base, flags, run):
     """Roles are exchanged before the last iteration, and after it."""
     folder = run(base, flags)
     held_out = read(folder / "eval.json")
+    assert ("team" in held_out) == (base != "ppo")          # which has one role
     samples = held_out["samples"]
     main(["evaluate", str(folder), "--samples", str(samples)])
     results = read(folder / "evaluation/results.json")
