@@ -175,7 +175,7 @@ def test_a_shard_is_half_of_the_layers_matrices(runs, name):
     sharded = training(runs / name)[-1]
     whole = training(runs / "mixed")[-1]
     assert whole["train/held/llm1"] - sharded["train/held/llm1"] == 2 * 12 * 32 * 32 / 2
-    assert sharded["train/grad_norm/llm1"] == pytest.approx(whole["train/grad_norm/llm1"], rel=0.4)
+    assert sharded["train/grad_norm/llm1"] == pytest.approx(whole["train/grad_norm/llm1"], rel=0.2)
 
 
 def test_an_error_of_one_process_is_one_line_and_ends_both(runs):

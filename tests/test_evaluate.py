@@ -143,7 +143,7 @@ def test_agents_of_one_model_can_have_different_temperatures(rank, small_flags, 
         for name in ("task_reward", "kl", "base_perplexity", "distinct_2"):
             assert before[f"eval/{name}/{agent}"] == pytest.approx(before[f"eval/{name}/{base}"], abs=1e-5)
         for name in ("kl", "approx_kl", "sampling_gap"):
-            assert first[f"train/{name}/{agent}"] == pytest.approx(0, abs=1e-5), name
+            assert first[f"train/{name}/{agent}"] == pytest.approx(0, abs=1e-6), name
         final = run / "final" / agent
         assert read(final / "generation_config.json")["temperature"] == temperature
         if rank:

@@ -4,12 +4,11 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import create_autospec
 
 import pytest
 import torch
 from test_example_methods import Team, numbers, require
-from toys import agent_of, bigram, close, read, rows, settings
+from toys import agent_of, bigram, close, finished, read, rows, settings
 
 from cory.config import import_name
 from cory.loading import load_language_model
@@ -56,18 +55,24 @@ def test_files_are_short_have_a_command_and_are_linked():
             assert paragraph.count("\n") < 4, path
 
 
-def test_crossplay_pairs_each_pioneer_with_each_observer(monkeypatch, capsys):
-    runs = {"a": (SimpleNamespace(method="of a"), [1, 2]), "b": (SimpleNamespace(method="of b"), [3, 4])}
+def test_crossplay_of_a_run_with_itself_is_its_team(tmp_path, small_flags, monkeypatch, capsys):
+    finished([*small_flags, *SHORT], tmp_path, "--lora_rank", 2)
+    teams = []
+    evaluate_team = crossplay.evaluate_team
 
-    def team(method, players):
-        return {"observer_task_reward": float(f"{'of a of b'.index(method)}.{players[0]}{players[1]}")}
+    def record(method, players):
+        teams.append([*players])
+        return evaluate_team(method, players)
 
-    for name, fake in (("finished_run", lambda run_dir: runs[str(run_dir)]), ("evaluate_team", team)):
-        same_arguments = create_autospec(getattr(crossplay, name), side_effect=fake)
-        monkeypatch.setattr(crossplay, name, same_arguments)
-    crossplay.main(["a", "b"])
-    assert capsys.readouterr().out == (
-        "a llm1, a llm2: 0.120\na llm1, b llm2: 0.140\nb llm1, a llm2: 5.320\nb llm1, b llm2: 5.340\n")
+    monkeypatch.setattr(crossplay, "evaluate_team", record)
+    crossplay.main([str(tmp_path), f"{tmp_path}/."])
+    reward = read(tmp_path / "eval.json")["team"]["observer_task_reward"]
+    assert capsys.readouterr().out.count(f" llm2: {reward:.3f}\n") == 4
+    (pioneer, observer), (_, other_observer), (other_pioneer, _), _ = teams
+    assert (pioneer.name, observer.name) == ("llm1", "llm2")
+    assert [id(x) for team in teams for x in team] == [
+        id(x) for one in (pioneer, other_pioneer) for two in (observer, other_observer) for x in (one, two)]
+    assert other_pioneer is not pioneer
 
 
 # --- by hand ---

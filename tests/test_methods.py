@@ -347,6 +347,7 @@ def test_two_agents_alternate_in_three_roles():
     method = Three(settings(role_exchange_every=1), None)
     assert method.assign_roles([1, 2], 1) == [1, 2, 1]
     assert method.assign_roles([1, 2], 2) == [2, 1, 2]
+    assert method.assign_roles([1, 2], 3) == [1, 2, 1]
 
 
 REWARD = {"bad": 0.0, "good": 1.0, "best": 3.0}

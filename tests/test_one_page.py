@@ -135,8 +135,10 @@ def test_without_the_lines_marked_cory_the_page_is_ppo(folder):
 def test_the_page_prints_metrics_and_refuses_settings_that_it_does_not_read(folder, capsys):
     flags = [*flags_of("gsm8k cory", folder), "--iterations", "1", "--task", "gsm8k"]
     one_page.main(flags)
-    pattern = r"\n1 (\w+ llm.): '.*'\ntask reward [\d.]+, score [\d.]+, kl \S+, "
-    assert re.findall(pattern, capsys.readouterr().out) == ["pioneer llm1", "observer llm2"]
+    pattern = r"\n1 (\w+ llm.): '.*'\ntask reward [\d.]+, score [\d.]+, kl (\S+), "
+    printed = re.findall(pattern, capsys.readouterr().out)
+    assert [who for who, _ in printed] == ["pioneer llm1", "observer llm2"]
+    assert [float(kl) for _, kl in printed] == pytest.approx([0, 0], abs=1e-6)
     refused = dict(lora_rank="8", advantage="rloo", method="my:Method", task="my:Task")
     for flag, value in refused.items():
         with pytest.raises(UserError, match=f"^{flag} is '?{value}'?: the page has only"):

@@ -212,7 +212,7 @@ def test_a_folder_in_use_is_refused_until_its_run_ends(copy, capsys):
 
 @pytest.mark.parametrize("save_every", [0, 2])
 def test_ctrl_c_prints_how_to_resume_a_run(save_every, small_flags, tmp_path, monkeypatch, capsys):
-    """If there is one: without checkpoints it would only empty the logs."""
+    """Without checkpoints it does not, since a resumed run would only empty the logs."""
     def interrupted(*_):
         raise KeyboardInterrupt
 
