@@ -2,6 +2,7 @@
 import re
 import shlex
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,9 +71,9 @@ def test_crossplay_of_a_run_with_itself_is_its_team(tmp_path, small_flags, monke
     assert capsys.readouterr().out.count(f" llm2: {reward:.3f}\n") == 4
     (pioneer, observer), (_, other_observer), (other_pioneer, _), _ = teams
     assert (pioneer.name, observer.name) == ("llm1", "llm2")
-    assert [id(x) for team in teams for x in team] == [
-        id(x) for one in (pioneer, other_pioneer) for two in (observer, other_observer) for x in (one, two)]
-    assert other_pioneer is not pioneer
+    pairs = product((pioneer, other_pioneer), (observer, other_observer))
+    assert teams == [[*pair] for pair in pairs]
+    assert other_pioneer != pioneer
 
 
 # --- by hand ---
