@@ -1,7 +1,7 @@
 """Study `methods`: what a team returns, and what its better agent does alone.
 
     python docs/studies/teams.py measure methods_rates  # writes studies/methods_rates/teams.csv.gz
-    python docs/studies/teams.py    # prints the tables and draws methods.png, from the rows in this folder
+    python docs/studies/teams.py    # prints the tables and draws methods.png, from NAME.teams.csv.gz here
 
 A row is of one agent alone, or of the team, that is, of its last role's response in that role.
 """
@@ -132,12 +132,12 @@ def main() -> None:
     if args.command:
         measure_all(args.study, ["validation"] if args.study == "methods_rates" else ["validation", "test"])
         return
-    rates = chosen_rates(read("methods_rates"))
+    rates = chosen_rates(read("methods_rates.teams"))
     lines = [["task, method", *rates, "chosen"]]
     for (task, method), means in rates.iterrows():
         lines.append([f"{task}, {method}", *means, means.idxmax()])
     print(markdown(lines))
-    rows = read("methods")
+    rows = read("methods.teams")
     found = outcomes(rows)
     tests = differences(found).set_index(["task", "outcome", "baseline", "method"])
     draw(found).savefig(HERE / "methods.png", dpi=110)
