@@ -65,7 +65,7 @@ def collapses(rows: pd.DataFrame, limits: Limits) -> pd.DataFrame:
         ["variant", "seed", "agent"])
 
 
-def of_runs(found: pd.DataFrame, figure: str = "reward") -> pd.DataFrame:
+def means_of_runs(found: pd.DataFrame, figure: str = "reward") -> pd.DataFrame:
     """The mean figure at collapse of a run's agents: a line for each seed, a column for each variant."""
     return found[figure].astype(float).groupby(["variant", "seed"]).mean().unstack("variant")
 
@@ -76,14 +76,14 @@ def main() -> None:
     lines = [["variant", "agents", "reward at collapse", "iteration", "repetition", "perplexity", "length",
               "reward falls", "none"]]
     starts = found.assign(start=found.index.get_level_values("agent"))
-    for (variant, agent), of_agent in starts.groupby(["variant", "start"], sort=False):
-        why = [sum(of_agent.why == name) for name in ("repetition", "perplexity", "length", "reward", "")]
-        means = of_agent.reward.astype(float).mean(), of_agent.iteration.astype(float).mean()
-        lines.append([f"{variant}, {agent}", len(of_agent), *means, *why])
+    for (variant, agent), group in starts.groupby(["variant", "start"], sort=False):
+        why = [sum(group.why == name) for name in ("repetition", "perplexity", "length", "reward", "")]
+        means = group.reward.astype(float).mean(), group.iteration.astype(float).mean()
+        lines.append([f"{variant}, {agent}", len(group), *means, *why])
     print(markdown(lines))
 
-    value = of_runs(found)
-    iteration = of_runs(found, "iteration")
+    value = means_of_runs(found)
+    iteration = means_of_runs(found, "iteration")
     tests = {baseline: difference(value["cory"], value[baseline]) for baseline in BASELINES}
     adjusted = holm([x.p for x in tests.values()])
     lines = [["CORY minus", "seeds", "reward at collapse", "p", "p after Holm", "iteration of collapse"]]
@@ -99,7 +99,7 @@ def main() -> None:
     others |= {f"{name} alone": NONE._replace(**{name: own}) for name, own in Limits()._asdict().items()}
     lines = [["limits", *BASELINES]]
     for label, limits in others.items():
-        moved = of_runs(collapses(rows, limits))
+        moved = means_of_runs(collapses(rows, limits))
         lines.append([label, *(str(difference(moved["cory"], moved[baseline])) for baseline in BASELINES)])
     print(markdown(lines))
 

@@ -48,11 +48,11 @@ def plot_reward_and_kl(axis, rows: pd.DataFrame) -> None:
     end, gone = ends(rows), collapsed(rows)
     base = rows[rows.iteration == 0].reward.mean()
     for method in LABELS:
-        of_etas = [f"{method}, {eta}" for eta in ETAS]
-        runs = [end.loc[variant, ["kl", "reward"]] for variant in of_etas]
+        variants = [f"{method}, {eta}" for eta in ETAS]
+        runs = [end.loc[variant, ["kl", "reward"]] for variant in variants]
         kl, reward = np.array([run.mean() for run in runs]).T
         axis.plot([0, *kl], [base, *reward], color=COLORS[method], lw=1.5)
-        for variant, run, x, y in zip(of_etas, runs, kl, reward, strict=True):
+        for variant, run, x, y in zip(variants, runs, kl, reward, strict=True):
             half = half_width(run)
             axis.errorbar(x, y, half.reward, half.kl, fmt=MARKERS[method], color=COLORS[method], ms=6,
                           mfc="white" if gone[variant].any() else None, capsize=2)
@@ -81,8 +81,9 @@ def plot_drift(axis, rows: pd.DataFrame, rival: str) -> None:
         low, high = max(cory.reward[0], ppo.reward[0]), min(cory.reward.max(), ppo.reward.max())
         levels = np.linspace(low, high, 200)
         kl, kl_of_ppo = ([value_at(line, "kl", "reward", level) for level in levels] for line in (cory, ppo))
-        more, of_seed = np.subtract(kl, kl_of_ppo), end[(end.seed == seed) & ~end.gone]
-        sound = levels <= of_seed.groupby("method").reward.max()[["cory", rival]].min()
+        more = np.subtract(kl, kl_of_ppo)
+        sound_ends = end[(end.seed == seed) & ~end.gone]
+        sound = levels <= sound_ends.groupby("method").reward.max()[["cory", rival]].min()
         axis.plot(levels[sound], more[sound], color=COLORS[rival], lw=2)
         axis.plot(levels[~sound], more[~sound], "--", color=COLORS[rival], lw=1.2)
     axis.axhline(0, color="black", lw=1)

@@ -57,9 +57,9 @@ class GridRun:
 def plan(study: dict, out: Path) -> list[GridRun]:
     """Every run, one seed after the other. A task's variants are crossed with its `times`, if it has them."""
     runs = []
-    for task, of_task in study["tasks"].items():
-        for variant, own in of_task["variants"].items():
-            for suffix, more in of_task.get("times", {"": ""}).items():
+    for task, spec in study["tasks"].items():
+        for variant, own in spec["variants"].items():
+            for suffix, more in spec.get("times", {"": ""}).items():
                 flags = shlex.split(f"{study['flags']} {own} {more}")
                 name = f"{variant}, {suffix}" if suffix else variant
                 digest = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:6]  # other flags, other folder
@@ -93,8 +93,8 @@ def rows_of(run: GridRun) -> list[dict]:
             metrics = {name: row[key] for key, name, who in keys if who in ("team", agent)}
             if metrics:
                 reward = metrics.get("greedy_task_reward", metrics["task_reward"])
-                of_row = {"agent": agent, "iteration": row["iteration"], "reward": reward}
-                rows.append(about | of_row | metrics)
+                evaluation = {"agent": agent, "iteration": row["iteration"], "reward": reward}
+                rows.append(about | evaluation | metrics)
     return rows
 
 

@@ -134,9 +134,9 @@ def differences(task: dict, rows: pd.DataFrame) -> dict[tuple, Difference]:
     of KL. Two methods are compared along their frontiers, and at each eta alone.
     """
     end, found = ends(rows), {}
-    of_method = end.reset_index().sort_values("kl")
-    of_method["variant"] = of_method.variant.str.rpartition(", ")[0]
-    lines = {"frontiers": lines_of(of_method, []), "runs": lines_of(rows[~rows.diverged], ["agent"])}
+    frontiers = end.reset_index().sort_values("kl")
+    frontiers["variant"] = frontiers.variant.str.rpartition(", ")[0]
+    lines = {"frontiers": lines_of(frontiers, []), "runs": lines_of(rows[~rows.diverged], ["agent"])}
     pairs = {group: [*task.get(group, [])] for group in PLANNED}
     for a, b in pairs["frontiers"]:
         pairs["untested"] += [(f"{a}, {eta}", f"{b}, {eta}") for eta in task["times"]]
@@ -146,8 +146,8 @@ def differences(task: dict, rows: pd.DataFrame) -> dict[tuple, Difference]:
             for figure in MEANS[:4] if not frontier else []:
                 found[group, a, b, figure] = difference(end.loc[a, figure], end.loc[b, figure])
             for figure, axes in EQUAL.items():
-                of_group = lines["frontiers" if frontier else "runs"]
-                found[group, a, b, figure] = at_equal(of_group, a, b, *axes, frontier=frontier)
+                group_lines = lines["frontiers" if frontier else "runs"]
+                found[group, a, b, figure] = at_equal(group_lines, a, b, *axes, frontier=frontier)
     return found
 
 
@@ -178,8 +178,8 @@ def means_table(rows: pd.DataFrame) -> str:
              ["base", "", *rows[rows.iteration == 0][MEANS].mean(), ""]]
     end, gone = ends(rows), collapsed(rows)
     for variant in rows.variant.unique():
-        of_variant = end.loc[variant, MEANS]
-        lines.append([variant, len(of_variant), *of_variant.mean(),
+        values = end.loc[variant, MEANS]
+        lines.append([variant, len(values), *values.mean(),
                       f"{gone[variant].sum()} of {len(gone[variant])}"])
     return markdown(lines)
 
@@ -216,19 +216,19 @@ def main() -> None:
         values = [*p, *(REMOVED if family == "all others" else [])]
         marks |= dict(zip(p.index, np.where(holm(values)[:len(p)] < 0.05, "*", "†"), strict=True))
     print(HEAD)
-    for (name, task), of_task in rows.items():
+    for (name, task), task_rows in rows.items():
         spec = studies[name]["tasks"][task]
         pairs = {key: x for key, x in found.items() if key[:2] == (name, task)}
-        commits = ", ".join(sorted(of_task.commit.str[:10].unique()))
+        commits = ", ".join(sorted(task_rows.commit.str[:10].unique()))
         data = task.replace("imdb", "real reviews" if name in REAL else "generated reviews")
         data = data.replace("gsm8k", "generated word problems")
         print(f"## {name}: {data}\n\n{studies[name]['question']} Code commits: {commits}.\n")
-        print(means_table(of_task))
+        print(means_table(task_rows))
         print(differences_table(pairs, marks) if pairs else "")
         if "share" in spec:
             print("The gap in combined reward between CORY and PPO with the same number of responses is "
                   "smaller by this share without the partner's reward, each method with settings of its own: "
-                  f"{share(spec['share'], of_task)}.\n")
+                  f"{share(spec['share'], task_rows)}.\n")
 
 
 if __name__ == "__main__":

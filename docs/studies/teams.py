@@ -46,8 +46,8 @@ def measure(run: GridRun, split: str, untrained: bool = False) -> list[dict]:
         _, _, found[agent.name] = respond_alone(agent, finished.task, queries, seed=0)
     found["team"] = found[agents[0].name]
     if len(roles) > 1:
-        of_roles = evaluate_team(finished.method, players)
-        found["team"] = {name: of_roles[f"{roles[-1]}_{name}"] for name in MEASURES}
+        metrics = evaluate_team(finished.method, players)
+        found["team"] = {name: metrics[f"{roles[-1]}_{name}"] for name in MEASURES}
     about = {"task": run.task, "variant": "base" if untrained else run.variant, "seed": run.seed,
              "commit": run.log[0], "split": split}
     return [about | {"who": who} | {name: x[name] for name in MEASURES} for who, x in found.items()]
