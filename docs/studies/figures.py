@@ -1,4 +1,4 @@
-"""Draws drift.png, collapse.png, and README's ../hero.png from the rows beside it.
+"""Draws drift.png, collapse.png, methods.png, and README's ../hero.png from the rows beside it.
 
     python docs/studies/figures.py
 """
@@ -13,6 +13,7 @@ from scipy.stats import t
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from docs.studies.table import HERE, collapsed, ends, lines_of, read, value_at
+from docs.studies.teams import outcomes
 
 LABELS = {"ppo, twice the batch": "PPO, same number of responses", "ppo": "PPO, half as many responses",
           "cory": "CORY"}
@@ -20,6 +21,8 @@ COLORS = {"ppo, twice the batch": "#08519c", "ppo": "#6baed6", "cory": "#d94801"
 MARKERS = {"ppo, twice the batch": "s", "ppo": "D", "cory": "o"}
 ETAS = {"eta x 10": "10 times", "eta x 3": "3 times", "eta x 1": "default eta",
         "eta x 0.3": "0.3 times", "eta x 0.1": "0.1 times"}
+TASKS = {"imdb": "Generated reviews", "gsm8k": "Generated word problems"}
+OUTCOMES = {"team": "what the team returns", "agent": "the better agent alone"}
 STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
          "legend.frameon": False}
 
@@ -126,6 +129,14 @@ def plot_perplexity(axis, rows: pd.DataFrame) -> None:
     axis.minorticks_off()
 
 
+def plot_outcome(axis, values: pd.DataFrame) -> None:
+    """A dot for each method with its 95% interval over seeds, which are the rows, and a line at the base."""
+    values = values[["ppo", "cory", *values.columns.drop(["ppo", "cory"])]]
+    axis.axvline(values.pop("base").mean(), color="gray", ls=":")
+    axis.errorbar(values.mean(), values.columns, xerr=half_width(values), fmt="o", color="black", capsize=3)
+    axis.set_xlabel("combined reward (held out)")
+
+
 def methods() -> list[Line2D]:
     return [Line2D([], [], color=COLORS[method], label=label, marker=MARKERS[method])
             for method, label in LABELS.items()]
@@ -174,6 +185,15 @@ def main(out: Path = HERE) -> None:
     axes[2].legend(handles=[hollow("repeats itself")], loc="lower right")
     figure.legend(handles=methods(), loc="outside lower center", ncols=3)
     save(figure, out / "collapse.png")
+
+    found = outcomes(read("methods.teams"))
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained", sharey=True)
+    for row, (task, data) in zip(axes, TASKS.items(), strict=True):
+        for axis, (outcome, title) in zip(row, OUTCOMES.items(), strict=True):
+            plot_outcome(axis, found.loc[task, outcome].unstack("variant"))
+            axis.set_title(f"{data}: {title}")
+    axes[0, 0].invert_yaxis()                               # of all, since they share it
+    save(figure, out / "methods.png")
 
 
 if __name__ == "__main__":

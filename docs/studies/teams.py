@@ -1,7 +1,7 @@
 """Study `methods`: what a team returns, and what its better agent does alone.
 
     python docs/studies/teams.py measure methods_rates  # writes studies/methods_rates/teams.csv.gz
-    python docs/studies/teams.py    # prints the tables and draws methods.png, from NAME.teams.csv.gz here
+    python docs/studies/teams.py    # prints the tables, from NAME.teams.csv.gz here
 
 A row is of one agent alone, or of the team, that is, of its last role's response in that role.
 """
@@ -12,17 +12,16 @@ from itertools import product
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from docs.studies.figures import half_width
 from docs.studies.grid import GridRun, plan
 from docs.studies.table import HERE, difference, holm, markdown, read
 
 QUERIES = {"validation": 400, "test": 512}
 KEYS = ["task", "variant", "seed"]
 MEASURES = ["combined_reward", "task_reward", "kl"]
-TASKS = {"imdb": "generated reviews", "gsm8k": "generated word problems"}
+TASKS = ("imdb", "gsm8k")
+BASELINES = ("ppo", "cory")
 
 
 def measure(run: GridRun, split: str, untrained: bool = False) -> list[dict]:
@@ -97,7 +96,7 @@ def differences(found: pd.DataFrame) -> pd.DataFrame:
     """All planned tests: of each task, outcome, method and baseline, with adjusted p values."""
     tests = []
     methods = found.index.unique("variant").drop("base")
-    for task, outcome, baseline, method in product(TASKS, found, ("ppo", "cory"), methods):
+    for task, outcome, baseline, method in product(TASKS, found, BASELINES, methods):
         if method == baseline or (method, baseline) == ("ppo", "cory"):
             continue
         values = found.loc[task, outcome].unstack("variant")
@@ -107,28 +106,33 @@ def differences(found: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def draw(found: pd.DataFrame) -> Figure:
-    """A dot for each method with its 95% t-interval over seeds, and a line at the base."""
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
-    axes = figure.subplots(2, 2, sharey=True)
-    titles = {"team": "what the team returns", "agent": "the better agent alone"}
-    for row, (task, data) in zip(axes, TASKS.items(), strict=True):
-        for ax, outcome in zip(row, found, strict=True):
-            values = found.loc[task, outcome].unstack("variant")
-            ax.axvline(values.pop("base").mean(), color="gray", linestyle=":")
-            values = values[["ppo", "cory", *values.columns.drop(["ppo", "cory"])]]
-            ax.errorbar(values.mean(), values.columns, xerr=half_width(values), fmt="o", capsize=3)
-            ax.set(title=f"{data}: {titles[outcome]}", xlabel="combined reward (test queries)")
-            ax.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].invert_yaxis()                                       # of all panels
-    return figure
+def table_of(found: pd.DataFrame) -> str:
+    """A line for each task and method: both outcomes, means over seeds, with their differences."""
+    tests = differences(found).set_index(["task", "outcome", "baseline", "method"])
+    head = ["task, method"]
+    for outcome in found:
+        head += [outcome, "minus ppo", "minus cory"]
+    lines = [head]
+    for (task, method), values in found.groupby(["task", "variant"], sort=False):
+        line = [f"{task}, {method}"]
+        for outcome in found:
+            line.append(values[outcome].mean())
+            for baseline in BASELINES:
+                key = task, outcome, baseline, method
+                cell = ""
+                if key in tests.index:
+                    mark = "*" if tests.adjusted[key] < 0.05 else "†"
+                    cell = f"{tests.difference[key]}{mark}"
+                line.append(cell)
+        lines.append(line)
+    return markdown(lines)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("command", nargs="?", choices=["measure"])
     parser.add_argument("study", nargs="?", choices=["methods_rates", "methods"])
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.command:
         measure_all(args.study, ["validation"] if args.study == "methods_rates" else ["validation", "test"])
         return
@@ -137,23 +141,7 @@ def main() -> None:
     for (task, method), means in rates.iterrows():
         lines.append([f"{task}, {method}", *means, means.idxmax()])
     print(markdown(lines))
-    rows = read("methods.teams")
-    found = outcomes(rows)
-    tests = differences(found).set_index(["task", "outcome", "baseline", "method"])
-    draw(found).savefig(HERE / "methods.png", dpi=110)
-    for task, outcome in product(TASKS, found):
-        lines = [[f"{task}, {outcome}", "combined reward", "minus ppo", "minus cory"]]
-        for method, values in found.loc[task, outcome].groupby("variant", sort=False):
-            cells = []
-            for baseline in ("ppo", "cory"):
-                key = task, outcome, baseline, method
-                cell = ""
-                if key in tests.index:
-                    mark = "*" if tests.adjusted[key] < 0.05 else "†"
-                    cell = f"{tests.difference[key]}{mark}"
-                cells.append(cell)
-            lines.append([method, values.mean(), *cells])
-        print(markdown(lines))
+    print(table_of(outcomes(read("methods.teams"))))
 
 
 if __name__ == "__main__":
