@@ -150,7 +150,8 @@ def test_outcomes_of_teams_by_hand():
     keys = ["task", "outcome", "baseline", "method"]
     cory = tests.set_index(keys).difference["imdb", "team", "ppo", "cory"]
     assert (cory.mean, cory.seeds) == (5, 2)
-    assert "imdb, cory | 6.00 | +5.00 [-7.71, +17.71]† |  | 3.00 |" in teams.table_of(found)
+    assert "\ncory | 6.00 (+5.00†) | 3.00 (+0.00†) | 16.00" in teams.table_of(found)
+    assert "\nother | 9.00 (+8.00*, +3.00†) | 3.00" in teams.table_of(found)
     rates = pd.DataFrame(rows).assign(variant=lambda rows: rows.variant + ", learning rate 1e-3")
     chosen = teams.chosen_rates(rates.replace("validation", "x").replace("test", "validation"))
     assert chosen.loc[("imdb", "cory"), "1e-3"] == 6

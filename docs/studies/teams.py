@@ -11,6 +11,7 @@ from argparse import ArgumentParser
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -107,23 +108,22 @@ def differences(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_of(found: pd.DataFrame) -> str:
-    """A line for each task and method: both outcomes, means over seeds, with their differences."""
-    tests = differences(found).set_index(["task", "outcome", "baseline", "method"])
-    head = ["task, method"]
-    for outcome in found:
-        head += [outcome, "minus ppo", "minus cory"]
-    lines = [head]
-    for (task, method), values in found.groupby(["task", "variant"], sort=False):
-        line = [f"{task}, {method}"]
-        for outcome in found:
-            line.append(values[outcome].mean())
-            for baseline in BASELINES:
-                key = task, outcome, baseline, method
-                cell = ""
-                if key in tests.index:
-                    mark = "*" if tests.adjusted[key] < 0.05 else "†"
-                    cell = f"{tests.difference[key]}{mark}"
-                line.append(cell)
+    """A line for each method: in each outcome its mean over seeds and, in parentheses, its differences from
+    PPO and from CORY.
+    """
+    tests = differences(found).set_index(["task", "outcome", "method"])
+    lines = [["method", *(f"{task}, {outcome}" for task, outcome in product(TASKS, found))]]
+    methods = ["base", *BASELINES]
+    for method in [*methods, *found.index.unique("variant").drop(methods)]:
+        line = [method]
+        for task, outcome in product(TASKS, found):
+            cell = f"{found.loc[(task, method), outcome].mean():.2f}"
+            if (task, outcome, method) in tests.index:
+                rows = tests.loc[[(task, outcome, method)]]
+                marks = np.where(rows.adjusted < 0.05, "*", "†")
+                texts = [f"{x.mean:+.2f}{mark}" for x, mark in zip(rows.difference, marks, strict=True)]
+                cell += f" ({', '.join(texts)})"
+            line.append(cell)
         lines.append(line)
     return markdown(lines)
 
@@ -141,7 +141,9 @@ def main(argv: list[str] | None = None) -> None:
     for (task, method), means in rates.iterrows():
         lines.append([f"{task}, {method}", *means, means.idxmax()])
     print(markdown(lines))
-    print(table_of(outcomes(read("methods.teams"))))
+    found = outcomes(read("methods.teams"))
+    print(table_of(found))
+    print(differences(found).to_string(index=False))
 
 
 if __name__ == "__main__":
