@@ -77,7 +77,7 @@ def test_figures_are_drawn(tmp_path, monkeypatch):
         drawn[path.name] = figure
     monkeypatch.setattr(figures, "save", save)
     figures.main(tmp_path / "studies")
-    assert drawn.keys() == {"hero.png", "drift.png", "collapse.png"}
+    assert drawn.keys() == {"hero.png", "drift.png", "collapse.png", "methods.png"}
     line = drawn["hero.png"].axes[1].lines[0]
     assert line.get_xdata()[0] == 0                         # the line of a method starts at the base
 
@@ -102,6 +102,11 @@ def test_the_differences_on_the_pages_are_those_of_the_rows(capsys):
             distance = np.abs(numbers - triple).max(axis=1)
             same = distance < 0.011                         # processors round the second digit differently
             assert mark in marks[same], (page, triple)
+
+
+def test_the_table_of_methods_on_the_page_is_that_of_the_rows():
+    rows = table.read("methods.teams")
+    assert teams.table_of(teams.outcomes(rows)) in (table.HERE / "details.md").read_text()
 
 
 def test_rewards_of_strangers_change_the_scores_alone():

@@ -13,7 +13,7 @@ from scipy.stats import t
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from docs.studies.table import HERE, collapsed, ends, lines_of, read, value_at
-from docs.studies.teams import outcomes
+from docs.studies.teams import OUTCOMES, TASKS, outcomes
 
 LABELS = {"ppo, twice the batch": "PPO, same number of responses", "ppo": "PPO, half as many responses",
           "cory": "CORY"}
@@ -21,8 +21,6 @@ COLORS = {"ppo, twice the batch": "#08519c", "ppo": "#6baed6", "cory": "#d94801"
 MARKERS = {"ppo, twice the batch": "s", "ppo": "D", "cory": "o"}
 ETAS = {"eta x 10": "10 times", "eta x 3": "3 times", "eta x 1": "default eta",
         "eta x 0.3": "0.3 times", "eta x 0.1": "0.1 times"}
-TASKS = {"imdb": "Generated reviews", "gsm8k": "Generated word problems"}
-OUTCOMES = {"team": "what the team returns", "agent": "the better agent alone"}
 STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
          "legend.frameon": False}
 

@@ -21,7 +21,8 @@ from docs.studies.table import HERE, difference, holm, markdown, read
 QUERIES = {"validation": 400, "test": 512}
 KEYS = ["task", "variant", "seed"]
 MEASURES = ["combined_reward", "task_reward", "kl"]
-TASKS = ("imdb", "gsm8k")
+TASKS = {"imdb": "reviews", "gsm8k": "word problems"}
+OUTCOMES = {"team": "the team", "agent": "its better agent alone"}
 BASELINES = ("ppo", "cory")
 
 
@@ -97,7 +98,7 @@ def differences(found: pd.DataFrame) -> pd.DataFrame:
     """All planned tests: of each task, outcome, method and baseline, with adjusted p values."""
     tests = []
     methods = found.index.unique("variant").drop("base")
-    for task, outcome, baseline, method in product(TASKS, found, BASELINES, methods):
+    for task, outcome, baseline, method in product(TASKS, OUTCOMES, BASELINES, methods):
         if method == baseline or (method, baseline) == ("ppo", "cory"):
             continue
         values = found.loc[task, outcome].unstack("variant")
@@ -112,11 +113,12 @@ def table_of(found: pd.DataFrame) -> str:
     PPO and from CORY.
     """
     tests = differences(found).set_index(["task", "outcome", "method"])
-    lines = [["method", *(f"{task}, {outcome}" for task, outcome in product(TASKS, found))]]
+    titles = [f"{data}: {title}" for data, title in product(TASKS.values(), OUTCOMES.values())]
+    lines = [["method", *titles]]
     methods = ["base", *BASELINES]
     for method in [*methods, *found.index.unique("variant").drop(methods)]:
         line = [method]
-        for task, outcome in product(TASKS, found):
+        for task, outcome in product(TASKS, OUTCOMES):
             cell = f"{found.loc[(task, method), outcome].mean():.2f}"
             if (task, outcome, method) in tests.index:
                 rows = tests.loc[[(task, outcome, method)]]
