@@ -138,25 +138,32 @@ def test_an_agent_collapses_at_the_first_limit_that_it_passes(expected, changes)
 
 
 def test_outcomes_of_teams_by_hand():
-    """llm2 is the better agent on validation queries; on test queries it earns 3. CORY minus PPO: 4 and 6."""
+    """llm2 is the better agent on validation queries; on test queries it earns 3. CORY minus PPO: 4 and 6. A
+    difference that is the same in both seeds is significant.
+    """
     rows = []
-    for task, variant, seed in product(("imdb", "gsm8k"), ("base", "ppo", "cory", "other"), (1, 2)):
-        team = {"base": 0, "ppo": 1, "cory": 3 + 2 * seed, "other": 9}[variant] + 10 * (task == "gsm8k")
+    for task, variant, seed in product(("imdb", "gsm8k"), ("base", "ppo", "cory", "a", "b"), (1, 2)):
+        team = {"base": 0, "ppo": 1, "cory": 3 + 2 * seed, "a": 9, "b": 2 * seed - 1}[variant]
         by_split = {"validation": {"llm1": 5, "llm2": 6, "team": 0},
-                    "test": {"llm1": 4, "llm2": 3, "team": team}}
+                    "test": {"llm1": 4, "llm2": 3, "team": team + 10 * (task == "gsm8k")}}
+        if variant == "base":
+            by_split = {split: {"base": 7, "team": 0} for split in by_split}
         for split, values in by_split.items():
             rows += [dict(task=task, variant=variant, seed=seed, split=split, who=who, combined_reward=x)
                      for who, x in values.items()]
     found = teams.outcomes(pd.DataFrame(rows))
-    assert (found.agent == 3).all()
+    assert (found.agent.drop("base", level="variant") == 3).all()
     assert found.team.xs("cory", level="variant").tolist() == [15, 17, 5, 7]
     tests = teams.differences(found)
-    assert len(tests) == 2 * 2 * (2 + 1)
+    assert len(tests) == 2 * 2 * (3 + 2)
     keys = ["task", "outcome", "baseline", "method"]
     cory = tests.set_index(keys).difference["imdb", "team", "ppo", "cory"]
     assert (cory.mean, cory.seeds) == (5, 2)
-    assert "\ncory | 6.00 (+5.00†) | 3.00 (+0.00†) | 16.00" in teams.table_of(found)
-    assert "\nother | 9.00 (+8.00*, +3.00†) | 3.00" in teams.table_of(found)
+    lines = teams.table_of(found)
+    assert "\nbase | 0.00 | 7.00" in lines
+    assert "\ncory | 6.00 | 3.00 | 16.00" in lines
+    assert "\na | 9.00 P | 3.00" in lines
+    assert "\nb | 2.00 C | 3.00" in lines
     rates = pd.DataFrame(rows).assign(variant=lambda rows: rows.variant + ", learning rate 1e-3")
     chosen = teams.chosen_rates(rates.replace("validation", "x").replace("test", "validation"))
     assert chosen.loc[("imdb", "cory"), "1e-3"] == 6

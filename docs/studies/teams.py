@@ -11,7 +11,6 @@ from argparse import ArgumentParser
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,7 +22,7 @@ KEYS = ["task", "variant", "seed"]
 MEASURES = ["combined_reward", "task_reward", "kl"]
 TASKS = {"imdb": "reviews", "gsm8k": "word problems"}
 OUTCOMES = {"team": "the team", "agent": "its better agent alone"}
-BASELINES = ("ppo", "cory")
+BASELINES = {"ppo": "P", "cory": "C"}
 
 
 def measure(run: GridRun, split: str, untrained: bool = False) -> list[dict]:
@@ -88,7 +87,7 @@ def outcomes(rows: pd.DataFrame) -> pd.DataFrame:
     values = rows.set_index([*KEYS, "split", "who"]).combined_reward.unstack("who", sort=False)
     validation = values.xs("validation", level="split")
     test = values.xs("test", level="split")
-    agents = [name for name in values if name.startswith("llm")]
+    agents = values.columns.drop("team")
     better = validation[agents].idxmax(axis=1)
     alone = [test.at[key, name] for key, name in better.items()]
     return pd.DataFrame({"team": test.team, "agent": alone}, index=test.index).sort_index()
@@ -109,23 +108,20 @@ def differences(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_of(found: pd.DataFrame) -> str:
-    """A line for each method: in each outcome its mean over seeds and, in parentheses, its differences from
-    PPO and from CORY.
+    """A line for each method with its means over seeds. P marks a mean that differs significantly from PPO's,
+    C one that differs significantly from CORY's.
     """
-    tests = differences(found).set_index(["task", "outcome", "method"])
+    tests = differences(found)
+    significant = tests[tests.adjusted < 0.05].groupby(["task", "outcome", "method"]).baseline.agg(list)
     titles = [f"{data}: {title}" for data, title in product(TASKS.values(), OUTCOMES.values())]
     lines = [["method", *titles]]
     methods = ["base", *BASELINES]
     for method in [*methods, *found.index.unique("variant").drop(methods)]:
         line = [method]
         for task, outcome in product(TASKS, OUTCOMES):
-            cell = f"{found.loc[(task, method), outcome].mean():.2f}"
-            if (task, outcome, method) in tests.index:
-                rows = tests.loc[[(task, outcome, method)]]
-                marks = np.where(rows.adjusted < 0.05, "*", "†")
-                texts = [f"{x.mean:+.2f}{mark}" for x, mark in zip(rows.difference, marks, strict=True)]
-                cell += f" ({', '.join(texts)})"
-            line.append(cell)
+            mean = found.loc[(task, method), outcome].mean()
+            marks = [BASELINES[baseline] for baseline in significant.get((task, outcome, method), [])]
+            line.append(" ".join([f"{mean:.2f}", *marks]))
         lines.append(line)
     return markdown(lines)
 
