@@ -142,8 +142,8 @@ def test_outcomes_of_teams_by_hand():
     difference that is the same in both seeds is significant.
     """
     rows = []
-    for task, variant, seed in product(("imdb", "gsm8k"), ("base", "ppo", "cory", "a", "b"), (1, 2)):
-        team = {"base": 0, "ppo": 1, "cory": 3 + 2 * seed, "a": 9, "b": 2 * seed - 1}[variant]
+    for task, variant, seed in product(("imdb", "gsm8k"), ("base", *teams.NAMES), (1, 2)):
+        team = {"base": 0, "ppo": 1, "cory": 3 + 2 * seed, "credit": 2 * seed - 1}.get(variant, 9)
         by_split = {"validation": {"llm1": 5, "llm2": 6, "team": 0},
                     "test": {"llm1": 4, "llm2": 3, "team": team + 10 * (task == "gsm8k")}}
         if variant == "base":
@@ -155,15 +155,15 @@ def test_outcomes_of_teams_by_hand():
     assert (found.agent.drop("base", level="variant") == 3).all()
     assert found.team.xs("cory", level="variant").tolist() == [15, 17, 5, 7]
     tests = teams.differences(found)
-    assert len(tests) == 2 * 2 * (3 + 2)
+    assert len(tests) == 2 * 2 * (10 + 9)
     keys = ["task", "outcome", "baseline", "method"]
     cory = tests.set_index(keys).difference["imdb", "team", "ppo", "cory"]
     assert (cory.mean, cory.seeds) == (5, 2)
     lines = teams.table_of(found)
     assert "\nbase | 0.00 | 7.00" in lines
-    assert "\ncory | 6.00 | 3.00 | 16.00" in lines
-    assert "\na | 9.00 P | 3.00" in lines
-    assert "\nb | 2.00 C | 3.00" in lines
+    assert "\nCORY | 6.00 | 3.00 | 16.00" in lines
+    assert "\nMARFT | 9.00 P | 3.00" in lines
+    assert "\ncredit | 2.00 C | 3.00" in lines
     rates = pd.DataFrame(rows).assign(variant=lambda rows: rows.variant + ", learning rate 1e-3")
     chosen = teams.chosen_rates(rates.replace("validation", "x").replace("test", "validation"))
     assert chosen.loc[("imdb", "cory"), "1e-3"] == 6

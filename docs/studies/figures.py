@@ -13,7 +13,7 @@ from scipy.stats import t
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from docs.studies.table import HERE, collapsed, ends, lines_of, read, value_at
-from docs.studies.teams import OUTCOMES, TASKS, outcomes
+from docs.studies.teams import NAMES, OUTCOMES, TASKS, outcomes
 
 LABELS = {"ppo, twice the batch": "PPO, same number of responses", "ppo": "PPO, half as many responses",
           "cory": "CORY"}
@@ -129,9 +129,9 @@ def plot_perplexity(axis, rows: pd.DataFrame) -> None:
 
 def plot_outcome(axis, values: pd.DataFrame) -> None:
     """A dot for each method with its 95% interval over seeds, which are the rows, and a line at the base."""
-    values = values[["ppo", "cory", *values.columns.drop(["ppo", "cory"])]]
-    axis.axvline(values.pop("base").mean(), color="gray", ls=":")
-    axis.errorbar(values.mean(), values.columns, xerr=half_width(values), fmt="o", color="black", capsize=3)
+    axis.axvline(values["base"].mean(), color="gray", ls=":")
+    values = values[[*NAMES]]
+    axis.errorbar(values.mean(), [*NAMES.values()], xerr=half_width(values), fmt="o", color="black", capsize=3)
     axis.set_xlabel("combined reward (held out)")
 
 
@@ -185,7 +185,7 @@ def main(out: Path = HERE) -> None:
     save(figure, out / "collapse.png")
 
     found = outcomes(read("methods.teams"))
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex="row", sharey=True)
     for row, (task, data) in zip(axes, TASKS.items(), strict=True):
         for axis, (outcome, title) in zip(row, OUTCOMES.items(), strict=True):
             plot_outcome(axis, found.loc[task, outcome].unstack("variant"))

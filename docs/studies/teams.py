@@ -21,7 +21,10 @@ QUERIES = {"validation": 400, "test": 512}
 KEYS = ["task", "variant", "seed"]
 MEASURES = ["combined_reward", "task_reward", "kl"]
 TASKS = {"imdb": "reviews", "gsm8k": "word problems"}
-OUTCOMES = {"team": "the team", "agent": "its better agent alone"}
+OUTCOMES = {"team": "the team's last response", "agent": "the better agent alone"}
+NAMES = {"ppo": "PPO", "cory": "CORY", "no partner's reward": "CORY, no partner's reward", "credit": "credit",
+         "ccpo": "CCPO", "c3": "C3", "magrpo": "MAGRPO", "atgrpo": "AT-GRPO", "drmas": "Dr. MAS",
+         "marft": "MARFT", "centralized": "central critic"}
 BASELINES = {"ppo": "P", "cory": "C"}
 
 
@@ -96,8 +99,7 @@ def outcomes(rows: pd.DataFrame) -> pd.DataFrame:
 def differences(found: pd.DataFrame) -> pd.DataFrame:
     """All planned tests: of each task, outcome, method and baseline, with adjusted p values."""
     tests = []
-    methods = found.index.unique("variant").drop("base")
-    for task, outcome, baseline, method in product(TASKS, OUTCOMES, BASELINES, methods):
+    for task, outcome, baseline, method in product(TASKS, OUTCOMES, BASELINES, NAMES):
         if method == baseline or (method, baseline) == ("ppo", "cory"):
             continue
         values = found.loc[task, outcome].unstack("variant")
@@ -115,9 +117,8 @@ def table_of(found: pd.DataFrame) -> str:
     significant = tests[tests.adjusted < 0.05].groupby(["task", "outcome", "method"]).baseline.agg(list)
     titles = [f"{data}: {title}" for data, title in product(TASKS.values(), OUTCOMES.values())]
     lines = [["method", *titles]]
-    methods = ["base", *BASELINES]
-    for method in [*methods, *found.index.unique("variant").drop(methods)]:
-        line = [method]
+    for method, name in {"base": "base", **NAMES}.items():
+        line = [name]
         for task, outcome in product(TASKS, OUTCOMES):
             mean = found.loc[(task, method), outcome].mean()
             marks = [BASELINES[baseline] for baseline in significant.get((task, outcome, method), [])]
