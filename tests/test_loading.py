@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cory.errors import UserError
 from cory.loading import load_language_model
-from cory.ppo import formulas
+from cory.ppo import formulas, sampling
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import take
-from cory.ppo.sampling import encode_prompts, sample_tokens
+from cory.ppo.sampling import encode_prompts, rows_at_once, sample_tokens
 from cory.run.evaluate import sample_responses
 from cory.run.finish import save_models
 
@@ -60,6 +60,16 @@ def test_a_usable_model_samples_each_row_as_it_would_alone(kind, tmp_path):
         logits = model.lm(ids).logits[0, -1 - len(response):-1]
         expected = formulas.token_logprobs(logits.log_softmax(-1), response)
         close(row.sampling_logp_BT[0], expected, 1e-4)
+
+
+def test_fewer_keys_than_heads_leave_room_for_more_rows(tmp_path, monkeypatch):
+    """By hand: keys and values of 2 of 4 heads have a width of 16 in each of 2 layers, of 10 tokens; a draw is
+    among 257 tokens.
+    """
+    model = load(save_model("llama", tmp_path))
+    row = 8 * 2 * 16 * 10 + 16 * 257
+    monkeypatch.setitem(sampling.MAX_SAMPLING_BYTES, "cpu", 3 * row)
+    assert rows_at_once(model, 10) == 3
 
 
 @pytest.mark.parametrize("kind, changes, precision", [

@@ -79,9 +79,12 @@ def generate(sampler: Callable, model: LanguageModel, prompts: list[str], querie
 
 def rows_at_once(model: LanguageModel, length: int) -> int:
     """How many rows of this length, in tokens, are sampled together."""
-    layers = getattr(model.lm.config.get_text_config(), "num_hidden_layers", 1)
-    cache_bytes = 2 * 4 * layers * model.head.in_features * length      # keys and values in float32
-    draw_bytes = (4 + 4 + 8) * model.head.out_features                  # logits, p and its cumulative sum
+    config = model.lm.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", heads)            # fewer, if they are grouped
+    width = model.head.in_features * kv_heads // heads
+    cache_bytes = 8 * config.num_hidden_layers * width * length         # a key and a value in float32
+    draw_bytes = 16 * model.head.out_features                           # logits, p and its cumulative sum
     return max(1, scaled_to_memory(MAX_SAMPLING_BYTES, model.device) // (cache_bytes + draw_bytes))
 
 
@@ -236,7 +239,7 @@ def add_logprobs(rollout: Rollout, policy: LanguageModel, reference: LanguageMod
     logp_BT = torch.zeros_like(rollout.mask_BT)
     ref_logp_BT = torch.zeros_like(logp_BT)
     kl_BT = torch.zeros_like(logp_BT)
-    value_BT = torch.zeros_like(logp_BT)
+    value_BT = None if critic is None else torch.zeros_like(logp_BT)
     for index in micro_batches(rollout, policy, max_rows):
         micro_batch = take(rollout, index)
         real = micro_batch.mask_BT.nonzero(as_tuple=True)
@@ -255,10 +258,7 @@ def add_logprobs(rollout: Rollout, policy: LanguageModel, reference: LanguageMod
         kl_BT[in_rollout] = kl_N
         if critic is not None:
             value_BT[in_rollout] = critic(micro_batch, hidden_BTH)[real]
-    rollout = replace(rollout, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT)
-    if critic is None:
-        return rollout
-    return replace(rollout, value_BT=value_BT)
+    return replace(rollout, logp_BT=logp_BT, ref_logp_BT=ref_logp_BT, kl_BT=kl_BT, value_BT=value_BT)
 
 
 def logprobs_and_kl(logp_NV, ref_logp_NV, token_N, kl_penalty: str) -> tuple[Tensor, Tensor, Tensor]:
