@@ -63,12 +63,12 @@ def test_a_usable_model_samples_each_row_as_it_would_alone(kind, tmp_path):
 
 
 def test_fewer_keys_than_heads_leave_room_for_more_rows(tmp_path, monkeypatch):
-    """By hand: keys and values of 2 of 4 heads have a width of 16 in each of 2 layers, of 10 tokens; a draw is
-    among 257 tokens.
+    """By hand: in each of 2 layers a row has a key and a value for each of its 10 tokens. Each has 16 entries
+    of 4 bytes, since 2 of 4 heads have keys. A draw is among 257 tokens.
     """
     model = load(save_model("llama", tmp_path))
     row = 8 * 2 * 16 * 10 + 16 * 257
-    monkeypatch.setitem(sampling.MAX_SAMPLING_BYTES, "cpu", 3 * row)
+    monkeypatch.setitem(sampling.MAX_SAMPLING_BYTES, "cpu", 4 * row - 1)
     assert rows_at_once(model, 10) == 3
 
 

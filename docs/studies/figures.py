@@ -131,7 +131,8 @@ def plot_outcome(axis, values: pd.DataFrame) -> None:
     """A dot for each method with its 95% interval over seeds, which are the rows, and a line at the base."""
     axis.axvline(values["base"].mean(), color="gray", ls=":")
     values = values[[*NAMES]]
-    axis.errorbar(values.mean(), [*NAMES.values()], xerr=half_width(values), fmt="o", color="black", capsize=3)
+    names = [*NAMES.values()]
+    axis.errorbar(values.mean(), names, xerr=half_width(values), fmt="o", color="black", capsize=3)
     axis.set_xlabel("combined reward (held out)")
 
 
