@@ -21,7 +21,8 @@ def main(argv: list[str] | None = None) -> None:
     report.add_argument("--over", choices=["iteration", "tokens"], default="iteration",
                         help="the x axis: iterations, or all tokens that were sampled in training")
     evaluate = commands.add_parser(
-        "evaluate", help="all held-out metrics of a finished run with more responses, and pass@k, best of n")
+        "evaluate", help="all held-out metrics of a finished run; of each agent alone with more responses, "
+                         "and with pass@k and the best of n")
     evaluate.add_argument("run_dir", type=Path, help="folder of a finished run")
     evaluate.add_argument("--samples", type=int, default=64, help="responses sampled per query (default: 64)")
     evaluate.add_argument("--queries", type=int, default=0,

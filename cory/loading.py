@@ -44,7 +44,10 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         tokenizer.chat_template = with_settings(tokenizer.get_chat_template(), cfg)
         prompt = tokenizer.decode(model.encode([PROBE_TEXT])[0])
         cfg.require("system_prompt", cfg.system_prompt.strip() in prompt, "the chat template leaves it out")
-        ends.update(end_of_message(tokenizer))
+        message_end = end_of_message(tokenizer)
+        # special, so that it is no part of a response's text
+        tokenizer.add_tokens(tokenizer.convert_ids_to_tokens(message_end), special_tokens=True)
+        ends.update(message_end)
     # In place of its authors' sampling settings. With these `final/` generates as it was evaluated.
     lm.generation_config = transformers.GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=sorted(ends) or None,

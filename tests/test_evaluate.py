@@ -1,4 +1,5 @@
 """Held-out metrics by hand, and the evaluation of finished runs: pass@k and the best of n."""
+import json
 from dataclasses import replace
 from itertools import combinations
 from math import log
@@ -94,7 +95,9 @@ def test_evaluate_repeats_held_out_metrics_and_adds_best_of_n(small_flags, tmp_p
     run = finished(small_flags, tmp_path / "run", *flags.split())
     held_out = read(run / "eval.json")
     assert held_out["llm1"]["kl"] > 0.01
-    main(["evaluate", str(run), "--samples", "8"])
+    trained_on_gpu = read(run / "config.json") | {"device": "cuda"}
+    (run / "config.json").write_text(json.dumps(trained_on_gpu))
+    main(["evaluate", str(run), "--samples", "8"])          # also without a GPU
     printed = capsys.readouterr().out
     assert "\npass@8 " in printed
     assert "\nobserver_task_reward " in printed

@@ -113,7 +113,7 @@ def test_two_turns(monkeypatch):
     _, rollout, score_B = team.update(2)
     require(score_B, "1 2 3 4 5 6 7 8 9 10 11 12")
     require(numbers(" ".join(rollout.text)), "1 2 3 4 5 6 7 8 9 10 11 12")
-    require(rollout.group_B, "0 0 0 1 1 1 0 0 0 1 1 1")
+    require(rollout.group_B, "0 0 0 1 1 1 2 2 2 3 3 3")
 
 
 def test_dynamic_sampling():

@@ -5,7 +5,8 @@ import re
 import pytest
 from toys import bigram
 
-from cory.config import Gsm8kConfig
+import train_gsm8k
+from cory.config import Gsm8kConfig, parse
 from cory.errors import UserError
 from cory.tasks.gsm8k import EXAMPLE, Gsm8k, final_answer, gold_answer, last_number
 
@@ -37,6 +38,14 @@ def test_the_reward_is_1_for_the_right_number():
     assert whole_text.metrics(queries, responses) == {"unparsed": 1.0}
     numbers = [f"{gold[0]}.0", f"x {gold[1]}"]
     assert whole_text.reward(queries[:2], numbers).tolist() == [1, 0]
+
+
+def test_with_the_preset_chat_a_model_marks_its_answer_and_does_not_think():
+    cfg = parse(Gsm8kConfig, train_gsm8k.PRESETS, ["--preset", "chat"])
+    assert cfg.max_response_length == 512
+    assert json.loads(cfg.chat_template_kwargs) == {"enable_thinking": False}
+    assert r"\boxed{}" in cfg.system_prompt
+    assert cfg.resolve("checker") is final_answer
 
 
 LAST_NUMBERS = {
@@ -84,6 +93,8 @@ FINAL_ANSWERS = {
     r"\boxed{1} or \boxed{2}": 2,
     "2 + 2\n#### 4\nThat is 5.": 4,
     r"\boxed{3} #### $-4": -4,
+    r"#### **\$18** (9 x 2)": 18,
+    "#### \u22125": -5,
     r"<think>\boxed{1}</think> 2": None,
     r"<think>So 9 + 9 = \boxed{18}": None,
     r"the answer is \boxed{1": None,

@@ -16,7 +16,7 @@ from cory.ppo import formulas, sampling
 from cory.ppo.lora import load_adapter
 from cory.ppo.model import LanguageModel
 from cory.ppo.rollout import take
-from cory.ppo.sampling import encode_prompts, rows_at_once, sample_tokens
+from cory.ppo.sampling import decode, encode_prompts, rows_at_once, sample_tokens
 from cory.run.evaluate import sample_responses
 from cory.run.finish import save_models
 
@@ -63,11 +63,11 @@ def test_a_usable_model_samples_each_row_as_it_would_alone(kind, tmp_path):
 
 
 def test_fewer_keys_than_heads_leave_room_for_more_rows(tmp_path, monkeypatch):
-    """By hand: in each of 2 layers a row has a key and a value for each of its 10 tokens. Each has 16 entries
-    of 4 bytes, since 2 of 4 heads have keys. A draw is among 257 tokens.
+    """By hand: in each of 2 layers a row has a key and a value for each of its 10 tokens. Each has 24 entries
+    of 4 bytes, since 2 of 4 heads have keys, of 12 entries. A draw is among 257 tokens.
     """
-    model = load(save_model("llama", tmp_path))
-    row = 8 * 2 * 16 * 10 + 16 * 257
+    model = load(save_model("llama", tmp_path, head_dim=12))
+    row = 8 * 2 * 24 * 10 + 16 * 257
     monkeypatch.setitem(sampling.MAX_SAMPLING_BYTES, "cpu", 4 * row - 1)
     assert rows_at_once(model, 10) == 3
 
@@ -188,7 +188,10 @@ def test_a_response_ends_where_the_chat_template_ends_a_message(template, ends, 
     tokenizer = chat_tokenizer(template)
     tokenizer.add_tokens(["<|turn_end|>"])
     save_model("gpt2", tmp_path, tokenizer, vocab_size=260)
-    assert load(tmp_path, chat_template=True).end_ids == ends
+    model = load(tmp_path, chat_template=True)
+    assert model.end_ids == ends
+    a, b = model.tokenizer("ab")["input_ids"]
+    assert decode(model, [[a]], [[b, *ends]]) == ["b"]
     assert load(tmp_path).end_ids == {256}
 
 

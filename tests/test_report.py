@@ -176,13 +176,14 @@ def test_runs_that_differ_in_more_than_the_seed_are_groups(base_of_cory, tmp_pat
             seed=seed, kl_target=6.0, device="cuda")
         runs += [ppo, cory]
     out = tmp_path / "new/c.pdf"
-    figure, (labels, seeds, reward, *_) = compare(runs, out, monkeypatch, capsys)
+    figure, (labels, seeds, iteration, reward, *_) = compare(runs, out, monkeypatch, capsys)
     bases = ["cory base", "ppo base"] if base_of_cory else ["base"]
     assert {*labels[1:]} == {"ppo", "cory", *bases}
     assert len(labels) == len(seeds)
     by_label = dict(zip(labels, reward, strict=True))
     assert by_label["cory"] == "3.550 ± 0.707"
     assert by_label["ppo"] == "1.550 ± 0.707"
+    assert {"12.000 ± 0.000", "16.000 ± 5.657"} < {*iteration}
     assert {*legend_of(figure)} == {"ppo", "cory", *bases}
     lines = lines_of(figure, "task_reward")
     ppo_points = {0: 0.255, 11: 0.2, 12: pytest.approx(1.55)}

@@ -269,14 +269,14 @@ def test_an_estimator_sees_the_rollout_and_may_give_the_critics_target():
     assert agent.critic is not None
 
 
-def test_loss_weights_that_a_method_has_set_are_kept():
-    agent, rollout = ragged()
-    weight_BT = rollout.mask_BT / 3
-    masked = update.add_advantages(replace(rollout, weight_BT=weight_BT), SCORE, agent)
-    assert torch.equal(masked.weight_BT, weight_BT)
+def test_loss_weights_of_a_method_multiply_those_of_the_mean():
+    agent, rollout = ragged(loss_mean="responses")
     computed = update.add_advantages(rollout, SCORE, agent)
-    assert torch.equal(computed.weight_BT, rollout.mask_BT)
-    assert torch.equal(computed.divisor_B, masked.divisor_B)
+    torch.testing.assert_close(computed.weight_BT.sum(1), torch.ones(8))
+    own = replace(rollout, weight_BT=rollout.mask_BT / 4)
+    weighted = update.add_advantages(own, SCORE, agent)
+    assert torch.equal(weighted.weight_BT, computed.weight_BT / 4)
+    assert torch.equal(weighted.divisor_B, computed.divisor_B)
 
 
 def test_token_scores_are_summed_over_responses_and_other_shapes_are_refused():

@@ -3,8 +3,6 @@ taught to solve them.
 
     python -m cory.assets.make_gsm8k_assets problems --out build/gsm8k
     python -m cory.assets.make_gsm8k_assets lm       --out build/gsm8k
-    python -m cory.assets.make_gsm8k_assets lm --start cory/assets/gsm8k/lm --sums_first 0 --mix 1 1 0 \
-        --repeated 1 --lr 5e-4 --steps 76 --out build/copying
 
 The model is fitted on problems of the training share (`cory.assets.word_problems`), in the prompts of
 `cory.tasks.gsm8k` without an example, with the loss on answers alone. It stops part of the way, where it
@@ -13,9 +11,6 @@ working, which it can seldom guess: reinforcement learning has to find out that 
 A share of the prompts carries a reference, right or with a mistake in it, so that the observer's prompt
 is not strange to the model, as it is not to one of ordinary size. Nothing here was fitted on GSM8K
 itself.
-
-The last command goes on from a model, with answers that repeat their reference, right or wrong. The more of
-these it has seen, the more an answer depends on whether the reference is right (`use_of_references`).
 """
 
 import argparse
@@ -26,15 +21,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cory.assets.pretraining import byte_level_tokenizer, fit, save
 from cory.assets.word_problems import Problem, problem, wrong_answer
 from cory.config import Gsm8kConfig
 from cory.machine.device import prepare_device
-from cory.ppo.model import LanguageModel
-from cory.run.evaluate import sample_responses
-from cory.tasks.gsm8k import gold_answer, last_number
 
 CONTEXT = 2048  # tokens; rotary positions cost no weights
 
@@ -56,15 +48,14 @@ def make_problems(args):
 
 
 def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: float, mix: list[float],
-            right: float, repeated: float):
+            right: float):
     """((B, L) token ids padded with EOS, (B, L) mask: 1 = token that is learned: those of an answer, its
     EOS included).
 
     Each batch is of one kind: bare problems, problems with a reference, or plain sums, which teach
     arithmetic at fewer tokens. The first `sums_first` batches are sums alone: what is left to learn is
     then reading. `mix` is how many batches of each kind there are to how many of the others. A share `right`
-    of the references is right. A share `repeated` of the answers to them is the reference itself, right or
-    wrong; the others are right.
+    of the references is right.
     """
     eos = tokenizer.eos_token_id
     told = lambda answer: answer if rng.random() < worked else answer[answer.index("####") :]
@@ -90,9 +81,7 @@ def batches(tokenizer, rows: int, rng: random.Random, sums_first: int, worked: f
                 references = [told(m.answer if rng.random() < right else wrong_answer(rng, m)) for m in made]
                 prompts, answers = (
                     [observer_prompt(m.question, r) for m, r in zip(made, references)],
-                    [r if rng.random() < repeated else m.answer for m, r in zip(made, references)]
-                    if repeated
-                    else [m.answer for m in made],
+                    [m.answer for m in made],
                 )
         prompts = tokenizer(prompts)["input_ids"]
         answers = [
@@ -126,42 +115,6 @@ def observer_prompt(question: str, reference: str) -> str:
     return f"Question: {question} Reference: {reference.strip()} Answer:"
 
 
-def greedy_accuracy(model: LanguageModel, prompts: list[str], problems: list[Problem]) -> float:
-    """Share of problems whose greedy answer ends in the right number."""
-    return sum(map(is_right, sample_responses(model, prompts, 48, None).text, problems)) / len(problems)
-
-
-def is_right(answer: str, made: Problem) -> bool:
-    return last_number(answer) == gold_answer(made.answer, "a made problem")
-
-
-def use_of_references(model: LanguageModel, problems: list[Problem], samples: int = 8) -> dict[str, float]:
-    """What the model makes of its own answers as references: greedy accuracy with a right one, and with a
-    wrong one. D is their difference.
-
-    On the same problems for both: those of which some of the model's sampled answers are right and some are
-    wrong. A reference is the first of either.
-    """
-    bare = [pioneer_prompt(m.question) for m in problems for _ in range(samples)]
-    texts = sample_responses(model, bare, 48, seed=0).text
-    both, prompts = [], {True: [], False: []}
-    for i, made in enumerate(problems):
-        first = {is_right(text, made): text for text in reversed(texts[i * samples : (i + 1) * samples])}
-        if len(first) == 2:
-            both.append(made)
-            for right, text in first.items():
-                prompts[right].append(observer_prompt(made.question, text))
-    right, wrong = (greedy_accuracy(model, prompts[kind], both) for kind in (True, False))
-    accuracy = sum(is_right(text, problems[i // samples]) for i, text in enumerate(texts)) / len(texts)
-    return {
-        "sampled_accuracy": accuracy,
-        "problems_with_both": len(both),
-        "greedy_accuracy_own_right_reference": right,
-        "greedy_accuracy_own_wrong_reference": wrong,
-        "D": right - wrong,
-    }
-
-
 def new_model(args, rng: random.Random):
     """A Llama of random weights, and a tokenizer for problems and their prompts."""
     seen = [problem(rng, held_out=False) for _ in range(20_000)]
@@ -191,17 +144,12 @@ def new_model(args, rng: random.Random):
 
 def make_lm(args):
     rng = random.Random(args.seed)
-    if args.start:
-        tokenizer = AutoTokenizer.from_pretrained(args.start)
-        model = AutoModelForCausalLM.from_pretrained(args.start, dtype=torch.float32)
-    else:
-        model, tokenizer = new_model(args, rng)
+    model, tokenizer = new_model(args, rng)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
     model.train()
     info = fit(
         model,
-        batches(tokenizer, args.rows, rng, args.sums_first, args.worked, args.mix, args.right,
-                args.repeated),
+        batches(tokenizer, args.rows, rng, args.sums_first, args.worked, args.mix, args.right),
         loss_of,
         args.steps,
         args.lr,
@@ -209,12 +157,7 @@ def make_lm(args):
         args.minutes,
         decay=0.0,
     )
-    policy = LanguageModel(model.eval(), tokenizer)
-    rng = random.Random(f"measure {args.seed}")
-    measure = [problem(rng, held_out=True) for _ in range(512)]
-    bare = [pioneer_prompt(m.question) for m in measure]
-    info |= {"parameters": model.num_parameters(), "greedy_accuracy": greedy_accuracy(policy, bare, measure)}
-    info |= use_of_references(policy, measure)
+    info["parameters"] = model.num_parameters()
     save(model, tokenizer, Path(args.out) / "lm", info, vars(args))
 
 
@@ -242,7 +185,6 @@ def main():
         default=0.5,
         help="share of answers that show their working; the others are the number alone",
     )
-    parser.add_argument("--start", default="", help="folder of a model to go on from; a new one without it")
     parser.add_argument(
         "--mix",
         nargs=3,
@@ -251,12 +193,6 @@ def main():
         help="batches of bare problems, of problems with a reference, and of sums, to each other",
     )
     parser.add_argument("--right", type=float, default=0.5, help="share of the references that are right")
-    parser.add_argument(
-        "--repeated",
-        type=float,
-        default=0,
-        help="share of answers that repeat their reference, right or wrong",
-    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)

@@ -69,7 +69,7 @@ class Agent:
 
     @property
     def is_trained(self) -> bool:
-        """Whether there has been an update."""
+        """Whether there has been an update since `reset`."""
         return any(self.optimizer.state.values())
 
     def generator(self) -> np.random.Generator:

@@ -84,7 +84,7 @@ class LanguageModel:
 
     def encode(self, prompts: list) -> list[list[int]]:
         """Token ids of each prompt. In the chat template a prompt is a user's message, or a list of messages.
-        A control token that it spells out, as `<|im_end|>` in the other agent's response, is read as text.
+        A special token that it spells out, as `<|im_end|>` in the other agent's response, is read as text.
         """
         if not self.chat_template:
             return self.tokenizer(prompts, split_special_tokens=True)["input_ids"]

@@ -82,7 +82,8 @@ def rows_at_once(model: LanguageModel, length: int) -> int:
     config = model.lm.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)            # fewer, if they are grouped
-    width = model.head.in_features * kv_heads // heads
+    head_dim = getattr(config, "head_dim", None) or model.head.in_features // heads
+    width = kv_heads * head_dim
     cache_bytes = 8 * config.num_hidden_layers * width * length         # a key and a value in float32
     draw_bytes = 16 * model.head.out_features                           # logits, p and its cumulative sum
     return max(1, scaled_to_memory(MAX_SAMPLING_BYTES, model.device) // (cache_bytes + draw_bytes))

@@ -72,8 +72,8 @@ def add_advantages(rollout: Rollout, score: Tensor, agent: Agent) -> Rollout:
     if estimate.whiten:
         advantage_BT = formulas.whiten(advantage_BT, mask_BT)
     weight_BT, divisor_B = formulas.loss_weights(mask_BT, cfg.loss_mean, cfg.max_response_length)
-    if rollout.weight_BT is not None:                       # a method has set it
-        weight_BT = rollout.weight_BT
+    if rollout.weight_BT is not None:                       # a method's own
+        weight_BT = weight_BT * rollout.weight_BT
     return replace(rollout, advantage_BT=advantage_BT, return_BT=return_BT, weight_BT=weight_BT,
                    divisor_B=divisor_B)
 

@@ -114,8 +114,8 @@ def sample_responses(model: LanguageModel, prompts: list[str], queries: list[str
     with unsharded(model, reference):
         rollout = generate(sample_tokens, model, prompts, queries, length, uniform_TB, reference,
                            kl_penalty="full", max_rows=len(prompts))
-    group_B = torch.arange(len(prompts), device=model.device)       # for methods: each response is alone
-    rollout = replace(rollout, group_B=group_B)
+    # for methods: each response is alone
+    rollout = replace(rollout, group_B=torch.arange(len(prompts), device=model.device))
     if not isinstance(model, Policy):
         model.response_cache[key] = rollout
     return rollout
@@ -180,10 +180,9 @@ def evaluate(agent: EvaluatedAgent, task: Task, out: Path | None = None) -> dict
     metrics |= best_of_metrics(reward_Qm)
     rows = []
     for i, query in enumerate(queries):
-        row = {"query": query, "greedy": greedy.text[i], "greedy_reward": greedy_reward_Q[i].item()}
-        row["sampled"] = sampled.text[i * samples:(i + 1) * samples]
-        row["rewards"] = reward_Qm[i].tolist()
-        rows.append(row)
+        rows.append({
+            "query": query, "greedy": greedy.text[i], "greedy_reward": greedy_reward_Q[i].item(),
+            "sampled": sampled.text[i * samples:(i + 1) * samples], "rewards": reward_Qm[i].tolist()})
     if processes().is_main:
         write_jsonl(out / f"{agent.name}.jsonl", rows)
     return metrics

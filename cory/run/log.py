@@ -68,8 +68,7 @@ class Logger(AbstractContextManager):
         self.wandb = None
         self.wandb_id = wandb_id
         if processes().is_main:
-            config = to_save(cfg, configs)
-            write_text(run_dir / "config.json", json.dumps(config, indent=1))
+            write_text(run_dir / "config.json", json.dumps(to_save(cfg, configs), indent=1))
             (run_dir / "eval.json").unlink(missing_ok=True)             # only finished runs have one
             for path in (self.metrics_path, self.samples_path):
                 rows = read_jsonl(path) if done else []

@@ -105,9 +105,9 @@ def panels_of(metrics: pd.DataFrame) -> list[str]:
 
 def styles_of_run(config: dict) -> dict[str, dict]:
     """How bases, agents and teams are drawn; means over agents are not."""
-    styles = {}
-    styles["team"] = dict(color="black", marker="D")
-    styles["base_team"] = BASE | dict(linestyle="--")
+    styles = {
+        "team": dict(color="black", marker="D"),
+        "base_team": BASE | dict(linestyle="--")}
     agents = config["agents"]
     for i, base in enumerate(sorted({*agents.values()})):
         styles[base] = BASE | dict(linestyle=LINES[i % 4])
@@ -208,8 +208,7 @@ def mean_over_runs(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
     by_iteration = rows.groupby("iteration")[["tokens", *MAIN]]
     runs = by_iteration.size()
-    quantile = t.ppf(0.975, runs - 1)
-    half = by_iteration.sem().mul(quantile, axis=0)
+    half = by_iteration.sem().mul(t.ppf(0.975, runs - 1), axis=0)
     has_all = runs == runs.max()
     return by_iteration.mean()[has_all], half[has_all]
 
@@ -264,7 +263,7 @@ def compare(run_dirs: list[Path], out: Path, over: str) -> None:
 
     rows["label"] = [label(group, who) for _, group, _, who in rows.index]
     labels = rows.label[last.index]
-    print(tables(last.droplevel(["run", "group", "iteration"]), [*labels]))
+    print(tables(last.droplevel(["run", "group"]).reset_index("iteration"), [*labels]))
     out = out.with_suffix(out.suffix or ".png")
     out.parent.mkdir(parents=True, exist_ok=True)
     alone = rows.query("not who.str.endswith('team')")

@@ -17,7 +17,7 @@ class Data(NamedTuple):
 
 
 def load_columns(dataset: str, columns: list[str]) -> dict[str, list]:
-    """{split: the text of the column in each row, or a tuple of several}. Of a folder, the .jsonl files named
+    """{split: the column's value in each row, or a tuple of several}. Of a folder, the .jsonl files named
     for splits are read; a lone file is the split `train`. Any other layout (parquet, csv, the Hub) is
     read by `datasets`; of several subsets, `main`.
     """

@@ -34,9 +34,8 @@ class Gsm8k(Task):
         return [f"{self.example}Question: {query} Answer:" for query in queries]
 
     def observer_prompts(self, queries, responses):
-        said = [without_thought(response) for response in responses]
-        return [f"{self.example}Question: {query} Reference: {response.strip()} Answer:"
-                for query, response in zip(queries, said, strict=True)]
+        return [f"{self.example}Question: {query} Reference: {without_thought(response).strip()} Answer:"
+                for query, response in zip(queries, responses, strict=True)]
 
     def read_answer(self, response: str) -> Decimal | None:
         """The number that `--checker` reads in a response, or None; not whether it is right."""
@@ -51,8 +50,7 @@ class Gsm8k(Task):
 
     def metrics(self, queries, responses):
         """The share of responses that have no answer for the checker."""
-        unparsed = [self.read_answer(response) is None for response in responses]
-        return {"unparsed": fmean(unparsed)}
+        return {"unparsed": fmean(self.read_answer(response) is None for response in responses)}
 
 
 # --- the answer in a worked solution or in a response; None where there is none ---
@@ -97,10 +95,11 @@ def last_number(response: str) -> Decimal | None:
 
 
 def final_answer(response: str) -> Decimal | None:
-    """For chat models: the last number in the last `\\boxed{}`, or after the last `####`. A response without
-    them, such as one that was cut off as it reasoned, has no answer.
+    """For chat models: the last number in the last `\\boxed{}`, or the one right after the last `####`. A
+    response without them, such as one that was cut off as it reasoned, has no answer.
     """
-    marked = re.findall(r"\\boxed(\{(?:[^{}]|\{[^{}]*\})*\})|####\s*([-$\d.,]+)", without_thought(response))
+    answer = without_thought(response).translate(TO_ASCII)
+    marked = re.findall(r"\\boxed(\{(?:[^{}]|\{[^{}]*\})*\})|####\s*([-*\\$\d.,]+)", answer)
     if not marked:
         return None
     return last_number("".join(marked[-1]))

@@ -33,12 +33,11 @@ class Task:
         rng = random.Random("held-out queries")             # the same for every seed
         rows = getattr(data, cfg.eval_split)
         cfg.require("eval_queries", len(rows) >= cfg.eval_queries, f"there are only {len(rows)} rows")
-        drawn = rng.sample(rows, cfg.eval_queries)
-        self.held_out_queries = [self.query(row, rng) for row in drawn]
+        self.held_out_queries = [self.query(row, rng) for row in rng.sample(rows, cfg.eval_queries)]
 
     @classmethod
     def load_data(cls, cfg: Config) -> Data:
-        """Reads `columns` before any model is loaded. Rows of one column are strings, others tuples."""
+        """Reads `columns` before any model is loaded. Rows of several columns are tuples."""
         return complete_splits(load_columns(cfg.dataset, cls.columns))
 
     def query(self, row, rng: random.Random) -> str:
@@ -90,8 +89,7 @@ class Task:
         rng = random.Random(f"queries {cfg.seed} {iteration}")
         shortest = cfg.min_response_length or cfg.max_response_length
         limit = rng.randint(shortest, cfg.max_response_length)
-        chosen = order[start:start + distinct]
-        queries = [self.query(self.train_rows[i], rng) for i in chosen]
+        queries = [self.query(self.train_rows[i], rng) for i in order[start:start + distinct]]
         return [queries[i // k] for i in range(cfg.batch_size)], limit
 
     def reward(self, queries: list[str], responses: list[str]) -> Tensor:

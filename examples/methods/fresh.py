@@ -6,6 +6,8 @@ from cory.train import Cory
 
 
 class Fresh(Cory):
+    needs = {"share_weights": False}
+
     def update(self, role, agent, rollout, score):
         every = self.cfg.role_exchange_every
         done = self.iteration - 1

@@ -1,5 +1,6 @@
-"""Whoever plays the observer is trained with another lambda of GAE. All settings of the update can be changed
-in this way, except for learning rates and eta, which are in `agent.optimizer` and `agent.kl_coef`.
+"""Whoever plays the observer is trained with another lambda of GAE. Gamma, the loss, its mean and clipping,
+mini-batches and epochs can be changed in this way, too; learning rates and eta are in `agent.optimizer` and
+`agent.kl_coef`.
 
     python train_imdb.py --method examples.methods.roles:Roles
 """

@@ -3,6 +3,8 @@ at once. It takes twice as many optimizer steps as the observer, and its eta goe
 
     python train_imdb.py --method examples.methods.two_turns:TwoTurns
 """
+from dataclasses import replace
+
 import torch
 
 from cory.ppo.rollout import join
@@ -18,6 +20,9 @@ class TwoTurns(Cory):
             return {}
         if role == "reviser":
             first_rollout, first_score_B = self.first
-            rollout = join([first_rollout, rollout])
+            # revised responses are compared with each other (RLOO, GRPO)
+            group_B = rollout.group_B + first_rollout.group_B.max() + 1
+            revised = replace(rollout, group_B=group_B)
+            rollout = join([first_rollout, revised])
             score = torch.cat([first_score_B, score])
         return super().update(role, agent, rollout, score)

@@ -11,7 +11,7 @@ from cory.tasks.task import Task
 
 
 class Mention(Task):
-    columns = ["opening", "word"]           # what is read from each row, as strings
+    columns = ["opening", "word"]           # what is read from each row
 
     def query(self, row, rng):
         """It must contain all that the reward depends on: the reward sees only the query and the response."""
