@@ -45,14 +45,16 @@ def test_the_policy_that_is_scored_is_the_one_sampled_from_however_rows_are_divi
     assert collect_rollout(agent, PROMPTS, PROMPTS, 12).text != whole.text
 
 
-def test_what_is_sampled_and_scored_at_once_goes_with_the_memory(monkeypatch):
+@pytest.mark.parametrize("module, name", [
+    (sampling, "MAX_SAMPLING_BYTES"), (rollout, "MAX_TOKENS_PER_PASS"), (rollout, "MAX_LOGITS_PER_PASS")])
+def test_each_limit_of_what_is_computed_at_once_goes_with_the_memory(module, name, monkeypatch):
     agent = agent_of(tiny_gpt2())
     drawn = collect_rollout(agent, PROMPTS, PROMPTS, 12)
-    for module in (rollout, sampling):
-        monkeypatch.setattr(module, "scaled_to_memory", lambda limits, device: 1)
-    assert sampling.rows_at_once(agent.policy, 12) == 1
-    indices = rollout.micro_batches(drawn, agent.policy, 8)
-    assert [len(index) for index in indices] == [1] * len(PROMPTS)
+    scarce = getattr(module, name)
+    monkeypatch.setattr(module, "scaled_to_memory", lambda limits, device: 1 if limits is scarce else 2**40)
+    rows = [sampling.rows_at_once(agent.policy, 12)]
+    rows += [len(index) for index in rollout.micro_batches(drawn, agent.policy, 8)]
+    assert min(rows) == 1
 
 
 def test_a_base_responds_in_place_of_its_agent_by_new_random_numbers_each_time():
