@@ -125,8 +125,8 @@ class Config:
     system_prompt: str = setting("", "system message before each prompt in the chat template")
     # the update
     advantage: str = agent_setting(
-        "gae", "advantage estimator: gae (paper), reinforce, rloo and grpo (which read neither gamma nor lam), "
-        "or your own, given as module:function")
+        "gae", "advantage estimator: gae (paper), reinforce, rloo or grpo (both without gamma and lam), or "
+        "your own, given as module:function")
     critic: str = agent_setting(
         "linear", "critic: linear (a value head on the policy's last hidden state; paper), or your own, "
         "given as module:Class")
