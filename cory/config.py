@@ -122,7 +122,7 @@ class Config:
         False, "put each prompt into the model's chat template, as a user's message")
     chat_template_kwargs: str = setting(
         "{}", 'arguments of the chat template, as JSON: {"enable_thinking": false} for Qwen3 and SmolLM3')
-    system_prompt: str = setting("", "system message before each prompt in the chat template")
+    system_prompt: str = setting("", "system message of each prompt that has none, in the chat template")
     # the update
     advantage: str = agent_setting(
         "gae", "advantage estimator: gae (paper), reinforce, rloo or grpo (both without gamma and lam), or "

@@ -33,10 +33,10 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
     has_adapters = cfg.lora_rank > 0
     low = cfg.load_in_4bit or (has_adapters and cfg.dtype == "bfloat16")
     stored = torch.bfloat16 if low else torch.float32
-    quantization = NF4 if cfg.load_in_4bit else None
     device_map = {"": device} if device.type == "cuda" else None
-    lm, tokenizer = load_pretrained(transformers.AutoModelForCausalLM, name, dtype=stored,
-                                    quantization_config=quantization, device_map=device_map)
+    lm, tokenizer = load_pretrained(
+        transformers.AutoModelForCausalLM, name, dtype=stored, device_map=device_map,
+        quantization_config=NF4 if cfg.load_in_4bit else None)
     lm.requires_grad_(False)
     model = LanguageModel(lm, tokenizer, cfg.dtype, cfg.chat_template, cfg.temperature)
     ends = model.end_ids                # a copy: `end_ids` will read the new generation_config
@@ -105,7 +105,8 @@ def with_settings(template: str, cfg: Config) -> str:
         settings += f"{{% set {name} = {value!r} %}}"
     if cfg.system_prompt:
         system = {"role": "system", "content": cfg.system_prompt}
-        settings += f"{{% set messages = [{system}] + messages %}}"
+        settings += "{% if messages[0].role != 'system' %}"             # else the prompt has its own
+        settings += f"{{% set messages = [{system}] + messages %}}{{% endif %}}"
     return settings + END_OF_SETTINGS + own
 
 

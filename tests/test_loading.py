@@ -261,10 +261,11 @@ def test_arguments_and_system_message_of_the_chat_template(tmp_path):
 
 
 def test_a_prompt_may_be_a_list_of_messages(tmp_path):
+    """With a system message of its own, which then stands alone."""
     model = load(save_model("gpt2", tmp_path, chat_tokenizer(chat("<|im_end|>")), vocab_size=259),
-                 chat_template=True)
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
-                {"role": "user", "content": "c"}]
+                 chat_template=True, system_prompt="Add.")
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"},
+                {"role": "assistant", "content": "c"}]
     prompts = [messages, "d"]
     responses = sample_responses(model, prompts, ["c", "d"], 4, None, model)
     assert responses is sample_responses(model, prompts, ["c", "d"], 4, None, model)        # held out
@@ -272,7 +273,8 @@ def test_a_prompt_may_be_a_list_of_messages(tmp_path):
     turns = ""
     for message in messages:
         turns += "<|im_start|>{role}\n{content}<|im_end|>\n".format(**message)
-    assert model.tokenizer.batch_decode(ids) == [turns, "<|im_start|>user\nd<|im_end|>\n"]
+    other = "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nd<|im_end|>\n"
+    assert model.tokenizer.batch_decode(ids) == [turns, other]
 
 
 def test_a_template_that_leaves_out_the_system_prompt_is_refused(tmp_path):
