@@ -45,7 +45,7 @@ def load_language_model(name: str, cfg: Config, device: torch.device) -> Languag
         prompt = tokenizer.decode(model.encode([PROBE_TEXT])[0])
         cfg.require("system_prompt", cfg.system_prompt.strip() in prompt, "the chat template leaves it out")
         message_end = end_of_message(tokenizer)
-        # special, so that it is no part of a response's text
+        # as a special token, it is left out of a response's text
         tokenizer.add_tokens(tokenizer.convert_ids_to_tokens(message_end), special_tokens=True)
         ends.update(message_end)
     # In place of its authors' sampling settings. With these `final/` generates as it was evaluated.

@@ -102,6 +102,7 @@ FINAL_ANSWERS = {
     "5": None,
     "\\boxed{18}\n#### Check": 18,
     "#### Step 2: we add": None,
+    "\\boxed{7}\n#### **Check**": 7,
 }
 
 

@@ -64,7 +64,7 @@ def test_a_usable_model_samples_each_row_as_it_would_alone(kind, tmp_path):
 
 def test_fewer_keys_than_heads_leave_room_for_more_rows(tmp_path, monkeypatch):
     """By hand: in each of 2 layers a row has a key and a value for each of its 10 tokens. Each has 24 entries
-    of 4 bytes, since 2 of 4 heads have keys, of 12 entries. A draw is among 257 tokens.
+    of 4 bytes: 12 for each of the 2 heads, of 4, that have keys. A draw is among 257 tokens.
     """
     model = load(save_model("llama", tmp_path, head_dim=12))
     row = 8 * 2 * 24 * 10 + 16 * 257

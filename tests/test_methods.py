@@ -184,6 +184,13 @@ def test_a_setting_other_than_a_method_needs_is_refused(small_flags, tmp_path, c
     assert "advantage is 'gae': test_methods:NeedsRloo needs rloo" in line
 
 
+@pytest.mark.parametrize("example", ["fresh:Fresh", "population:Population", "distill:Distill"])
+def test_examples_for_two_agents_refuse_shared_weights(example, small_flags, tmp_path, capsys):
+    method = f"examples.methods.{example}"
+    line = refusal(small_flags, tmp_path / "r", capsys, "--share_weights", "--method", method)
+    assert f"share_weights is True: {method} needs False" in line
+
+
 class Careless(Cory):
     """It draws roles, changes rewards in place, and may let the observer respond to other queries."""
     mixes_queries_in = ""

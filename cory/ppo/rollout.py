@@ -30,7 +30,7 @@ class Rollout:
     prompt_BP: Tensor           # token ids
     prompt_mask_BP: Tensor      # 1 = real prompt token
     response_BT: Tensor         # sampled token ids
-    mask_BT: Tensor             # 1 = real response token; all come first
+    mask_BT: Tensor             # 1 = real response token; these come first
     sampling_logp_BT: Tensor    # log-probability with which a_t was drawn, nats
     truncated_B: Tensor         # whether the length limit has cut a response
     group_B: Tensor | None = None       # responses with the same number are compared (RLOO, GRPO)

@@ -99,7 +99,7 @@ def final_answer(response: str) -> Decimal | None:
     response without them, such as one that was cut off as it reasoned, has no answer.
     """
     answer = without_thought(response).translate(TO_ASCII)
-    marked = re.findall(r"\\boxed(\{(?:[^{}]|\{[^{}]*\})*\})|####\s*([-*\\$\d.,]+)", answer)
+    marked = re.findall(r"\\boxed(\{(?:[^{}]|\{[^{}]*\})*\})|####\s*([-*\\$.]*\d[\d.,]*)", answer)
     if not marked:
         return None
     return last_number("".join(marked[-1]))
