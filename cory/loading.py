@@ -100,8 +100,8 @@ def with_settings(template: str, cfg: Config) -> str:
         values = dict(json.loads(cfg.chat_template_kwargs))
     arguments = find_undeclared_variables(_compile_jinja_template("").environment.parse(own))
     for name, value in values.items():
-        cfg.require("chat_template_kwargs", name in arguments,
-                    f"the chat template of {cfg.model} does not read {name}; pass others, or {{}}")
+        cfg.require("chat_template_kwargs", name in arguments and value not in ("true", "false"),
+                    f"the template of {cfg.model} does not read {name} as {value!r}; pass others, or {{}}")
         settings += f"{{% set {name} = {value!r} %}}"
     if cfg.system_prompt:
         system = {"role": "system", "content": cfg.system_prompt}

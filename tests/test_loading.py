@@ -287,6 +287,7 @@ def test_a_template_that_leaves_out_the_system_prompt_is_refused(tmp_path):
 @pytest.mark.parametrize("words, says", [('{"thinking": false}', "does not read thinking"),
                                          ('{"(": 1}', "does not read"),
                                          ('{"m": 1}', "does not read"),
+                                         ('{"messages": "false"}', "does not read messages as 'false'"),
                                          ("{", "chat_template_kwargs cannot be read"),
                                          ("[1]", "chat_template_kwargs cannot be read")])
 def test_arguments_that_the_chat_template_does_not_read_are_refused(words, says, tmp_path):

@@ -83,8 +83,7 @@ def rows_at_once(model: LanguageModel, length: int) -> int:
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)            # fewer, if they are grouped
     head_dim = getattr(config, "head_dim", None) or model.head.in_features // heads
-    width = kv_heads * head_dim
-    cache_bytes = 8 * config.num_hidden_layers * width * length         # a key and a value in float32
+    cache_bytes = 8 * config.num_hidden_layers * kv_heads * head_dim * length   # keys and values in float32
     draw_bytes = 16 * model.head.out_features                           # logits, p and its cumulative sum
     return max(1, scaled_to_memory(MAX_SAMPLING_BYTES, model.device) // (cache_bytes + draw_bytes))
 

@@ -46,8 +46,7 @@ def finished_run(run_dir: Path, **changes) -> tuple[Experiment, list[EvaluatedAg
                        map_location={"cuda:0": str(run.device)})
     run.method.memory = state["method"]
     run.task.memory = state["task"]
-    results = json.loads((run_dir / "eval.json").read_text())
-    run.task.iteration = results["iteration"]
+    run.task.iteration = json.loads((run_dir / "eval.json").read_text())["iteration"]
     agents = []
     for name, agent_cfg in run.configs.items():
         is_trained = name in state["trained"]

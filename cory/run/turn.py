@@ -63,11 +63,10 @@ def sample_rows(iteration: int, turns: list[Turn]) -> list[dict]:
             role = turn.role
             rollout = turn.rollout
             is_real_P = rollout.prompt_mask_BP[i].bool()
-            prompt_ids = rollout.prompt_BP[i][is_real_P]
             row[role] = rollout.text[i]
             row[f"{role}_agent"] = turn.agent.name
             row[f"{role}_reward"] = turn.reward_B[i].item()
-            row[f"{role}_prompt"] = turn.agent.policy.tokenizer.decode(prompt_ids)
+            row[f"{role}_prompt"] = turn.agent.policy.tokenizer.decode(rollout.prompt_BP[i][is_real_P])
             if rollout.read_B is not None:
                 i = rollout.read_B[i].item()
         rows.append(row)
